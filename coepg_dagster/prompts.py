@@ -1,0 +1,123 @@
+"""What planner and grounder are asked, and how their answers are read.
+
+Two styles: `instruct` spells the task out for pretrained chat models; `compact` is for models that were trained on nothing
+else. Both put the image before the text, so that all plans of one screenshot share a prefix, and both expect the same
+answers: the planner one JSON object {"plan", "action_type", "value"} (Eq. 1), the grounder "(x,y)" (Eq. 2).
+The grounder sees screenshot and plan only, never type, value or label.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from coepg_dagster.steps import NO_VALUE
+
+Style = Literal["compact", "instruct"]
+Message = dict[str, Any]
+
+ACTION_TYPES: Final[Mapping[str, str]] = {
+    "CLICK": "click the element; no value",
+    "TYPE": "type the value into the element",
+    "SELECT": "choose the value in the drop-down list",
+}
+"""Every action type of the web action space, as it is explained to the planner."""
+
+_PLANNER_INSTRUCT: Final = """You operate a web page to complete a task.
+Task: {goal}
+Previous actions:
+{history}
+Decide on the single next action. Describe in "plan" which element to act on, so precisely that somebody who sees only \
+the screenshot and your description finds it.
+Action types:
+{actions}
+Answer with one JSON object and nothing else: {{"plan": "...", "action_type": "...", "value": "..."}}"""
+_GROUNDER_INSTRUCT: Final = """Locate the element that this instruction refers to, precisely.
+Instruction: {plan}
+Answer with the pixel coordinates of its centre as (x,y) and nothing else."""
+_PLANNER_COMPACT: Final = "Task: {goal}\nDone: {history}"
+_GROUNDER_COMPACT: Final = "{plan}"
+
+
+def _user(text: str) -> list[Message]:
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+
+
+def assistant(text: str) -> list[Message]:
+    """The completion side of a training example."""
+    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+
+
+def planner_messages(goal: str, history: Sequence[str], style: Style) -> list[Message]:
+    """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text."""
+    if style == "compact":
+        return _user(_PLANNER_COMPACT.format(goal=goal, history=" ; ".join(history) or "none"))
+    return _user(
+        _PLANNER_INSTRUCT.format(
+            goal=goal,
+            history="\n".join(f"{i + 1}. {action}" for i, action in enumerate(history)) or "none",
+            actions="\n".join(f"- {name}: {use}" for name, use in ACTION_TYPES.items()),
+        )
+    )
+
+
+def grounder_messages(plan: str, style: Style) -> list[Message]:
+    """The chat that asks ϕ for the point of `plan`; one image placeholder, before the text."""
+    return _user((_GROUNDER_COMPACT if style == "compact" else _GROUNDER_INSTRUCT).format(plan=plan))
+
+
+def planner_answer(plan: str, action_type: str, value: str) -> str:
+    """The answer that `parse_planner` reads back as these three."""
+    return json.dumps({"plan": plan, "action_type": action_type, "value": value}, ensure_ascii=False)
+
+
+def grounder_answer(x: int, y: int) -> str:
+    """The answer that `parse_grounder` reads back; coordinates in the grounder's own space."""
+    return f"({x},{y})"
+
+
+@dataclass(frozen=True)
+class PlannerAnswer:
+    plan: str
+    action_type: str
+    value: str
+
+
+_EMPTY_VALUES: Final = frozenset({"", "none", "no input text"})
+_OBJECT: Final = re.compile(r"\{.*\}", re.DOTALL)
+_POINT: Final = re.compile(r"(-?\d+(?:\.\d+)?)\s*,\s*(-?\d+(?:\.\d+)?)")
+
+
+def normal_value(value: str) -> str:
+    """`value` without outer blanks; every way of saying "no value" becomes NO_VALUE."""
+    stripped = value.strip()
+    return NO_VALUE if stripped.lower() in _EMPTY_VALUES else stripped
+
+
+def parse_planner(text: str) -> PlannerAnswer | None:
+    """The planner's answer, or None where there is no JSON object with a plan and an action type.
+
+    Text around the object (a code fence, a sentence) is passed over. Never evaluates anything.
+    """
+    found = _OBJECT.search(text)
+    if found is None:
+        return None
+    try:
+        answer = json.loads(found[0])
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    plan, action_type, value = (answer.get(key) for key in ("plan", "action_type", "value"))
+    if not (isinstance(plan, str) and plan.strip() and isinstance(action_type, str) and action_type.strip()):
+        return None
+    if not isinstance(value, str | int | float | None) or isinstance(value, bool):
+        return None
+    return PlannerAnswer(plan.strip(), action_type.strip().upper(), normal_value("" if value is None else str(value)))
+
+
+def parse_grounder(text: str) -> tuple[float, float] | None:
+    """The first pair of numbers of a grounder's answer, in the grounder's own space; None where there is none."""
+    found = _POINT.search(text)
+    return (float(found[1]), float(found[2])) if found else None
