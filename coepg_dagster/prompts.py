@@ -121,3 +121,9 @@ def parse_grounder(text: str) -> tuple[float, float] | None:
     """The first pair of numbers of a grounder's answer, in the grounder's own space; None where there is none."""
     found = _POINT.search(text)
     return (float(found[1]), float(found[2])) if found else None
+
+
+def coordinate_span(text: str) -> list[tuple[int, int]]:
+    """The character spans of x and of y, in the pair that `parse_grounder` reads; empty where there is none."""
+    found = _POINT.search(text)
+    return [found.span(1), found.span(2)] if found else []

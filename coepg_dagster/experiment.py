@@ -1,0 +1,231 @@
+"""An experiment file (YAML) as pydantic models. Unknown keys, wrong types and impossible combinations are errors.
+
+Everything that decides a result stands here; where a run's processes live (launcher, device, limits) is a resource.
+Each error names the file, the key and what to do, and comes before any model is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from coepg_dagster.geometry import Space
+from coepg_dagster.prompts import Style
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
+"""Names become parts of asset keys and of paths."""
+
+
+class ExperimentError(ValueError):
+    """An experiment file that cannot be used; the message names file, key and remedy."""
+
+
+class Strict(BaseModel):
+    """Base of all configuration: unknown keys are refused, values cannot be changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def fingerprint(self) -> str:
+        """Twelve hex digits that change with any value."""
+        return fingerprint(self.model_dump(mode="json"))
+
+
+def fingerprint(value: Any) -> str:
+    """Twelve hex digits of the SHA-256 of `value` as canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
+
+
+class Benchmark(Strict):
+    """Where the labelled steps come from and how they are split and scored."""
+
+    reader: Literal["miniwob"] = Field(description="which reader understands the files")
+    path: Path = Field(description="folder or file, relative to the project root")
+    train: str = Field("train", description="the split from which D_k is made")
+    validation: str = Field("validation", description="the split for every choice")
+    test: list[str] = Field(min_length=1, description="splits that only `evaluation` reads")
+    protocol: str = Field(description="the named rule by which predictions are scored")
+    max_train_steps: int | None = Field(None, ge=1, description="use only the first N training steps; null: all")
+    max_eval_steps: int | None = Field(None, ge=1, description="use only the first N steps of each other split")
+
+    @model_validator(mode="after")
+    def _splits_are_apart(self) -> Self:
+        splits = [self.train, self.validation, *self.test]
+        if len(set(splits)) != len(splits):
+            raise ValueError(f"train, validation and test splits must differ, got {splits}")
+        return self
+
+
+class Models(Strict):
+    """The checkpoints that an experiment starts from: local folders or hub names, safetensors only."""
+
+    base_planner: str
+    base_grounder: str
+    planners: dict[Name, str] = Field(description="members of the planner pool Π besides the trained ones")
+    verifiers: dict[Name, str] = Field(description="members of the verifier pool Φ besides the trained ones")
+    prompts: Style = Field("instruct", description="`compact` for models trained on nothing else")
+    coordinates: Space = Field(Space.RESIZED, description="space in which grounders answer (Qwen2.5-VL: resized)")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+    @field_validator("planners", "verifiers")
+    @classmethod
+    def _pool_has_members(cls, pool: dict[str, str]) -> dict[str, str]:
+        if not pool:
+            raise ValueError("a pool needs at least one member: name an open model, e.g. `{qwen_7b: Qwen/…}`")
+        return pool
+
+
+class Sft(Strict):
+    """Supervised fine-tuning of π_k and ϕ_k on D_{k-1} (TRL's SFTTrainer)."""
+
+    init: Literal["base", "previous"] = Field("base", description="what π_k and ϕ_k start from")
+    epochs: float = Field(3.0, gt=0)
+    max_steps: int | None = Field(None, ge=1, description="ends training earlier than `epochs`")
+    batch_size: int = Field(96, ge=1, description="rows per optimizer step, over all devices")
+    micro_batch_size: int = Field(4, ge=1, description="rows per device and forward pass")
+    learning_rate: float = Field(1e-6, gt=0)
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}")
+        return self
+
+
+class Grpo(Strict):
+    """GRPO of π'_k from π_k with the C-DREM reward (Eq. 3 to 10; TRL's GRPOTrainer)."""
+
+    enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
+    prompts_per_step: int = Field(42, ge=1)
+    group_size: int = Field(7, ge=2, description="G, rollouts per prompt")
+    micro_batch_size: int = Field(7, ge=1, description="rollouts per device and forward pass")
+    max_steps: int | None = Field(None, ge=1, description="null: one epoch over the prompts")
+    learning_rate: float = Field(5e-7, gt=0)
+    temperature: float = Field(0.9, gt=0)
+    kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
+    clip_epsilon: float = Field(0.2, gt=0, lt=1)
+    max_plan_tokens: int = Field(256, ge=8)
+    confidence: Literal["probability", "log_probability", "constant"] = Field(
+        "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
+    )
+    ensemble: bool = Field(True, description="false: ϕ_k alone rewards (ablation `w/o C-DREM`)")
+    own_prior: float = Field(2.0, ge=0, description="σ of ϕ_k")
+    verifier_prior: float = Field(1.0, ge=0, description="σ of each open verifier")
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        rollouts = self.prompts_per_step * self.group_size
+        if rollouts % self.micro_batch_size:
+            raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide the {rollouts} rollouts of a step")
+        return self
+
+
+class Regeneration(Strict):
+    """How the pools make D_k: candidates, verdicts, selection."""
+
+    plans_per_planner: int = Field(4, ge=1, description="plans per step and planner")
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(0.95, gt=0, le=1)
+    max_plan_tokens: int = Field(256, ge=8)
+    max_point_tokens: int = Field(32, ge=4)
+    rule: Literal["any", "majority", "all", "k_of_n"] = Field("any", description="how many verifiers must hit")
+    k: int | None = Field(None, ge=1, description="for k_of_n")
+    max_plans_per_step: int = Field(8, ge=1)
+    similar: float = Field(0.9, gt=0, le=1, description="plans with a token Jaccard above this are one plan")
+    carry_over: Literal["best_plan_per_step", "cumulative", "none"] = Field(
+        "best_plan_per_step", description="what of D_{k-1} stays: a plan for steps that lost all, everything, nothing"
+    )
+    trained_members: int = Field(2, ge=1, le=2, description="how many of the newest trained models stay in a pool")
+
+    @model_validator(mode="after")
+    def _k_goes_with_its_rule(self) -> Self:
+        if (self.rule == "k_of_n") != (self.k is not None):
+            raise ValueError("`k` goes with `rule: k_of_n`, and only with it")
+        return self
+
+
+class Experiment(Strict):
+    """One experiment: everything that decides its results, for every seed."""
+
+    name: Name
+    description: str
+    iterations: int = Field(ge=1, description="K; partitions are 0..K")
+    seeds: list[int] = Field(min_length=1, description="one run of the whole loop each")
+    pool: str = Field("gpu", description="the Dagster pool in which the heavy steps take turns")
+    benchmark: Benchmark
+    models: Models
+    sft: Sft = Sft()
+    grpo: Grpo = Grpo()
+    regeneration: Regeneration = Regeneration()
+    batch_size: int = Field(64, ge=1, description="requests per forward pass in generation, verification, evaluation")
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_differ(cls, seeds: list[int]) -> list[int]:
+        if len(set(seeds)) != len(seeds) or any(seed < 0 for seed in seeds):
+            raise ValueError("seeds must be different non-negative numbers")
+        return seeds
+
+    @model_validator(mode="after")
+    def _k_of_n_can_be_met(self) -> Self:
+        k, n = self.regeneration.k, len(self.models.verifiers)
+        if k is not None and k > n:
+            raise ValueError(f"regeneration.k is {k}, but D_0 is verified by {n} open verifiers only: lower k or add some")
+        return self
+
+
+def load_experiment(path: Path) -> Experiment:
+    """The experiment in the YAML file `path`; its name is the file's. Raises ExperimentError."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ExperimentError(f"{path}: there is no such experiment file") from None
+    except yaml.YAMLError as error:
+        raise ExperimentError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ExperimentError(f"{path}: the file must hold a mapping of keys, see experiments/sandbox.yaml")
+    if "name" in raw:
+        raise ExperimentError(f"{path}: key `name`: an experiment is named by its file; remove the key")
+    try:
+        return Experiment(name=path.stem, **raw)
+    except ValidationError as error:
+        raise ExperimentError("\n".join(_explain(path, problem) for problem in error.errors())) from None
+
+
+_REMEDIES = {
+    "extra_forbidden": "there is no such key; remove it or correct its spelling",
+    "missing": "the key is missing; add it",
+}
+
+
+def _explain(path: Path, problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
+    remedy = _REMEDIES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    got = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r})"
+    return f"{path}: key `{key}`: {remedy}{got}"
+
+
+def find_experiments(folder: Path) -> dict[str, Experiment]:
+    """Every experiment file of `folder`, by name, in alphabetical order."""
+    return {path.stem: load_experiment(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def split_reference(reference: str, experiments: dict[str, Experiment]) -> tuple[Experiment, int]:
+    """(experiment, seed) of `NAME` (its first seed) or `NAME/sSEED`. Raises ExperimentError."""
+    name, _, seed_part = reference.partition("/")
+    if name not in experiments:
+        known = ", ".join(experiments) or "none"
+        raise ExperimentError(f"{reference}: there is no experiment {name!r}; known: {known}")
+    experiment = experiments[name]
+    if not seed_part:
+        return experiment, experiment.seeds[0]
+    if not (seed_part.startswith("s") and seed_part[1:].isdigit() and int(seed_part[1:]) in experiment.seeds):
+        seeds = ", ".join(f"{name}/s{seed}" for seed in experiment.seeds)
+        raise ExperimentError(f"{reference}: {name} has no such seed; use {name} or one of {seeds}")
+    return experiment, int(seed_part[1:])

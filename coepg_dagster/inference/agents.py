@@ -1,0 +1,125 @@
+"""The planner π (Eq. 1) and the grounder ϕ (Eq. 2): an engine, the prompts, and the reading of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coepg_dagster.geometry import Box, Point, Space
+from coepg_dagster.inference.engine import Engine, Failure, Generation, Progress, Request, Sampling
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.prompts import (
+    PlannerAnswer,
+    Style,
+    coordinate_span,
+    grounder_messages,
+    parse_grounder,
+    parse_planner,
+    planner_messages,
+)
+from coepg_dagster.rewards.cdrem import mean_log_probability
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a planner is told of a step (Eq. 1): Q and h_t; the screenshot is found by the id."""
+
+    step_id: str
+    goal: str
+    history: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planner's answer: its text, and what could be read from it (None: not a plan)."""
+
+    text: str
+    answer: PlannerAnswer | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A grounder's answer for one plan.
+
+    `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6 over
+    the `tokens` coordinate tokens (over all tokens of an answer without coordinates). `failure` is set, and all else
+    empty, where the grounder gave no answer at all.
+    """
+
+    point: Point | None = None
+    mean_logprob: float = 0.0
+    tokens: int = 0
+    text: str = ""
+    failure: str | None = None
+
+    def hits(self, boxes: Sequence[Box]) -> bool:
+        """Eq. 3 with several targets: the point lies in any of the boxes, borders included."""
+        return self.point is not None and any(box.contains(self.point) for box in boxes)
+
+
+class Planner:
+    """π: from screenshot, goal and history to plan, action type and value."""
+
+    def __init__(self, engine: Engine, screens: Screens, style: Style) -> None:
+        self._engine, self._screens, self._style = engine, screens, style
+
+    def plan(self, tasks: Sequence[Task], sampling: Sampling, progress: Progress | None = None) -> list[list[Plan]]:
+        """`sampling.samples` plans for each task, in order. Raises RuntimeError where the engine fails on one."""
+        requests = [
+            Request(self._screens.image(task.step_id), planner_messages(task.goal, task.history, self._style))
+            for task in tasks
+        ]
+        result: list[list[Plan]] = []
+        for task, answers in zip(tasks, self._engine.generate(requests, sampling, progress), strict=True):
+            plans = []
+            for answer in answers:
+                if isinstance(answer, Failure):
+                    raise RuntimeError(f"step {task.step_id}: the planner gave no answer: {answer.reason}")
+                plans.append(Plan(answer.text, parse_planner(answer.text)))
+            result.append(plans)
+        return result
+
+
+class Grounder:
+    """ϕ: from screenshot and plan to a point. Greedy; each different (screenshot, plan) is asked once."""
+
+    def __init__(self, engine: Engine, screens: Screens, style: Style, space: Space, max_tokens: int) -> None:
+        self._engine, self._screens, self._style, self._space = engine, screens, style, space
+        self._sampling = Sampling(max_tokens=max_tokens)
+
+    def ground(self, plans: Sequence[tuple[str, str]], progress: Progress | None = None) -> list[Reading]:
+        """A reading for each (step_id, plan), in order; plans of one screenshot are asked one after another."""
+        unique = sorted(set(plans))
+        requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
+        answers = self._engine.generate(requests, self._sampling, progress)
+        readings = {
+            (step_id, plan): self._read(step_id, answer[0])
+            for (step_id, plan), answer in zip(unique, answers, strict=True)
+        }
+        return [readings[pair] for pair in plans]
+
+    def _read(self, step_id: str, answer: Generation | Failure) -> Reading:
+        if isinstance(answer, Failure):
+            return Reading(failure=answer.reason)
+        if not answer.logprobs:
+            return Reading(failure="the answer is empty")
+        coordinates = coordinate_tokens(answer.pieces)
+        logprobs = [answer.logprobs[t] for t in coordinates] or list(answer.logprobs)
+        pair = parse_grounder(answer.text)
+        point = None
+        if pair is not None:
+            point = self._screens.viewport(step_id).point(Point(*pair, self._space), Space.ORIGINAL)
+        return Reading(point, mean_log_probability(logprobs), len(logprobs), answer.text)
+
+
+def coordinate_tokens(pieces: Sequence[bytes]) -> list[int]:
+    """Positions of the tokens that hold a digit of the first coordinate pair ("digit tokens of x and y only")."""
+    # latin-1 keeps one character per byte, so that character offsets are byte offsets
+    spans = coordinate_span(b"".join(pieces).decode("latin-1"))
+    chosen, start = [], 0
+    for position, piece in enumerate(pieces):
+        end = start + len(piece)
+        if any(start < high and end > low for low, high in spans):
+            chosen.append(position)
+        start = end
+    return chosen

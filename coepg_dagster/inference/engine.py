@@ -1,0 +1,73 @@
+"""The inference protocol: what every engine is asked and what it answers.
+
+An engine turns (image, chat) pairs into text with the log-probabilities of the *generated* tokens at temperature 1,
+whatever temperature they were sampled at. Prompt log-probabilities are never asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from PIL import Image
+
+from coepg_dagster.prompts import Message
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) as work advances."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question: an image, already of the size that the model sees, and a chat with one image placeholder."""
+
+    image: Image.Image
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy; `samples` answers are drawn per request."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("greedy decoding gives one answer: samples must be 1 at temperature 0")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer. `pieces` are the byte strings of its tokens, `logprobs` their log-probabilities, same length."""
+
+    text: str
+    pieces: tuple[bytes, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that got no answer, and why. Not the same as an answer that says nothing."""
+
+    reason: str
+
+
+class Engine(Protocol):
+    """What the agents need of a model."""
+
+    @property
+    def resize(self) -> tuple[int, int, int]:
+        """(factor, min_pixels, max_pixels) of the model's image processor, for `geometry.smart_resize`."""
+        ...
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, progress: Progress | None = None
+    ) -> list[list[Generation | Failure]]:
+        """For each request, in order, `sampling.samples` answers."""
+        ...

@@ -1,0 +1,76 @@
+"""Screenshots of a step table, decoded and resized once, as a model sees them."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Final
+
+import pyarrow as pa
+from PIL import Image
+
+from coepg_dagster.geometry import Box, Size, Space, Viewport, smart_resize
+
+MAX_PIXELS: Final = 50_000_000
+"""Larger screenshots are refused before they are decoded (a decompression bomb costs its own row, not the process)."""
+
+
+class UnreadableScreenshot(ValueError):
+    """A screenshot that cannot be decoded; the message names the step."""
+
+
+def decode(step_id: str, encoded: bytes) -> Image.Image:
+    """The screenshot as RGB. Raises UnreadableScreenshot."""
+    try:
+        with Image.open(io.BytesIO(encoded), formats=("PNG", "JPEG", "WEBP")) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise UnreadableScreenshot(f"step {step_id}: {image.width} x {image.height} px is over {MAX_PIXELS} px")
+            return image.convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UnreadableScreenshot(f"step {step_id}: the screenshot cannot be decoded: {error}") from error
+
+
+class Screens:
+    """Images and target boxes of the steps of a table (STEP_SCHEMA), for models with one kind of resize.
+
+    Args:
+        resize: (factor, min_pixels, max_pixels) of the model's image processor.
+        cached_bytes: how many bytes of decoded images are kept, the newest ones.
+    """
+
+    def __init__(self, steps: pa.Table, resize: tuple[int, int, int], cached_bytes: int = 1 << 29) -> None:
+        self._rows = {step_id: row for row, step_id in enumerate(steps["step_id"].to_pylist())}
+        self._encoded = steps["screenshot"]
+        self._boxes = steps["boxes"].to_pylist()
+        self._sizes = list(zip(steps["width"].to_pylist(), steps["height"].to_pylist(), strict=True))
+        self._resize, self._room = resize, cached_bytes
+        self._images: OrderedDict[str, Image.Image] = OrderedDict()
+
+    def viewport(self, step_id: str) -> Viewport:
+        """Original and resized size of a step's screenshot."""
+        factor, low, high = self._resize
+        original = Size(*self._sizes[self._rows[step_id]])
+        return Viewport(original, smart_resize(original, factor=factor, min_pixels=low, max_pixels=high))
+
+    def image(self, step_id: str) -> Image.Image:
+        """The screenshot of a step, RGB, resized once to the size that the model sees."""
+        if step_id in self._images:
+            self._images.move_to_end(step_id)
+            return self._images[step_id]
+        image = decode(step_id, self._encoded[self._rows[step_id]].as_py())
+        viewport = self.viewport(step_id)
+        if image.size != (viewport.original.width, viewport.original.height):
+            raise UnreadableScreenshot(f"step {step_id}: the image is {image.size} px, its row says {viewport.original}")
+        target = (viewport.resized.width, viewport.resized.height)
+        if image.size != target:
+            image = image.resize(target, Image.Resampling.BICUBIC)
+        self._images[step_id] = image
+        self._room -= image.width * image.height * 3
+        while self._room < 0 and len(self._images) > 1:
+            _, old = self._images.popitem(last=False)
+            self._room += old.width * old.height * 3
+        return image
+
+    def boxes(self, step_id: str) -> list[Box]:
+        """The target boxes of a step, in pixels of the stored screenshot; empty: the action has no target."""
+        return [Box(*box, Space.ORIGINAL) for box in self._boxes[self._rows[step_id]]]

@@ -1,0 +1,142 @@
+"""C-DREM, the confidence-weighted reward ensemble, and the gate around it (Co-EPG, arXiv 2511.10705, Eq. 3 to 10).
+
+Departures from the paper, each with its reason in docs/paper_map.md:
+1. Eq. 5 and 6 use c = mean log p <= 0, so that a higher prior lowers the weight. The default confidence is exp(mean log p);
+   `log_probability` is the literal equation.
+2. A step without a target (scroll, back, wait) has r_plan = 1 once the gate passes: Eq. 3 is undefined there.
+3. Two empty values are equal (Eq. 8): F1 of two empty strings would otherwise refuse every click.
+4. A grounder that failed has no vote; the others' weights are renormalised. If all failed there is no reward, but an error.
+5. Groups whose rewards spread less than SPREAD_FLOOR have advantage 0 (Eq. 10 divides by the spread).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Confidence = Literal["probability", "log_probability", "constant"]
+
+SPREAD_FLOOR: Final = 1e-3
+"""Sample standard deviation below which a group counts as without spread."""
+
+ADVANTAGE_EPSILON: Final = 1e-4
+"""What TRL adds to the standard deviation in Eq. 10."""
+
+
+class NoVerdict(RuntimeError):
+    """Every grounder failed on a plan: there is nothing to compute a reward from."""
+
+
+def mean_log_probability(token_logprobs: Sequence[float]) -> float:
+    """Eq. 6: c_j = (1/L) Σ log P_j(y_l | y_<l, inputs), over the L generated coordinate tokens. Raises on none."""
+    if not len(token_logprobs):
+        raise ValueError("Eq. 6 needs at least one coordinate token; for an answer without any, give all its tokens")
+    return float(np.mean(np.asarray(token_logprobs, dtype=np.float64)))
+
+
+def confidences(mean_logprobs: npt.ArrayLike, mode: Confidence) -> Floats:
+    """c_j as Eq. 5 uses it, same shape as `mean_logprobs` (each <= 0)."""
+    logprobs = np.asarray(mean_logprobs, dtype=np.float64)
+    if np.any(logprobs > 1e-6):
+        raise ValueError(f"a mean log-probability is positive: {logprobs.max()}")
+    match mode:
+        case "probability":
+            return np.exp(logprobs)
+        case "log_probability":
+            return logprobs
+        case "constant":
+            return np.ones_like(logprobs)
+
+
+def ensemble_weights(priors: npt.ArrayLike, confidence: npt.ArrayLike, answered: npt.ArrayLike) -> Floats:
+    """Eq. 5: w_j = exp(σ_j c_j) / Σ_n exp(σ_n c_n), over the grounders that answered; 0 for the others.
+
+    Args:
+        priors: σ, shape (N,).
+        confidence: c, shape (..., N).
+        answered: bool, shape (..., N).
+    Returns:
+        w, shape (..., N), each row summing to 1.
+    Raises:
+        NoVerdict: a row in which no grounder answered.
+    """
+    mask = np.asarray(answered, dtype=bool)
+    c = np.where(mask, np.asarray(confidence, dtype=np.float64), 0.0)
+    if not np.all(mask.any(axis=-1)):
+        raise NoVerdict("no grounder answered for a plan: look at their errors; a reward is never silently 0")
+    exponent = np.where(mask, np.asarray(priors, dtype=np.float64) * c, -np.inf)
+    unnormalised = np.exp(exponent - exponent.max(axis=-1, keepdims=True))
+    weights: Floats = unnormalised / unnormalised.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def plan_reward(weights: npt.ArrayLike, hits: npt.ArrayLike) -> Floats:
+    """Eq. 4: r_plan = Σ_j w_j · Acc_j; weights and hits (Eq. 3, 0 or 1) of shape (..., N), result (...)."""
+    reward: Floats = (np.asarray(weights, dtype=np.float64) * np.asarray(hits, dtype=np.float64)).sum(axis=-1)
+    return reward
+
+
+def token_f1(predicted: str, label: str) -> float:
+    """F1 over the sets of whitespace tokens, lower-cased (GUI-R1's F1 without its containment rule).
+
+    Two empty values are equal: 1. One empty value: 0.
+    """
+    p, q = set(predicted.lower().split()), set(label.lower().split())
+    if not p and not q:
+        return 1.0
+    common = len(p & q)
+    return 2 * common / (len(p) + len(q)) if common else 0.0
+
+
+def type_reward(predicted: str, label: str) -> float:
+    """Eq. 7: 1 if the action type is exactly right."""
+    return float(predicted == label)
+
+
+def value_reward(predicted: str, label: str) -> float:
+    """Eq. 8: 1 if F1(value, label value) > 0.5."""
+    return float(token_f1(predicted, label) > 0.5)
+
+
+def gated(r_type: npt.ArrayLike, r_value: npt.ArrayLike, r_plan: npt.ArrayLike) -> Floats:
+    """Eq. 9: 0 where type or value is wrong, else r_plan. A rollout that fails needs no r_plan: NaN is allowed there."""
+    passes = (np.asarray(r_type, dtype=np.float64) > 0) & (np.asarray(r_value, dtype=np.float64) > 0)
+    return np.where(passes, np.asarray(r_plan, dtype=np.float64), 0.0)
+
+
+def flatten_spreadless(rewards: npt.ArrayLike, group_size: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Rewards as GRPO may see them, and which groups had no spread.
+
+    A group (`group_size` consecutive rewards) whose sample standard deviation is below SPREAD_FLOOR gets one equal value,
+    its first reward, so that its advantage is exactly 0; otherwise rounding residue of fractional rewards would be divided
+    by itself and blown up a thousandfold.
+
+    Returns:
+        rewards, shape (B,), and a bool per group, shape (B / group_size,).
+    """
+    groups = _groups(rewards, group_size)
+    spreadless = groups.std(axis=1, ddof=1) < SPREAD_FLOOR
+    return np.where(spreadless[:, None], groups[:, :1], groups).reshape(-1), spreadless
+
+
+def advantages(rewards: npt.ArrayLike, group_size: int) -> Floats:
+    """Eq. 10 as TRL computes it: (r - mean) / (std + 1e-4), sample std, per group; exactly 0 without spread; shape (B,)."""
+    flat, _ = flatten_spreadless(rewards, group_size)
+    groups = _groups(flat, group_size)
+    centred = groups - groups.mean(axis=1, keepdims=True)
+    result = centred / (groups.std(axis=1, ddof=1, keepdims=True) + ADVANTAGE_EPSILON)
+    equal = np.ptp(groups, axis=1) == 0
+    return np.where(equal[:, None], 0.0, result).reshape(-1)
+
+
+def _groups(rewards: npt.ArrayLike, group_size: int) -> Floats:
+    flat = np.asarray(rewards, dtype=np.float64).reshape(-1)
+    if group_size < 2 or flat.size % group_size:
+        raise ValueError(f"{flat.size} rewards do not make groups of {group_size} (at least 2)")
+    if not np.all(np.isfinite(flat)):
+        raise ValueError("a reward is not finite")
+    return flat.reshape(-1, group_size)
