@@ -1,0 +1,83 @@
+"""What a protocol judges (`Case`) and what it says (`Verdict`).
+
+Coordinates are pixels of the stored screenshot ("original" space) unless a protocol says that it converts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from coepg_dagster.evaluation.metrics import BoxTuple, Point
+
+
+class ScoringError(ValueError):
+    """Predictions that cannot be scored; the message names file, row or step, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A label or a predicted action. Web: CLICK, TYPE, SELECT. Mobile: the canonical names of `android_control`."""
+
+    type: str
+    value: str = ""
+    point: Point | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One prediction beside its label."""
+
+    step_id: str
+    episode_id: str | None  # the task; None: the source names none, so the step stands for itself
+    label: Action
+    prediction: Action | None  # None: the answer could not be parsed, or is missing
+    boxes: tuple[BoxTuple, ...] = ()  # every target box
+    size: tuple[int, int] | None = None  # width, height of the stored screenshot
+    seen_size: tuple[int, int] | None = None  # of the image that the model saw
+    group: str = ""  # ScreenSpot's "mobile_text" and so on
+    step_index: int | None = None
+    episode_steps: int | None = None  # how many steps the task has in the source
+    padding: bool = False  # stands for a step that the source lost: always 0 / 0 / 0
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what single protocols need besides; see their docstrings
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One case's contribution to each metric of a protocol, in the order of `Protocol.metrics`.
+
+    A value of None is outside that metric's denominator. `weights` differs from 1 only where an owner's script counts a
+    hit without counting the attempt.
+    """
+
+    values: tuple[float | None, ...]
+    skipped: str = ""  # why the case is in no denominator at all
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A named way to count. `judge` is pure; `finish` sees all verdicts, for rules that depend on the whole file."""
+
+    name: str
+    metrics: tuple[str, ...]
+    judge: Callable[[Case], Verdict]
+    element: str  # when the element, or point, is right
+    text: str  # when value or text is right
+    denominator: str  # which steps count
+    averages: str  # what the owner prints
+    source: str  # public code that defines it
+    macro: Literal["episode", "group"] = "episode"
+    groups: tuple[str, ...] = ()  # fixed groups of the macro average over groups
+    group_of: Callable[[Case], str] = lambda case: case.label.type
+    finish: Callable[[Sequence[Case], list[Verdict]], list[Verdict]] | None = None
+    needs: str = ""  # what predictions must hold besides action and point
+
+    @property
+    def description(self) -> str:
+        return f"element: {self.element}; text: {self.text}; counted: {self.denominator}"
+
+
+def skipped(reason: str, n_metrics: int) -> Verdict:
+    return Verdict((None,) * n_metrics, reason)

@@ -1,0 +1,88 @@
+"""F1 of action strings, as each public evaluation computes it, and the point tests.
+
+Every function is pure; strings in, a fraction out. Sources: METRICS of the field as named in each docstring.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Iterable
+
+Point = tuple[float, float]
+"""(x, y) in pixels of the stored screenshot, unless a docstring says otherwise."""
+BoxTuple = tuple[float, float, float, float]
+"""(x1, y1, x2, y2), same space as the point that it is tested with."""
+
+
+def set_f1(predicted: set[str], label: set[str]) -> float:
+    """F1 over sets: both empty 1, one empty 0 (Mind2Web `calculate_f1`)."""
+    if not predicted and not label:
+        return 1.0
+    hits = len(predicted & label)
+    if hits == 0:
+        return 0.0
+    precision, recall = hits / len(predicted), hits / len(label)
+    return 2 * precision * recall / (precision + recall)
+
+
+def operation_f1(predicted: str, label: str, *, lowercase: bool = False, drop_punctuation: bool = False) -> float:
+    """Op.F1 of Mind2Web: F1 over the sets of blank-separated tokens of "OP value".
+
+    `lowercase` and `drop_punctuation` are UGround's; the latter drops a token that is a substring of the punctuation
+    alphabet ("-" goes, "a," stays). "TYPE x" against "TYPE y" is 0.5.
+    """
+    if lowercase:
+        predicted, label = predicted.lower(), label.lower()
+    sides = [set(text.split()) for text in (predicted, label)]
+    if drop_punctuation:
+        sides = [{token for token in side if token not in string.punctuation} for side in sides]
+    return set_f1(*sides)
+
+
+def token_f1(predicted: str, label: str) -> float:
+    """F1 over lower-cased token sets, 0 where either side is empty (OS-Atlas and UI-Genie `calculate_f1_score`)."""
+    a, b = set(predicted.lower().split()), set(label.lower().split())
+    return set_f1(a, b) if a and b else 0.0
+
+
+def gui_r1_f1(predicted: str, label: str) -> float:
+    """GUI-R1's F1: without brackets, as `token_f1`; one token on each side counts 1 if either contains the other.
+
+    Both sides empty give 0, so this must not be applied to clicks. Source: GUI-R1 `calculate_f1_score`.
+    """
+    a, b = (set(text.replace("[", "").replace("]", "").lower().split()) for text in (predicted, label))
+    if len(a) == 1 and len(b) == 1:
+        (one,), (other,) = a, b
+        if one in other or other in one:
+            return 1.0
+    return set_f1(a, b) if a and b else 0.0
+
+
+def value_f1(predicted: str, label: str) -> float:
+    """`gui_r1_f1` without the containment rule; two empty values agree (1), one empty does not (0)."""
+    a, b = (set(text.replace("[", "").replace("]", "").lower().split()) for text in (predicted, label))
+    return set_f1(a, b)
+
+
+def contains_either(a: str, b: str) -> bool:
+    """One is part of the other; the empty string is part of every string."""
+    return a in b or b in a
+
+
+def inside(point: Point, box: BoxTuple) -> bool:
+    """Borders included."""
+    return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+
+
+def strictly_inside(point: Point, box: BoxTuple) -> bool:
+    """Borders excluded."""
+    return box[0] < point[0] < box[2] and box[1] < point[1] < box[3]
+
+
+def inside_any(point: Point, boxes: Iterable[BoxTuple]) -> bool:
+    return any(inside(point, box) for box in boxes)
+
+
+def distance(a: Point, b: Point) -> float:
+    return math.hypot(a[0] - b[0], a[1] - b[1])
