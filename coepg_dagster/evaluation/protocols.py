@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from coepg_dagster.evaluation import mind2web
+from coepg_dagster.evaluation import android_control, mind2web, screenspot
 from coepg_dagster.evaluation.case import Protocol, ScoringError
+from coepg_dagster.evaluation.result import sop_protocol
+
+SOP_PREFIX: Final = "sop/"
 
 PROTOCOLS: Final[Mapping[str, Protocol]] = {
     protocol.name: protocol
@@ -15,13 +18,33 @@ PROTOCOLS: Final[Mapping[str, Protocol]] = {
         mind2web.SEEACT,
         mind2web.UGROUND,
         mind2web.SEECLICK,
+        android_control.UGROUND500,
+        android_control.OS_ATLAS,
+        android_control.GUI_R1,
+        android_control.UI_GENIE,
+        android_control.QWEN,
+        android_control.STRICT14,
+        screenspot.GUI_R1,
+        screenspot.UGROUND,
     )
 }
 
 
 def find_protocol(name: str) -> Protocol:
-    """The protocol of that name; ScoringError with all names where there is none."""
-    try:
-        return PROTOCOLS[name]
-    except KeyError:
-        raise ScoringError(f"protocol {name!r} is not known; choose from {', '.join(PROTOCOLS)}") from None
+    """The protocol of that name, or SOP over it for "sop/NAME"; ScoringError with all names where there is none."""
+    base = name.removeprefix(SOP_PREFIX)
+    if base not in PROTOCOLS:
+        raise ScoringError(
+            f"protocol {name!r} is not known; choose from {', '.join(PROTOCOLS)}, or {SOP_PREFIX} before one of them"
+        )
+    return PROTOCOLS[base] if base == name else sop_protocol(base)
+
+
+def protocols_markdown() -> str:
+    """A table of all protocols: what each counts and where it is defined."""
+    head = ("Protocol", "Element or point is right", "Text is right", "Counted", "Its owner prints", "Source")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for p in (*PROTOCOLS.values(), sop_protocol("PROTOCOL")):
+        cells = (f"`{p.name}`", p.element, p.text, p.denominator, p.averages, p.source)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from coepg_dagster.evaluation.android_control import canonical
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
+from coepg_dagster.evaluation.formats import Notes, read_predictions
 from coepg_dagster.evaluation.mind2web import pad
-from coepg_dagster.evaluation.protocols import find_protocol
-from coepg_dagster.evaluation.result import Result, result_of
+from coepg_dagster.evaluation.protocols import SOP_PREFIX, find_protocol
+from coepg_dagster.evaluation.result import Comparison, Result, compare_results, result_of, sop
 
-STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value")
+STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
 OPTIONAL_STEP_COLUMNS = ("episode_steps", "point")
 PREDICTION_COLUMNS = ("step_id", "action_type", "value", "x", "y")
 
@@ -24,7 +27,7 @@ def score_steps(protocol: str, steps: pa.Table, predictions: pa.Table, *, seed: 
     and y are pixels of the stored screenshot or null, action_type is null where the answer could not be parsed. Every
     step needs exactly one prediction; a missing, doubled or unknown one raises ScoringError with the step's name.
     """
-    rule = find_protocol(protocol)
+    find_protocol(protocol)
     labelled = _rows(steps, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS, "steps")
     answers: dict[str, dict[str, Any]] = {}
     for row in _rows(predictions, PREDICTION_COLUMNS, (), "predictions"):
@@ -39,15 +42,38 @@ def score_steps(protocol: str, steps: pa.Table, predictions: pa.Table, *, seed: 
                 f"predictions: step {row['step_id']!r} has none; write a row with null action_type, x and y where the "
                 "model gave no answer"
             )
-        cases.append(_case(row, answer))
+        cases.append(_case(row, answer, protocol))
     if answers:
         raise ScoringError(f"predictions: step {next(iter(answers))!r} is not among the labelled steps")
-    notes: dict[str, int | str] = {}
-    if protocol == "mind2web/uground":
+    return _score(protocol, cases, {}, seed)
+
+
+def score_file(
+    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None, seed: int = 0
+) -> Result:
+    """Score a file of predictions in one of `formats.FORMATS` (`coepg score`).
+
+    `labels` and `answers` are UGround's other files, see `formats.read_uground`.
+    """
+    find_protocol(protocol)
+    cases, notes = read_predictions(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)
+    return _score(protocol, cases, notes, seed)
+
+
+def _score(protocol: str, cases: list[Case], notes: Notes, seed: int) -> Result:
+    base = protocol.removeprefix(SOP_PREFIX)
+    if base == "mind2web/uground":
         padded = pad(cases)
-        notes["padded"] = len(padded) - len(cases)
+        if len(padded) > len(cases):
+            notes = notes | {"padded": len(padded) - len(cases)}
         cases = padded
-    return result_of(rule, cases, notes=notes, seed=seed)
+    result = result_of(find_protocol(base), cases, notes=notes, seed=seed)
+    return result if base == protocol else sop(result, seed=seed)
+
+
+def compare(a: Result, b: Result, *, seed: int = 0) -> Comparison:
+    """Whether B differs from A: paired by step, with intervals (`coepg compare`). Refuses different protocols."""
+    return compare_results(a, b, find_protocol(a.protocol), seed=seed)
 
 
 def _rows(table: pa.Table, needed: Iterable[str], optional: Iterable[str], what: str) -> list[dict[str, Any]]:
@@ -58,7 +84,7 @@ def _rows(table: pa.Table, needed: Iterable[str], optional: Iterable[str], what:
     return table.select(names).to_pylist()
 
 
-def _case(step: dict[str, Any], answer: dict[str, Any]) -> Case:
+def _case(step: dict[str, Any], answer: dict[str, Any], protocol: str) -> Case:
     x, y = answer["x"], answer["y"]
     if (x is None) != (y is None):
         raise ScoringError(f"predictions: step {step['step_id']!r} has x = {x}, y = {y}; give both or neither")
@@ -68,14 +94,18 @@ def _case(step: dict[str, Any], answer: dict[str, Any]) -> Case:
         prediction = Action(answer["action_type"], answer["value"] or "", point)
     elif point is not None:
         prediction = Action("", "", point)
-    label_point = step.get("point")
+    xy = step.get("point")
+    label = Action(step["action_type"], step["value"], (xy[0], xy[1]) if xy else None)
+    if "android_control" in protocol:
+        label, prediction = canonical(label), canonical(prediction) if prediction else None
     return Case(
         step_id=step["step_id"],
         episode_id=step["episode_id"],
-        label=Action(step["action_type"], step["value"], tuple(label_point) if label_point else None),
+        label=label,
         prediction=prediction,
-        boxes=tuple(tuple(box) for box in step["boxes"]),
+        boxes=tuple((b[0], b[1], b[2], b[3]) for b in step["boxes"]),
         size=(step["width"], step["height"]),
         step_index=step["step_index"],
         episode_steps=step.get("episode_steps"),
+        group=step["family"] if "screenspot" in protocol else "",
     )

@@ -1,0 +1,1 @@
+"""Public datasets in, tables of steps (STEP_SCHEMA) out."""
