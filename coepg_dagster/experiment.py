@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
@@ -80,9 +80,8 @@ class Models(Strict):
 
 
 class Sft(Strict):
-    """Supervised fine-tuning of π_k and ϕ_k on D_{k-1} (TRL's SFTTrainer)."""
+    """Supervised fine-tuning of π_k and ϕ_k, each from its base model, on D_{k-1} (TRL's SFTTrainer)."""
 
-    init: Literal["base", "previous"] = Field("base", description="what π_k and ϕ_k start from")
     epochs: float = Field(3.0, gt=0)
     max_steps: int | None = Field(None, ge=1, description="ends training earlier than `epochs`")
     batch_size: int = Field(96, ge=1, description="rows per optimizer step, over all devices")
@@ -90,11 +89,14 @@ class Sft(Strict):
     learning_rate: float = Field(1e-6, gt=0)
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
+    freeze_vision: bool = Field(False, description="leave the vision tower as it is")
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         if self.batch_size % self.micro_batch_size:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}")
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            )
         return self
 
 
@@ -111,6 +113,7 @@ class Grpo(Strict):
     kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
     clip_epsilon: float = Field(0.2, gt=0, lt=1)
     max_plan_tokens: int = Field(256, ge=8)
+    freeze_vision: bool = Field(True, description="leave the vision tower as it is")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
     )
@@ -122,7 +125,9 @@ class Grpo(Strict):
     def _batch_divides(self) -> Self:
         rollouts = self.prompts_per_step * self.group_size
         if rollouts % self.micro_batch_size:
-            raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide the {rollouts} rollouts of a step")
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} does not divide the {rollouts} rollouts of a step"
+            )
         return self
 
 
@@ -176,7 +181,9 @@ class Experiment(Strict):
     def _k_of_n_can_be_met(self) -> Self:
         k, n = self.regeneration.k, len(self.models.verifiers)
         if k is not None and k > n:
-            raise ValueError(f"regeneration.k is {k}, but D_0 is verified by {n} open verifiers only: lower k or add some")
+            raise ValueError(
+                f"regeneration.k is {k}, but D_0 is verified by {n} open verifiers only: lower k or add some"
+            )
         return self
 
 
@@ -229,3 +236,39 @@ def split_reference(reference: str, experiments: dict[str, Experiment]) -> tuple
         seeds = ", ".join(f"{name}/s{seed}" for seed in experiment.seeds)
         raise ExperimentError(f"{reference}: {name} has no such seed; use {name} or one of {seeds}")
     return experiment, int(seed_part[1:])
+
+
+CODE: Final[dict[str, int]] = {
+    "benchmark_steps": 1,
+    "open_models": 1,
+    "planner_sft": 1,
+    "grounder": 1,
+    "planner": 1,
+    "candidate_plans": 1,
+    "verdicts": 1,
+    "dataset": 1,
+    "data_quality": 1,
+    "evaluation": 1,
+    "evolution_report": 1,
+}
+"""Raise an asset's number when its code changes so that the same inputs would give another result."""
+
+
+def code_version(experiment: Experiment, asset: str) -> str:
+    """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
+    agents = experiment.models.model_dump(include={"prompts", "coordinates", "dtype"})
+    reads: dict[str, list[Any]] = {
+        "benchmark_steps": [experiment.benchmark],
+        "open_models": [experiment.models],
+        "planner_sft": [experiment.sft, agents],
+        "grounder": [experiment.sft, agents],
+        "planner": [experiment.grpo, agents],
+        "candidate_plans": [experiment.regeneration, agents],
+        "verdicts": [experiment.regeneration, agents],
+        "dataset": [experiment.regeneration],
+        "data_quality": [experiment.regeneration],
+        "evaluation": [agents, experiment.benchmark.protocol],
+        "evolution_report": [],
+    }
+    config = [part.model_dump(mode="json") if isinstance(part, Strict) else part for part in reads[asset]]
+    return f"{CODE[asset]}-{fingerprint(config)[:8]}"

@@ -34,3 +34,96 @@ STEP_SCHEMA: Final = pa.schema(
     ]
 )
 """One labelled step: observation, task, history and the label action (Eq. 1)."""
+
+CANDIDATE_SCHEMA: Final = pa.schema(
+    [
+        pa.field("candidate_id", pa.string(), nullable=False),  # step, planner and sample
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("planner", pa.string(), nullable=False),  # name of the pool member
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),  # as generated
+        pa.field("plan", pa.string()),  # null: the text is no plan
+        pa.field("action_type", pa.string()),
+        pa.field("value", pa.string()),
+        pa.field("gate", pa.string(), nullable=False),  # GATE_*
+        pa.field("duplicate_of", pa.string()),  # candidate_id of the first plan that says the same
+    ]
+)
+"""One generated plan for one labelled step. Only those with gate `passed` and no `duplicate_of` are verified."""
+
+GATE_PASSED: Final = "passed"
+GATE_UNPARSED: Final = "unparsed"
+GATE_WRONG_TYPE: Final = "wrong_type"
+GATE_WRONG_VALUE: Final = "wrong_value"
+
+VERDICT_SCHEMA: Final = pa.schema(
+    [
+        pa.field("candidate_id", pa.string(), nullable=False),
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("verifier", pa.string(), nullable=False),  # name of the pool member
+        pa.field("hit", pa.bool_(), nullable=False),  # Acc_j of Eq. 3
+        pa.field("x", pa.float64()),  # pixels of the stored screenshot; null: no coordinates in the answer
+        pa.field("y", pa.float64()),
+        pa.field("mean_logprob", pa.float64()),  # c_j of Eq. 6
+        pa.field("tokens", pa.int32(), nullable=False),  # L of Eq. 6
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("failure", pa.string()),  # set: the verifier gave no answer, which is not a "no"
+    ]
+)
+"""One verifier's answer on one candidate; all of them are kept, so that every selection rule can be read off again."""
+
+DATASET_SCHEMA: Final = pa.schema(
+    [
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("plan", pa.string(), nullable=False),
+        pa.field("action_type", pa.string(), nullable=False),  # the label's
+        pa.field("value", pa.string(), nullable=False),  # the label's
+        pa.field("box", BOX),  # the target that the plan was verified against; null: the action has no target
+        pa.field("candidate_id", pa.string(), nullable=False),
+        pa.field("planner", pa.string(), nullable=False),
+        pa.field("made_in", pa.int32(), nullable=False),  # the iteration whose pools made the row
+        pa.field("hits", pa.int32(), nullable=False),
+        pa.field("answered", pa.int32(), nullable=False),
+        pa.field("score", pa.float64(), nullable=False),  # orders the plans of a step, see pools.selection
+    ]
+)
+"""One row (o, h, p, a) of D_k; o and h are found by step_id."""
+
+DECISION_SCHEMA: Final = pa.schema(
+    [
+        pa.field("candidate_id", pa.string(), nullable=False),
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("decision", pa.string(), nullable=False),
+    ]
+)
+"""Why each candidate is in D_k (`kept`) or not: a gate's name, `duplicate`, `not_verified` or `over_cap`."""
+
+GRADER: Final = pa.struct(
+    [
+        pa.field("grounder", pa.string(), nullable=False),
+        pa.field("x", pa.float64()),
+        pa.field("y", pa.float64()),
+        pa.field("hit", pa.bool_(), nullable=False),  # Acc_j, Eq. 3
+        pa.field("tokens", pa.int32(), nullable=False),  # L, Eq. 6
+        pa.field("mean_logprob", pa.float64()),  # Eq. 6
+        pa.field("confidence", pa.float64()),  # c_j as used
+        pa.field("prior", pa.float64(), nullable=False),  # σ_j
+        pa.field("weight", pa.float64(), nullable=False),  # w_j, Eq. 5
+        pa.field("failure", pa.string()),
+    ]
+)
+
+ROLLOUT_SCHEMA: Final = pa.schema(
+    [
+        pa.field("optimizer_step", pa.int32(), nullable=False),
+        pa.field("group", pa.int32(), nullable=False),  # which prompt of the optimizer step
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("plan", pa.string()),
+        pa.field("gate", pa.string(), nullable=False),
+        pa.field("graders", pa.list_(GRADER), nullable=False),  # empty: gated, or the step has no target
+        pa.field("reward", pa.float64(), nullable=False),  # Eq. 9
+        pa.field("advantage", pa.float64(), nullable=False),  # Eq. 10
+    ]
+)
+"""One rollout of GRPO with everything its reward was made of: any C-DREM variant can be computed again from it."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coepg_dagster.geometry import Box, Point, Space
-from coepg_dagster.inference.engine import Engine, Failure, Generation, Progress, Request, Sampling
+from coepg_dagster.inference.engine import Engine, Failure, Generation, Request, Sampling
 from coepg_dagster.inference.screens import Screens
+from coepg_dagster.progress import Report
 from coepg_dagster.prompts import (
     PlannerAnswer,
     Style,
@@ -63,14 +64,14 @@ class Planner:
     def __init__(self, engine: Engine, screens: Screens, style: Style) -> None:
         self._engine, self._screens, self._style = engine, screens, style
 
-    def plan(self, tasks: Sequence[Task], sampling: Sampling, progress: Progress | None = None) -> list[list[Plan]]:
+    def plan(self, tasks: Sequence[Task], sampling: Sampling, report: Report | None = None) -> list[list[Plan]]:
         """`sampling.samples` plans for each task, in order. Raises RuntimeError where the engine fails on one."""
         requests = [
             Request(self._screens.image(task.step_id), planner_messages(task.goal, task.history, self._style))
             for task in tasks
         ]
         result: list[list[Plan]] = []
-        for task, answers in zip(tasks, self._engine.generate(requests, sampling, progress), strict=True):
+        for task, answers in zip(tasks, self._engine.generate(requests, sampling, report), strict=True):
             plans = []
             for answer in answers:
                 if isinstance(answer, Failure):
@@ -87,11 +88,11 @@ class Grounder:
         self._engine, self._screens, self._style, self._space = engine, screens, style, space
         self._sampling = Sampling(max_tokens=max_tokens)
 
-    def ground(self, plans: Sequence[tuple[str, str]], progress: Progress | None = None) -> list[Reading]:
+    def ground(self, plans: Sequence[tuple[str, str]], report: Report | None = None) -> list[Reading]:
         """A reading for each (step_id, plan), in order; plans of one screenshot are asked one after another."""
         unique = sorted(set(plans))
         requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
-        answers = self._engine.generate(requests, self._sampling, progress)
+        answers = self._engine.generate(requests, self._sampling, report)
         readings = {
             (step_id, plan): self._read(step_id, answer[0])
             for (step_id, plan), answer in zip(unique, answers, strict=True)

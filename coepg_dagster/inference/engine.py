@@ -6,16 +6,14 @@ whatever temperature they were sampled at. Prompt log-probabilities are never as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from PIL import Image
 
+from coepg_dagster.progress import Report
 from coepg_dagster.prompts import Message
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total) as work advances."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, progress: Progress | None = None
+        self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
     ) -> list[list[Generation | Failure]]:
         """For each request, in order, `sampling.samples` answers."""
         ...

@@ -60,7 +60,9 @@ class Screens:
         image = decode(step_id, self._encoded[self._rows[step_id]].as_py())
         viewport = self.viewport(step_id)
         if image.size != (viewport.original.width, viewport.original.height):
-            raise UnreadableScreenshot(f"step {step_id}: the image is {image.size} px, its row says {viewport.original}")
+            raise UnreadableScreenshot(
+                f"step {step_id}: the image is {image.size} px, its row says {viewport.original}"
+            )
         target = (viewport.resized.width, viewport.resized.height)
         if image.size != target:
             image = image.resize(target, Image.Resampling.BICUBIC)

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coepg_dagster.inference.engine import Failure, Generation, Progress, Request, Sampling
+from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
+from coepg_dagster.progress import Report
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 """A model that writes one of these breaks the count of image features when its answer is scored again; never sampled."""
@@ -36,7 +37,9 @@ def load_checkpoint(path: str | Path, dtype: Literal["float32", "bfloat16"], dev
         raise IncompleteCheckpoint(f"{path}: {wrong}; was it saved by another version of transformers?")
     bad = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
     if bad:
-        raise IncompleteCheckpoint(f"{path}: not finite: {', '.join(bad[:5])}; training diverged, lower the learning rate")
+        raise IncompleteCheckpoint(
+            f"{path}: not finite: {', '.join(bad[:5])}; training diverged, lower the learning rate"
+        )
     return model.to(device).eval(), processor
 
 
@@ -62,7 +65,9 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
 class TransformersEngine:
     """A checkpoint behind the inference protocol."""
 
-    def __init__(self, path: str | Path, *, dtype: Literal["float32", "bfloat16"], device: str, batch_size: int) -> None:
+    def __init__(
+        self, path: str | Path, *, dtype: Literal["float32", "bfloat16"], device: str, batch_size: int
+    ) -> None:
         model, processor = load_checkpoint(path, dtype, device)
         self._setup(model, processor, batch_size)
 
@@ -88,7 +93,7 @@ class TransformersEngine:
         return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, progress: Progress | None = None
+        self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
     ) -> list[list[Generation | Failure]]:
         prompts = [
             self._processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
@@ -105,8 +110,8 @@ class TransformersEngine:
             )
             for position, i in enumerate(batch):
                 answers[i] = list(outputs[position * sampling.samples : (position + 1) * sampling.samples])
-            if progress:
-                progress(min(start + rows, len(order)), len(order))
+            if report:
+                report(min(start + rows, len(order)), len(order), {})
         return answers
 
     @torch.inference_mode()
@@ -139,7 +144,10 @@ class TransformersEngine:
             ],
             dim=1,
         )
-        return [self._generation(row, row_logprobs) for row, row_logprobs in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+        return [
+            self._generation(row, row_logprobs)
+            for row, row_logprobs in zip(ids.tolist(), logprobs.tolist(), strict=True)
+        ]
 
     def _generation(self, ids: list[int], logprobs: list[float]) -> Generation:
         end = next((t for t, token in enumerate(ids) if token in self._stops), None)

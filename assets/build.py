@@ -1,0 +1,184 @@
+"""From an experiment to Dagster assets, checks and jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.assets.loop import MAKERS
+from coepg_dagster.assets.making import Making, Outcome, materialize
+from coepg_dagster.assets.report import evolution_report
+from coepg_dagster.assets.shared import benchmark_steps, open_models
+from coepg_dagster.experiment import Experiment, code_version
+from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Ref
+
+EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
+INPUTS_CURRENT = "inputs_current"
+
+DEPS: dict[Asset, tuple[str, ...]] = {
+    "planner_sft": ("previous/dataset", "benchmark_steps", "open_models"),
+    "grounder": ("previous/dataset", "benchmark_steps", "open_models"),
+    "planner": ("planner_sft", "grounder", "previous/dataset"),
+    "candidate_plans": ("planner", "previous/planner", "benchmark_steps", "open_models"),
+    "verdicts": ("candidate_plans", "grounder", "previous/grounder", "benchmark_steps", "open_models"),
+    "dataset": ("verdicts", "previous/dataset"),
+    "data_quality": ("dataset", "verdicts", "previous/dataset"),
+    "evaluation": ("planner", "grounder", "benchmark_steps", "open_models"),
+}
+"""What Dagster is told. The edges to the unpartitioned assets make "materialize all" run those first, then one whole run
+per iteration; provenance.inputs_of says what is read, which is less at iterations 0 and 1."""
+
+CHECKS: dict[Asset, tuple[str, ...]] = {
+    "benchmark_steps": ("splits_are_there",),
+    "planner_sft": ("weights_are_whole",),
+    "grounder": ("weights_are_whole",),
+    "planner": ("weights_are_whole",),
+    "dataset": ("train_split_only", "has_rows"),
+}
+"""Blocking checks: iteration k + 1 refuses an artifact on which one failed."""
+
+KINDS: dict[Asset, set[str]] = {
+    "benchmark_steps": {"parquet"},
+    "open_models": {"huggingface"},
+    "planner_sft": {"pytorch", "trl"},
+    "grounder": {"pytorch", "trl"},
+    "planner": {"pytorch", "trl"},
+    "candidate_plans": {"pytorch", "parquet"},
+    "verdicts": {"pytorch", "parquet"},
+    "dataset": {"parquet"},
+    "data_quality": {"json"},
+    "evaluation": {"pytorch", "json"},
+}
+LIGHT: frozenset[Asset] = frozenset({"dataset", "data_quality"})
+"""Partitioned assets that run no model: they take no slot of the pool."""
+
+RESOURCES: dict[Asset, set[str]] = {
+    "planner_sft": {"sft"},
+    "grounder": {"sft"},
+    "planner": {"grpo_cdrem"},
+    "candidate_plans": {"regeneration"},
+    "verdicts": {"regeneration"},
+    "dataset": {"regeneration"},
+    "evaluation": {"regeneration"},
+}
+
+
+def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
+    """One partition set "0".."K" for every asset of the loop."""
+    return dg.StaticPartitionsDefinition([str(k) for k in range(experiment.iterations + 1)])
+
+
+def shared_assets(experiment: Experiment, root: Path) -> list[dg.AssetsDefinition]:
+    """`benchmark_steps` and `open_models`, which the seeds of an experiment share."""
+    loop = Loop(experiment, experiment.seeds[0], root)
+    makers: dict[Asset, Callable[[Making], Outcome]] = {"benchmark_steps": benchmark_steps, "open_models": open_models}
+    return [_asset(loop, asset, makers[asset]) for asset in SHARED]
+
+
+def loop_assets(loop: Loop) -> list[Any]:
+    """The twins, the partitioned assets and the report of one experiment and seed."""
+    return [*_twins(loop), *(_asset(loop, asset, MAKERS[asset]) for asset in LOOP), evolution_report(loop)]
+
+
+def iteration_job(loop: Loop) -> Any:
+    """The job that makes one iteration; `coepg evolve`, sensors and schedules run it."""
+    return dg.define_asset_job(
+        job_name(loop),
+        selection=dg.AssetSelection.assets(*(loop.key(asset) for asset in LOOP)),
+        partitions_def=partitions(loop.experiment),
+        tags={EXPERIMENT_TAG: loop.name},
+        description=f"One iteration of {loop.name}: π_k, ϕ_k, π'_k, D_k, its quality, and the evaluation.",
+    )
+
+
+def job_name(loop: Loop) -> str:
+    """Name of the iteration job."""
+    return f"{loop.experiment.name}_s{loop.seed}_iteration"
+
+
+def _asset(loop: Loop, asset: Asset, maker: Callable[[Making], Outcome]) -> dg.AssetsDefinition:
+    shared = asset in SHARED
+    heavy = not shared and asset not in LIGHT
+
+    @dg.asset(
+        key=loop.key(asset),
+        partitions_def=None if shared else partitions(loop.experiment),
+        deps=[_dep(loop, dep) for dep in DEPS.get(asset, ())],
+        description=maker.__doc__,
+        group_name=group(loop),
+        code_version=code_version(loop.experiment, asset),
+        check_specs=[
+            dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())
+        ],
+        kinds=KINDS[asset],
+        tags={"coepg/experiment": loop.experiment.name} | ({} if shared else {"coepg/seed": str(loop.seed)}),
+        required_resource_keys={"store"} | RESOURCES.get(asset, set()),
+        pool=loop.experiment.pool if heavy else None,
+        output_required=True,
+    )
+    def compute(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        return materialize(context, loop, asset, maker)
+
+    return compute
+
+
+def group(loop: Loop) -> str:
+    """One group per experiment."""
+    return loop.experiment.name
+
+
+def _dep(loop: Loop, name: str) -> dg.AssetKey:
+    before, _, asset = name.rpartition("/")
+    return loop.twin(asset) if before else loop.key(asset)  # type: ignore[arg-type]
+
+
+def _twins(loop: Loop) -> list[dg.AssetSpec]:
+    return [
+        dg.AssetSpec(
+            loop.twin(asset),
+            partitions_def=partitions(loop.experiment),
+            group_name=group(loop),
+            description=f"`{asset}` of the iteration before: partition k stands for {asset}[k - 1], whose step emits it. "
+            "The link to it is in each observation.",
+            kinds={"previous"},
+        )
+        for asset in CROSSING
+    ]
+
+
+def inputs_current(loop: Loop) -> dg.AssetChecksDefinition:
+    """For each asset of an iteration: is every version that it read still the current one, all the way up?"""
+
+    @dg.multi_asset_check(
+        name=f"{loop.experiment.name}_s{loop.seed}_{INPUTS_CURRENT}",
+        specs=[
+            dg.AssetCheckSpec(
+                INPUTS_CURRENT,
+                asset=loop.key(asset),
+                partitions_def=partitions(loop.experiment),
+                description="Every version that was read is still the current one, and so on up to D_0.",
+            )
+            for asset in LOOP
+        ],
+        can_subset=True,
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
+        records = loop.records(context.instance)
+        stale = loop.stale(records)
+        for key in context.selected_asset_check_keys:
+            asset: Any = key.asset_key.path[-1]
+            ref = Ref(asset, int(context.partition_key))
+            why = str(stale[ref]) if ref in stale else None if ref in records else f"{ref} does not exist"
+            yield dg.AssetCheckResult(
+                asset_key=key.asset_key,
+                check_name=key.name,
+                passed=why is None,
+                severity=dg.AssetCheckSeverity.WARN,
+                description=why,
+            )
+
+    return check

@@ -1,0 +1,250 @@
+"""The partitioned assets of the loop, for one experiment and seed: what each is made from, and by which job.
+
+Keys carry the prefix EXPERIMENT/sSEED. Whatever crosses into the next iteration is read through its twin under
+previous/, since Dagster refuses the cycle D_k → π_{k+1} → D_{k+1} even though it is acyclic over partitions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet as pq
+
+from coepg_dagster.assets.making import Making, Outcome
+from coepg_dagster.assets.shared import checkpoint_of, copy_base, register_base
+from coepg_dagster.experiment import Strict
+from coepg_dagster.pools.candidates import pool_members
+from coepg_dagster.pools.quality import data_quality as measure_quality
+from coepg_dagster.pools.selection import select
+from coepg_dagster.provenance import Asset
+from coepg_dagster.workers import (
+    CANDIDATES,
+    DATASET,
+    DECISIONS,
+    PREDICTIONS,
+    SCORES,
+    STEPS,
+    VERDICTS,
+    CandidatesWork,
+    EvaluationWork,
+    GrpoWork,
+    SftWork,
+    VerdictsWork,
+    steps_of,
+    write_table,
+)
+
+CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
+QUALITY = "quality.json"
+
+
+def planner_sft(work: Making) -> Outcome:
+    """π_k: the planner after supervised fine-tuning on D_{k-1} (Eq. 1). Iteration 0: the base planner."""
+    return _sft(work, "planner")
+
+
+def grounder(work: Making) -> Outcome:
+    """ϕ_k: the grounder after supervised fine-tuning on D_{k-1} (Eq. 2). Iteration 0: the base grounder."""
+    return _sft(work, "grounder")
+
+
+def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
+    experiment = work.loop.experiment
+    if work.k == 0:
+        return register_base(work, f"base_{role}")
+    resource = work.context.resources.sft
+    config = resource.resolve(experiment.sft)
+    base: str = experiment.models.base_planner if role == "planner" else experiment.models.base_grounder
+    result = work.launch(
+        resource,
+        SftWork,
+        role=role,
+        init=base,
+        dataset=_previous_dataset(work),
+        steps=work.folder("benchmark_steps") / STEPS,
+        train_split=experiment.benchmark.train,
+        config=config,
+    )
+    return _outcome(CHECKPOINT, result, config, {"weights_are_whole": None})
+
+
+def planner(work: Making) -> Outcome:
+    """π'_k: the planner after GRPO with the C-DREM reward of ϕ_k and the open verifiers (Eq. 3 to 10). Iteration 0: π_0."""
+    experiment = work.loop.experiment
+    if work.k == 0:
+        return copy_base(work, work.folder("planner_sft"))
+    resource = work.context.resources.grpo_cdrem
+    config = resource.resolve(experiment.grpo)
+    result = work.launch(
+        resource,
+        GrpoWork,
+        init=checkpoint_of(work.folder("planner_sft")),
+        own_grounder=(f"grounder_{work.k}", checkpoint_of(work.folder("grounder"))),
+        verifiers=_chosen(experiment.models.verifiers, resource.verifiers),
+        dataset=_previous_dataset(work),
+        steps=work.read_by("planner_sft", "benchmark_steps") / STEPS,
+        train_split=experiment.benchmark.train,
+        max_point_tokens=experiment.regeneration.max_point_tokens,
+        config=config,
+    )
+    return _outcome(CHECKPOINT, result, config, {"weights_are_whole": None})
+
+
+def candidate_plans(work: Making) -> Outcome:
+    """Plans for every training step by every member of Π: the open planners, π'_k and π'_{k-1}."""
+    experiment = work.loop.experiment
+    resource = work.context.resources.regeneration
+    config = resource.resolve(experiment.regeneration)
+    result = work.launch(
+        resource,
+        CandidatesWork,
+        members=pool_members(experiment.models.planners, _trained_members(work, "planner")),
+        steps=work.folder("benchmark_steps") / STEPS,
+        train_split=experiment.benchmark.train,
+        max_steps=experiment.benchmark.max_train_steps,
+        config=config,
+    )
+    return _outcome([CANDIDATES], result, config)
+
+
+def verdicts(work: Making) -> Outcome:
+    """Where every member of Φ (the open verifiers, ϕ_k and ϕ_{k-1}) finds every candidate, with its confidence (Eq. 3, 6)."""
+    experiment = work.loop.experiment
+    resource = work.context.resources.regeneration
+    config = resource.resolve(experiment.regeneration)
+    open_verifiers = _chosen(experiment.models.verifiers, resource.verifiers)
+    result = work.launch(
+        resource,
+        VerdictsWork,
+        members=pool_members(open_verifiers, _trained_members(work, "grounder")),
+        candidates=work.folder("candidate_plans") / CANDIDATES,
+        steps=work.folder("benchmark_steps") / STEPS,
+        train_split=experiment.benchmark.train,
+        config=config,
+    )
+    return _outcome([VERDICTS], result, config)
+
+
+def dataset(work: Making) -> Outcome:
+    """D_k: the verified plans (o, h, p, a) with the label's action, and why every other candidate was dropped."""
+    experiment = work.loop.experiment
+    config = work.context.resources.regeneration.resolve(experiment.regeneration)
+    steps_file = work.read_by("verdicts", "benchmark_steps") / STEPS
+    steps = steps_of(steps_file, experiment.benchmark.train, experiment.benchmark.max_train_steps)
+    rows, decisions = select(
+        steps,
+        pq.read_table(work.read_by("verdicts", "candidate_plans") / CANDIDATES),
+        pq.read_table(work.folder("verdicts") / VERDICTS),
+        config,
+        work.k,
+        pq.read_table(_previous_dataset(work)) if work.k > 0 else None,
+    )
+    write_table(rows, work.draft / DATASET)
+    write_table(decisions, work.draft / DECISIONS)
+    covered = set(rows["step_id"].to_pylist())
+    train = set(steps_of(steps_file, experiment.benchmark.train)["step_id"].to_pylist())
+    outside = sorted(covered - train)
+    return Outcome(
+        [DATASET, DECISIONS],
+        {"rows": rows.num_rows, "covered_steps": len(covered), "of_steps": steps.num_rows},
+        {
+            "train_split_only": f"{len(outside)} steps are not in the train split, e.g. {outside[0]}" if outside else None,
+            "has_rows": None if rows.num_rows else "no candidate was verified: look at `decisions` and at `verdicts`",
+        },
+        config=config.model_dump(mode="json"),
+    )
+
+
+def data_quality(work: Making) -> Outcome:
+    """Purity, diversity and coverage of D_k (Fig. 6), the reasons of its drops, and its drift since D_{k-1}."""
+    experiment = work.loop.experiment
+    config = experiment.regeneration
+    verdict_record = work.record("verdicts")
+    previous = work.previous_folder("dataset")
+    figures = measure_quality(
+        steps_of(
+            work.read_by("verdicts", "benchmark_steps") / STEPS,
+            experiment.benchmark.train,
+            experiment.benchmark.max_train_steps,
+        ),
+        pq.read_table(work.read_by("verdicts", "candidate_plans") / CANDIDATES),
+        pq.read_table(work.folder("verdicts") / VERDICTS),
+        pq.read_table(work.folder("dataset") / DECISIONS),
+        pq.read_table(work.folder("dataset") / DATASET),
+        pq.read_table(previous / DATASET) if previous else None,
+        config.model_validate(verdict_record.config),
+        frozenset(experiment.models.verifiers),
+    )
+    (work.draft / QUALITY).write_text(json.dumps(figures, indent=1, sort_keys=True))
+    return Outcome([QUALITY], figures, config=config.model_dump(mode="json"))
+
+
+def evaluation(work: Making) -> Outcome:
+    """The agent M_k = {π'_k, ϕ_k} on validation and on every test split, greedy, under the experiment's protocol."""
+    experiment = work.loop.experiment
+    benchmark = experiment.benchmark
+    result = work.launch(
+        work.context.resources.regeneration,
+        EvaluationWork,
+        planner=checkpoint_of(work.folder("planner")),
+        grounder=checkpoint_of(work.folder("grounder")),
+        steps=work.folder("benchmark_steps") / STEPS,
+        splits=[benchmark.validation, *benchmark.test],
+        max_steps=benchmark.max_eval_steps,
+        protocol=benchmark.protocol,
+        max_plan_tokens=experiment.regeneration.max_plan_tokens,
+        max_point_tokens=experiment.regeneration.max_point_tokens,
+    )
+    return _outcome([PREDICTIONS, SCORES], result, benchmark)
+
+
+MAKERS: dict[Asset, Any] = {
+    "planner_sft": planner_sft,
+    "grounder": grounder,
+    "planner": planner,
+    "candidate_plans": candidate_plans,
+    "verdicts": verdicts,
+    "dataset": dataset,
+    "data_quality": data_quality,
+    "evaluation": evaluation,
+}
+
+
+def _previous_dataset(work: Making) -> Path:
+    folder = work.previous_folder("dataset")
+    assert folder is not None  # inputs_of() names it from iteration 1 on
+    return folder / DATASET
+
+
+def _trained_members(work: Making, asset: Asset) -> dict[str, str]:
+    """The trained members of a pool, newest first: of k, and of k - 1 from iteration 2 on."""
+    if work.k == 0:
+        return {}
+    members = {f"{asset}_{work.k}": checkpoint_of(work.folder(asset))}
+    before = work.previous_folder(asset)
+    if before is not None and work.loop.experiment.regeneration.trained_members > 1:
+        members[f"{asset}_{work.k - 1}"] = checkpoint_of(before)
+    return members
+
+
+def _chosen(members: dict[str, str], names: list[str] | None) -> dict[str, str]:
+    """The members that a run asked for; all where it asked for none."""
+    unknown = sorted(set(names or ()) - set(members))
+    if unknown:
+        raise ValueError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
+    return {name: path for name, path in members.items() if names is None or name in names}
+
+
+def _outcome(
+    content: list[str], result: dict[str, Any], config: Strict, checks: dict[str, str | None] | None = None
+) -> Outcome:
+    return Outcome(
+        content,
+        result["figures"],
+        checks or {},
+        config=config.model_dump(mode="json"),
+        device=result["device"],
+        seconds=result["seconds"],
+    )

@@ -1,0 +1,205 @@
+"""The making of one artifact: claim, inputs, draft, job, record; shared by all assets of the loop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster._core.definitions.data_version import DATA_VERSION_TAG
+
+from coepg_dagster.assets.ledger import RECORD, Loop, claim
+from coepg_dagster.experiment import Models, code_version, fingerprint
+from coepg_dagster.provenance import CROSSING, Asset, Input, NotUsable, Record, Ref, inputs_of
+from coepg_dagster.resources.store import StoreResource
+from coepg_dagster.resources.training import Processes
+from coepg_dagster.store import UNPARTITIONED, Store
+from coepg_dagster.workers import Work
+
+
+@dataclass
+class Outcome:
+    """What an asset's function made in its draft."""
+
+    content: list[str]  # files whose hash is the data version
+    figures: dict[str, Any]  # kept in the record; numbers are plotted over k
+    checks: dict[str, str | None] = field(default_factory=dict)  # blocking check → None, or why it failed
+    metadata: dict[str, Any] = field(default_factory=dict)  # for the UI only
+    config: dict[str, Any] = field(default_factory=dict)  # as resolved
+    device: str = "cpu"
+    seconds: float | None = None  # of the worker; None: no worker
+
+
+@dataclass
+class Making:
+    """The making of `ref`: where its inputs lie, and an empty draft for its content."""
+
+    context: dg.AssetExecutionContext
+    loop: Loop
+    ref: Ref
+    inputs: dict[Ref, Record]
+    store: Store
+    draft: Path
+
+    @property
+    def k(self) -> int:
+        assert self.ref.iteration is not None
+        return self.ref.iteration
+
+    @property
+    def models(self) -> Models:
+        return self.loop.experiment.models
+
+    def record(self, asset: Asset) -> Record:
+        """The input `asset` of this iteration."""
+        return self.inputs[Ref(asset, self.ref.iteration)] if Ref(asset) not in self.inputs else self.inputs[Ref(asset)]
+
+    def folder(self, asset: Asset) -> Path:
+        """Where the input `asset` of this iteration lies."""
+        return self.store.root / self.record(asset).folder
+
+    def previous_folder(self, asset: Asset) -> Path | None:
+        """Where the input `asset` of iteration k - 1 lies; None where there is nothing to read."""
+        record = self.inputs.get(Ref(asset, self.k - 1))
+        return self.store.root / record.folder if record else None
+
+    def read_by(self, reader: Asset, asset: Asset) -> Path:
+        """Where the version of `asset` lies that the input `reader` was made from."""
+        return self.store.root / self.record(reader).input(asset).folder
+
+    def launch(self, processes: Processes, kind: type[Work], **settings: Any) -> dict[str, Any]:
+        """Runs a job that fills the draft; {"figures", "device", "seconds"}.
+
+        Its scratch folder is found again by a re-run with the same inputs and settings, and goes when the job is done.
+        """
+        experiment = self.loop.experiment
+        common = {
+            "models": self.models.model_dump(mode="json"),
+            "device": processes.device,
+            "batch_size": experiment.batch_size,
+            "seed": seed_of(self.loop.seed, self.ref),
+        }
+        key = fingerprint([kind.__name__, common, {name: _plain(value) for name, value in settings.items()}])
+        scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
+        work = kind(**common, **settings, out=self.draft, scratch=scratch)
+        result = processes.launch(self.context, work, self.loop.root)
+        shutil.rmtree(scratch)
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=lambda o: o.model_dump(mode="json") if hasattr(o, "model_dump") else str(o)))
+
+
+def seed_of(seed: int, ref: Ref) -> int:
+    """A seed of its own for each artifact, so that two steps never draw the same numbers."""
+    return int(fingerprint([seed, str(ref)]), 16) % (1 << 31)
+
+
+@contextmanager
+def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[Making]:
+    """Claims the iteration, asserts that the inputs may be read, and opens a draft."""
+    resource: StoreResource = context.resources.store
+    ref = Ref(asset, int(context.partition_key) if context.has_partition_key else None)
+    store = resource.store()
+    if ref.iteration is not None:
+        claim(context, store.root / ".claims" / loop.experiment.name / f"s{loop.seed}", ref.iteration)
+    try:
+        inputs = loop.require(context, inputs_of(ref), ref.iteration or 0, resource.accept_stale_input)
+    except NotUsable as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
+    with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
+        yield Making(context, loop, ref, inputs, store, draft)
+
+
+def materialize(
+    context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Callable[[Making], Outcome]
+) -> dg.MaterializeResult[Any]:
+    """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
+    started = time.monotonic()
+    with making(context, loop, asset) as work:
+        outcome = make(work)
+        seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
+        place = (loop.experiment.name, *seed_part, asset, loop.partition(work.ref) or UNPARTITIONED)
+        artifact = work.store.commit(work.draft, place, outcome.content)
+    seconds = time.monotonic() - started
+    record = Record(
+        asset=asset,
+        iteration=work.ref.iteration,
+        data_version=artifact.version,
+        run_id=context.run_id,
+        folder=str(artifact.folder.relative_to(work.store.root)),
+        inputs=[used.as_input() for used in work.inputs.values()],
+        code_version=code_version(loop.experiment, asset),
+        config=outcome.config,
+        seed=loop.seed,
+        seconds=round(seconds, 3),
+        device=outcome.device,
+        figures=outcome.figures,
+        failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
+        accepted_stale_input=context.resources.store.accept_stale_input,
+    )
+    if asset in CROSSING and work.k < loop.experiment.iterations:
+        hand_over(context, loop, record)
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(artifact.version),
+        metadata={
+            RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
+            "folder": dg.MetadataValue.path(str(artifact.folder)),
+            "inputs": _inputs_table(record.inputs),
+            "seconds": record.seconds,
+            **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
+            **numbers(outcome.figures),
+            **outcome.metadata,
+        },
+        check_results=[
+            dg.AssetCheckResult(check_name=name, passed=why is None, description=why)
+            for name, why in outcome.checks.items()
+        ],
+    )
+
+
+def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> None:
+    """Emits the observation of the twin that iteration k + 1 reads, before k materializes; a sensor would be too late."""
+    assert record.iteration is not None
+    context.log_event(
+        dg.AssetObservation(
+            loop.twin(record.asset),
+            partition=str(record.iteration + 1),
+            tags={DATA_VERSION_TAG: record.data_version},
+            metadata={
+                "stands for": dg.MetadataValue.asset(loop.key(record.asset)),
+                "partition": str(record.iteration),
+                "run": dg.MetadataValue.dagster_run(record.run_id),
+            },
+        )
+    )
+
+
+def numbers(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers among nested figures, under names like `test_seed/step_sr`, for Dagster's plots."""
+    flat: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            flat |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _inputs_table(inputs: list[Input]) -> dg.TableMetadataValue:
+    return dg.MetadataValue.table(
+        [
+            dg.TableRecord(
+                {"asset": used.asset, "partition": str(used.iteration), "version": used.data_version, "run": used.run_id[:8]}
+            )
+            for used in inputs
+        ],
+        dg.TableSchema([dg.TableColumn(name) for name in ("asset", "partition", "version", "run")]),
+    )

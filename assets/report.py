@@ -1,0 +1,72 @@
+"""`evolution_report`: the figures of all iterations so far."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import dagster as dg
+
+from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.assets.making import RECORD
+from coepg_dagster.experiment import code_version
+from coepg_dagster.provenance import Record
+from coepg_dagster.reports.evolution import write_report
+from coepg_dagster.results import results
+from coepg_dagster.store import UNPARTITIONED
+
+REPORT = "report.html"
+
+
+def evolution_report(loop: Loop) -> dg.AssetsDefinition:
+    """The report asset of one experiment and seed; it reads every iteration that is there."""
+
+    @dg.asset(
+        key=loop.key("evolution_report"),
+        deps=[loop.key("evaluation"), loop.key("data_quality")],
+        description="Step SR, purity, diversity and coverage over the iterations, as a page with figures.",
+        group_name=loop.experiment.name,
+        code_version=code_version(loop.experiment, "evolution_report"),
+        kinds={"html"},
+        tags={"coepg/experiment": loop.experiment.name, "coepg/seed": str(loop.seed)},
+        required_resource_keys={"store"},
+    )
+    def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        started = time.monotonic()
+        records = loop.records(context.instance)
+        read = [record for ref, record in records.items() if ref.asset in ("evaluation", "data_quality")]
+        if not read:
+            raise dg.Failure("there is no evaluation yet: materialize iteration 0 first", allow_retries=False)
+        table = results(loop.experiment, loop.seed, records, loop.stale(records))
+        store = context.resources.store.store()
+        with store.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
+            preview = write_report(table, draft / REPORT)
+            (draft / "results.json").write_text(json.dumps(table, indent=1, sort_keys=True))
+            place = (loop.experiment.name, f"s{loop.seed}", "evolution_report", UNPARTITIONED)
+            artifact = store.commit(draft, place, ["results.json", REPORT])
+        record = Record(
+            asset="evolution_report",
+            iteration=None,
+            data_version=artifact.version,
+            run_id=context.run_id,
+            folder=str(artifact.folder.relative_to(store.root)),
+            inputs=[used.as_input() for used in read],
+            code_version=code_version(loop.experiment, "evolution_report"),
+            config={},
+            seed=loop.seed,
+            seconds=round(time.monotonic() - started, 3),
+            device="cpu",
+            figures={"iterations": len({ref.iteration for ref in records if ref.iteration is not None})},
+        )
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(artifact.version),
+            metadata={
+                RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
+                "page": dg.MetadataValue.path(str(artifact.folder / REPORT)),
+                "figures": dg.MetadataValue.md(preview),
+            },
+        )
+
+    return report
+

@@ -1,0 +1,82 @@
+"""The two unpartitioned inputs of an experiment: its labelled steps and its open models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow.compute as pc
+
+from coepg_dagster.assets.making import Making, Outcome
+from coepg_dagster.experiment import Benchmark
+from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.workers import STEPS, write_table
+
+MODELS = "models.json"
+BASE = "base.json"
+"""Marks an artifact that is a base model and not a trained one: {"checkpoint", "version"}."""
+
+
+def benchmark_steps(work: Making) -> Outcome:
+    """Every split's labelled steps in one table, train, validation and test disjoint by episode."""
+    config: Benchmark = work.loop.experiment.benchmark
+    table = load_snapshot(work.loop.root / config.path)
+    write_table(table, work.draft / STEPS)
+    counts = {row["values"]: row["counts"] for row in pc.value_counts(table["split"]).to_pylist()}
+    wanted = [config.train, config.validation, *config.test]
+    missing = [split for split in wanted if not counts.get(split)]
+    why = f"no steps in split {', '.join(missing)} (there are: {', '.join(sorted(counts))})" if missing else None
+    return Outcome([STEPS], {"steps": dict(sorted(counts.items()))}, {"splits_are_there": why}, config=config.model_dump(mode="json"))
+
+
+def open_models(work: Making) -> Outcome:
+    """The base pair and the open members of both pools, each with the hash of its weights."""
+    models = work.models
+    named = {"base_planner": models.base_planner, "base_grounder": models.base_grounder}
+    named |= {f"planners/{name}": path for name, path in models.planners.items()}
+    named |= {f"verifiers/{name}": path for name, path in models.verifiers.items()}
+    found = {name: {"checkpoint": path, "version": weights_version(work.loop.root, path)} for name, path in named.items()}
+    (work.draft / MODELS).write_text(json.dumps(found, indent=1, sort_keys=True))
+    return Outcome([MODELS], {"models": len(found)}, config=models.model_dump(mode="json"))
+
+
+def weights_version(root: Path, checkpoint: str) -> str:
+    """A hash of the weights of a local folder below `root`; of a hub model, its commit. Raises FileNotFoundError."""
+    folder = root / checkpoint
+    if not folder.is_dir():
+        if checkpoint.startswith((".", "/")) or checkpoint.count("/") != 1 or (root / checkpoint).parent.is_dir():
+            raise FileNotFoundError(f"there is no checkpoint folder {checkpoint}: make it, or correct `models` in the file")
+        from huggingface_hub import HfApi
+
+        return str(HfApi().model_info(checkpoint).sha)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no *.safetensors: other weight formats are refused; convert it first")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def register_base(work: Making, model: str) -> Outcome:
+    """Iteration 0: the artifact is the base model as it is (M_0)."""
+    entry = json.loads((work.folder("open_models") / MODELS).read_text())[model]
+    (work.draft / BASE).write_text(json.dumps(entry, sort_keys=True))
+    return Outcome([BASE], {}, config={"checkpoint": entry["checkpoint"]}, metadata={"checkpoint": entry["checkpoint"]})
+
+
+def copy_base(work: Making, folder: Path) -> Outcome:
+    """An artifact that is the same base model as the one in `folder`."""
+    (work.draft / BASE).write_text((folder / BASE).read_text())
+    checkpoint = checkpoint_of(folder)
+    return Outcome([BASE], {}, config={"checkpoint": checkpoint}, metadata={"checkpoint": checkpoint})
+
+
+def checkpoint_of(folder: Path) -> str:
+    """What to load for a model artifact: its own folder, or the base model that it stands for."""
+    base = folder / BASE
+    checkpoint: str = json.loads(base.read_text())["checkpoint"] if base.exists() else str(folder)
+    return checkpoint
+

@@ -1,0 +1,108 @@
+"""The planner pool Π: every member writes plans for every training step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from coepg_dagster.experiment import Regeneration
+from coepg_dagster.inference.agents import Plan, Planner, Task
+from coepg_dagster.inference.engine import Sampling
+from coepg_dagster.progress import Report
+from coepg_dagster.rewards.cdrem import type_reward, value_reward
+from coepg_dagster.steps import (
+    CANDIDATE_SCHEMA,
+    GATE_PASSED,
+    GATE_UNPARSED,
+    GATE_WRONG_TYPE,
+    GATE_WRONG_VALUE,
+)
+
+
+def tasks_of(steps: pa.Table) -> list[Task]:
+    """What planners are told of each step, in the order of the table."""
+    columns = steps.select(["step_id", "goal", "history"]).to_pylist()
+    return [Task(row["step_id"], row["goal"], tuple(row["history"])) for row in columns]
+
+
+def gate_of(plan: Plan, action_type: str, value: str) -> str:
+    """Which gate a plan stops at (Eq. 7 to 9), given the label's type and value."""
+    if plan.answer is None:
+        return GATE_UNPARSED
+    if not type_reward(plan.answer.action_type, action_type):
+        return GATE_WRONG_TYPE
+    if not value_reward(plan.answer.value, value):
+        return GATE_WRONG_VALUE
+    return GATE_PASSED
+
+
+def write_candidates(
+    planner: Planner,
+    name: str,
+    steps: pa.Table,
+    config: Regeneration,
+    seed: int,
+    report: Report | None = None,
+) -> pa.Table:
+    """`config.plans_per_planner` plans of the pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
+    sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
+    plans = planner.plan(tasks_of(steps), sampling, report)
+    labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
+    rows = []
+    for label, samples in zip(labels, plans, strict=True):
+        for sample, plan in enumerate(samples):
+            answer = plan.answer
+            rows.append(
+                {
+                    "candidate_id": f"{label['step_id']}#{name}#{sample}",
+                    "step_id": label["step_id"],
+                    "planner": name,
+                    "sample": sample,
+                    "text": plan.text,
+                    "plan": answer and answer.plan,
+                    "action_type": answer and answer.action_type,
+                    "value": answer and answer.value,
+                    "gate": gate_of(plan, label["action_type"], label["value"]),
+                    "duplicate_of": None,
+                }
+            )
+    return pa.Table.from_pylist(rows, CANDIDATE_SCHEMA)
+
+
+def plan_tokens(plan: str) -> frozenset[str]:
+    """The tokens by which two plans are compared: words and numbers, lower-cased."""
+    return frozenset(re.findall(r"\w+|[^\w\s]", plan.lower()))
+
+
+def jaccard(a: frozenset[str], b: frozenset[str]) -> float:
+    """|a ∩ b| / |a ∪ b|; two empty sets are equal."""
+    return len(a & b) / len(a | b) if a or b else 1.0
+
+
+def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
+    """The table with `duplicate_of` set, among the plans of a step that passed the gate, in the order of the table.
+
+    Two plans are one if their token sets are equal or their Jaccard index exceeds `similar`.
+    """
+    seen: dict[str, list[tuple[str, frozenset[str]]]] = {}
+    marks: list[str | None] = []
+    for row in candidates.select(["candidate_id", "step_id", "plan", "gate"]).to_pylist():
+        mark = None
+        if row["gate"] == GATE_PASSED:
+            tokens, firsts = plan_tokens(row["plan"]), seen.setdefault(row["step_id"], [])
+            mark = next((first for first, other in firsts if tokens == other or jaccard(tokens, other) > similar), None)
+            if mark is None:
+                firsts.append((row["candidate_id"], tokens))
+        marks.append(mark)
+    position = candidates.schema.get_field_index("duplicate_of")
+    return candidates.set_column(position, CANDIDATE_SCHEMA.field("duplicate_of"), pa.array(marks, pa.string()))
+
+
+def pool_members(open_members: Mapping[str, str], trained: Mapping[str, str]) -> dict[str, str]:
+    """Name → checkpoint of a pool: the open models, then the trained ones, newest first. Raises on a name used twice."""
+    both = set(open_members) & set(trained)
+    if both:
+        raise ValueError(f"pool members need different names: {', '.join(sorted(both))}")
+    return {**open_members, **trained}

@@ -1,0 +1,133 @@
+"""From candidates and verdicts to D_k: which plans count as verified, and which of them stay."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from coepg_dagster.experiment import Regeneration
+from coepg_dagster.geometry import Box, Point, Space
+from coepg_dagster.rewards.cdrem import NoVerdict
+from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED
+
+KEPT, DUPLICATE, NOT_VERIFIED, OVER_CAP = "kept", "duplicate", "not_verified", "over_cap"
+
+
+def is_verified(hits: int, answered: int, config: Regeneration) -> bool:
+    """The verification rule on one plan: `hits` of `answered` verifiers found the target. A failed one has no vote."""
+    match config.rule:
+        case "any":
+            return hits >= 1
+        case "majority":
+            return 2 * hits > answered
+        case "all":
+            return hits == answered
+        case "k_of_n":
+            assert config.k is not None  # the configuration was validated
+            return hits >= config.k
+
+
+def select(
+    steps: pa.Table,
+    candidates: pa.Table,
+    verdicts: pa.Table,
+    config: Regeneration,
+    iteration: int,
+    previous: pa.Table | None,
+) -> tuple[pa.Table, pa.Table]:
+    """(D_k, decisions): DATASET_SCHEMA rows, and for every candidate why it is there or not (DECISION_SCHEMA).
+
+    The plans of a step are ordered by score = share of hits + mean exp(c_j) of the hitting verifiers / 1000, then by id;
+    the first `max_plans_per_step` stay. Rows of `previous` (D_{k-1}) join as `carry_over` says.
+
+    Raises NoVerdict where all verifiers failed on a plan: an outage must not look like a wrong plan.
+    """
+    labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value", "boxes"]).to_pylist()}
+    votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for verdict in verdicts.to_pylist():
+        votes[verdict["candidate_id"]].append(verdict)
+    decisions: dict[str, str] = {}
+    verified: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in candidates.to_pylist():
+        candidate, label = row["candidate_id"], labels[row["step_id"]]
+        if row["gate"] != GATE_PASSED:
+            decisions[candidate] = row["gate"]
+        elif row["duplicate_of"] is not None:
+            decisions[candidate] = DUPLICATE
+        else:
+            kept = _verify(row, label, votes[candidate], config, iteration)
+            decisions[candidate] = KEPT if kept else NOT_VERIFIED
+            if kept:
+                verified[row["step_id"]].append(kept)
+    old: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in previous.to_pylist() if previous is not None else []:
+        old[row["step_id"]].append(row)
+    kept_rows: list[dict[str, Any]] = []
+    for step_id in labels:
+        ranked = sorted(verified[step_id], key=lambda row: (-row["score"], row["candidate_id"]))
+        for row in ranked[config.max_plans_per_step :]:
+            decisions[row["candidate_id"]] = OVER_CAP
+        kept_rows += ranked[: config.max_plans_per_step]
+        kept_rows += _carried(ranked, old[step_id], config)
+    return (
+        pa.Table.from_pylist(kept_rows, DATASET_SCHEMA),
+        pa.Table.from_pylist(
+            [
+                {"candidate_id": c, "step_id": s, "decision": decisions[c]}
+                for c, s in zip(candidates["candidate_id"].to_pylist(), candidates["step_id"].to_pylist(), strict=True)
+            ],
+            DECISION_SCHEMA,
+        ),
+    )
+
+
+def _verify(
+    row: dict[str, Any], label: dict[str, Any], votes: Sequence[dict[str, Any]], config: Regeneration, iteration: int
+) -> dict[str, Any] | None:
+    """The D_k row of a candidate, or None if it is not verified."""
+    boxes = [Box(*box, Space.ORIGINAL) for box in label["boxes"]]
+    answered = [vote for vote in votes if vote["failure"] is None]
+    hitting = [vote for vote in answered if vote["hit"]]
+    score, box = 1.0, None
+    if boxes:
+        if not answered:
+            raise NoVerdict(
+                f"candidate {row['candidate_id']}: no verifier answered ({len(votes)} failed); see `verdicts`"
+            )
+        if not is_verified(len(hitting), len(answered), config):
+            return None
+        # max() before exp(): greedy float32 log-probabilities can be a hair above 0
+        sure = [math.exp(min(0.0, vote["mean_logprob"])) for vote in hitting]
+        score = len(hitting) / len(answered) + sum(sure) / len(sure) / 1000
+        best = Point(hitting[0]["x"], hitting[0]["y"], Space.ORIGINAL)
+        hit = next(box for box in boxes if box.contains(best))
+        box = [hit.x1, hit.y1, hit.x2, hit.y2]
+    return {
+        "step_id": row["step_id"],
+        "plan": row["plan"],
+        "action_type": label["action_type"],
+        "value": label["value"],
+        "box": box,
+        "candidate_id": row["candidate_id"],
+        "planner": row["planner"],
+        "made_in": iteration,
+        "hits": len(hitting),
+        "answered": len(answered),
+        "score": score,
+    }
+
+
+def _carried(
+    verified: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]], config: Regeneration
+) -> list[dict[str, Any]]:
+    """The rows of one step that stay from D_{k-1}, best first there."""
+    if config.carry_over == "none":
+        return []
+    if config.carry_over == "best_plan_per_step":
+        return [] if verified else list(old[:1])
+    new_plans = {row["plan"] for row in verified}
+    return [row for row in old if row["plan"] not in new_plans]

@@ -1,0 +1,42 @@
+"""The verifier pool Φ: every member grounds every candidate that passed the gate (Eq. 3)."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from coepg_dagster.inference.agents import Grounder
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.progress import Report
+from coepg_dagster.steps import GATE_PASSED, VERDICT_SCHEMA
+
+
+def to_verify(candidates: pa.Table) -> pa.Table:
+    """The candidates that verifiers are asked about: through the gate, and the first of their kind."""
+    return candidates.filter(pc.and_(pc.equal(candidates["gate"], GATE_PASSED), pc.is_null(candidates["duplicate_of"])))
+
+
+def give_verdicts(
+    grounder: Grounder, name: str, candidates: pa.Table, screens: Screens, report: Report | None = None
+) -> pa.Table:
+    """The pool member `name`'s verdict on each candidate to verify whose step has a target (VERDICT_SCHEMA)."""
+    asked = [row for row in to_verify(candidates).to_pylist() if screens.boxes(row["step_id"])]
+    readings = grounder.ground([(row["step_id"], row["plan"]) for row in asked], report)
+    return pa.Table.from_pylist(
+        [
+            {
+                "candidate_id": row["candidate_id"],
+                "step_id": row["step_id"],
+                "verifier": name,
+                "hit": reading.hits(screens.boxes(row["step_id"])),
+                "x": reading.point and reading.point.x,
+                "y": reading.point and reading.point.y,
+                "mean_logprob": None if reading.failure else reading.mean_logprob,
+                "tokens": reading.tokens,
+                "text": reading.text,
+                "failure": reading.failure,
+            }
+            for row, reading in zip(asked, readings, strict=True)
+        ],
+        VERDICT_SCHEMA,
+    )

@@ -1,0 +1,8 @@
+"""How long work tells how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+Report = Callable[[int, int, Mapping[str, float]], None]
+"""Called with (done, of, figures) as the work advances; `figures` may be empty."""

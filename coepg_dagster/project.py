@@ -1,0 +1,48 @@
+"""Where a project lies: the folder with `experiments/`, its store and its Dagster home."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from coepg_dagster.experiment import Experiment, ExperimentError, find_experiments
+
+
+@dataclass(frozen=True)
+class Project:
+    """A checkout, or any folder that holds `experiments/`. Relative paths in experiment files start here."""
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        """The folder of all artifacts."""
+        return self.root / "store"
+
+    @property
+    def dagster_home(self) -> Path:
+        """The folder of the Dagster instance: runs, event log, schedules."""
+        return self.root / ".dagster"
+
+    def experiments(self) -> dict[str, Experiment]:
+        """Every experiment of the project, by name."""
+        return find_experiments(self.root / "experiments")
+
+    def prepare_dagster_home(self) -> Path:
+        """Makes the Dagster home with the project's dagster.yaml in it, unless it is there."""
+        self.dagster_home.mkdir(exist_ok=True)
+        settings = self.dagster_home / "dagster.yaml"
+        if not settings.exists() and (self.root / "dagster.yaml").exists():
+            settings.symlink_to(Path("..") / "dagster.yaml")
+        return self.dagster_home
+
+
+def find_project() -> Project:
+    """The project of COEPG_ROOT, or else of the working folder or the nearest one above it. Raises ExperimentError."""
+    named = os.environ.get("COEPG_ROOT")
+    start = Path(named).resolve() if named else Path.cwd()
+    for folder in (start,) if named else (start, *start.parents):
+        if (folder / "experiments").is_dir():
+            return Project(folder)
+    raise ExperimentError(f"{start}: there is no folder `experiments` here or above: run this from the project's root")

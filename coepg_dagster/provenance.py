@@ -1,0 +1,253 @@
+"""What each artifact was made from: the graph of the loop, the record kept with each artifact, and what follows from both.
+
+The graph is acyclic over iterations: D_{k-1} → π_k, ϕ_k → π'_k → D_k. A record names, for each input, exactly the version
+that was read; an artifact is stale when a version that it read is no longer the current one, when its code or configuration
+changed, or when something that it was made from is stale. This is ours, not Dagster's: Dagster marks direct readers only
+and skips assets with many upstream partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Asset = Literal[
+    "benchmark_steps",
+    "open_models",
+    "planner_sft",
+    "grounder",
+    "planner",
+    "candidate_plans",
+    "verdicts",
+    "dataset",
+    "data_quality",
+    "evaluation",
+    "evolution_report",
+]
+
+SHARED: Final[tuple[Asset, ...]] = ("benchmark_steps", "open_models")
+LOOP: Final[tuple[Asset, ...]] = (
+    "planner_sft",
+    "grounder",
+    "planner",
+    "candidate_plans",
+    "verdicts",
+    "dataset",
+    "data_quality",
+    "evaluation",
+)
+"""The partitioned assets, in an order in which one iteration can be made."""
+
+CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder")
+"""What iteration k + 1 reads of iteration k, through its twin under previous/."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One artifact of an experiment and seed: an asset and its iteration (None: unpartitioned)."""
+
+    asset: Asset
+    iteration: int | None = None
+
+    def __str__(self) -> str:
+        return self.asset if self.iteration is None else f"{self.asset}[{self.iteration}]"
+
+
+_WITHIN: Final[dict[Asset, tuple[Asset, ...]]] = {
+    "planner_sft": ("benchmark_steps", "open_models"),
+    "grounder": ("benchmark_steps", "open_models"),
+    "planner": ("planner_sft", "grounder"),
+    "candidate_plans": ("planner", "benchmark_steps", "open_models"),
+    "verdicts": ("candidate_plans", "grounder", "benchmark_steps", "open_models"),
+    "dataset": ("verdicts",),
+    "data_quality": ("dataset", "verdicts"),
+    "evaluation": ("planner", "grounder", "benchmark_steps"),
+}
+_BEFORE: Final[dict[Asset, tuple[Asset, ...]]] = {
+    "planner_sft": ("dataset",),
+    "grounder": ("dataset",),
+    "planner": ("dataset",),
+    "candidate_plans": ("planner",),
+    "verdicts": ("grounder",),
+    "dataset": ("dataset",),
+    "data_quality": ("dataset",),
+}
+
+
+_UNUSED_AT_START: Final = {("planner", "grounder"), ("candidate_plans", "planner"), ("verdicts", "grounder")}
+"""Iteration 0 trains nothing and its pools hold open models only."""
+
+
+def inputs_of(ref: Ref) -> list[Ref]:
+    """What is read to make `ref`, exactly: nothing before iteration 0, no trained model before iteration 1."""
+    k = ref.iteration
+    if k is None:
+        return []
+    within: list[Ref] = []
+    for asset in _WITHIN[ref.asset]:
+        if asset in SHARED:
+            within.append(Ref(asset))
+        elif k > 0 or (ref.asset, asset) not in _UNUSED_AT_START:
+            within.append(Ref(asset, k))
+    # the pools of iteration 1 hold no trained model of iteration 0: there is none
+    before = [Ref(a, k - 1) for a in _BEFORE.get(ref.asset, ()) if k > 1 or (k == 1 and a == "dataset")]
+    return within + before
+
+
+class Input(BaseModel):
+    """One version that was read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    asset: Asset
+    iteration: int | None
+    data_version: str
+    run_id: str
+    folder: str
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self.asset, self.iteration)
+
+
+class Record(BaseModel):
+    """What is known of a materialized artifact; kept in the metadata of its materialization."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    asset: Asset
+    iteration: int | None
+    data_version: str
+    run_id: str
+    folder: str
+    inputs: list[Input]
+    code_version: str
+    config: dict[str, Any]
+    seed: int
+    seconds: float
+    device: str
+    figures: dict[str, Any]
+    failed_checks: list[str] = []  # blocking ones
+    accepted_stale_input: bool = False
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self.asset, self.iteration)
+
+    def input(self, asset: Asset) -> Input:
+        """The version of `asset` that was read."""
+        return next(used for used in self.inputs if used.asset == asset)
+
+    def as_input(self) -> Input:
+        """This artifact, as something that another one reads."""
+        return Input(
+            asset=self.asset,
+            iteration=self.iteration,
+            data_version=self.data_version,
+            run_id=self.run_id,
+            folder=self.folder,
+        )
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Why an artifact is stale: the root cause, and where it lies."""
+
+    ref: Ref
+    root: Ref
+    cause: str
+
+    def __str__(self) -> str:
+        return self.cause if self.root == self.ref else f"{self.root}: {self.cause}"
+
+
+def staleness(records: Mapping[Ref, Record], code_versions: Mapping[Asset, str]) -> dict[Ref, Stale]:
+    """The stale ones among `records` (the current artifacts), each with its root cause; all that follows is stale too.
+
+    `code_versions` holds the present version of each asset's code and configuration. The report is checked like the rest:
+    it reads whatever its record names.
+    """
+    stale: dict[Ref, Stale] = {}
+    for ref in sorted(records, key=_order):
+        record = records[ref]
+        cause = _own_cause(record, records, code_versions.get(ref.asset))
+        if cause is not None:
+            stale[ref] = Stale(ref, ref, cause)
+            continue
+        above = next((stale[used.ref] for used in record.inputs if used.ref in stale), None)
+        if above is not None:
+            stale[ref] = Stale(ref, above.root, above.cause)
+    return stale
+
+
+def _own_cause(record: Record, records: Mapping[Ref, Record], code_version: str | None) -> str | None:
+    if code_version is not None and record.code_version != code_version:
+        return f"code or configuration changed ({record.code_version} → {code_version})"
+    for used in record.inputs:
+        current = records.get(used.ref)
+        if current is None:
+            return f"its input {used.ref} is gone"
+        if current.data_version != used.data_version:
+            return f"{used.ref} is now {current.data_version}, it read {used.data_version}"
+    return None
+
+
+def _order(ref: Ref) -> tuple[int, int]:
+    if ref.iteration is None:
+        return (-1, 0) if ref.asset in SHARED else (1 << 30, 0)
+    return ref.iteration, LOOP.index(ref.asset)
+
+
+def to_make(
+    records: Mapping[Ref, Record], stale: Mapping[Ref, Stale], through: int, assets: Iterable[Asset] = LOOP
+) -> dict[int, list[Asset]]:
+    """Iteration → the assets that are missing, stale, or follow one of these, for the iterations 0..`through`."""
+    needed: set[Ref] = set()
+    wanted = set(assets)
+    plan: dict[int, list[Asset]] = {}
+    for k in range(through + 1):
+        for asset in LOOP:
+            ref = Ref(asset, k)
+            if asset not in wanted:
+                continue
+            if ref not in records or ref in stale or any(used in needed for used in inputs_of(ref)):
+                needed.add(ref)
+                plan.setdefault(k, []).append(asset)
+    return plan
+
+
+class NotUsable(RuntimeError):
+    """Something that an iteration would read must not be read; the message ends with what to do."""
+
+
+def assert_usable(
+    ref: Ref,
+    record: Record | None,
+    stale: Stale | None,
+    made_elsewhere: str | None,
+    accept_stale_input: bool,
+) -> Record:
+    """The record of `ref`, if an artifact may be made from it. Raises NotUsable, in this order, where
+
+    1. it does not exist;
+    2. a blocking check on it failed;
+    3. the running backfill contains it but did not make it: it failed or was skipped there (`made_elsewhere` says so);
+    4. it is stale, unless `accept_stale_input`.
+    """
+    if record is None:
+        raise NotUsable(f"{ref} does not exist: materialize {ref} first")
+    failed = sorted(failed_checks)
+    if failed:
+        raise NotUsable(
+            f"{ref}: blocking check failed: {', '.join(failed)}; look at the check, then materialize {ref} again"
+        )
+    if made_elsewhere is not None:
+        raise NotUsable(f"{ref} {made_elsewhere}; look at why it failed, then materialize {ref} again")
+    if stale is not None and not accept_stale_input:
+        raise NotUsable(
+            f"{ref} is stale ({stale}): materialize iteration {ref.iteration} first, or set accept_stale_input to use it as it is"
+        )
+    return record

@@ -1,0 +1,55 @@
+"""The numbers of a loop, from the records of its artifacts: `coepg results`, the report and the tables read this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from coepg_dagster.experiment import Experiment
+from coepg_dagster.provenance import LOOP, Record, Ref, Stale
+
+METRICS: Final = ("ele_acc", "op_f1", "step_sr")
+
+
+def results(
+    experiment: Experiment, seed: int, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]
+) -> dict[str, Any]:
+    """Per iteration: metrics of each test split and of validation, data quality, seconds, and what is stale.
+
+    Rates are in per cent, intervals are of the macro value, None stands for what was not computed. Asset names have no
+    prefix.
+    """
+    return {
+        "experiment": experiment.name,
+        "seed": seed,
+        "iterations": [
+            _iteration(experiment, k, records, stale)
+            for k in range(experiment.iterations + 1)
+            if any(Ref(asset, k) in records for asset in LOOP)
+        ],
+    }
+
+
+def _iteration(
+    experiment: Experiment, k: int, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]
+) -> dict[str, Any]:
+    evaluation = records.get(Ref("evaluation", k))
+    quality = records.get(Ref("data_quality", k))
+    scores = evaluation.figures if evaluation else {}
+    return {
+        "iteration": k,
+        "splits": {split: _split(scores.get(split)) for split in experiment.benchmark.test},
+        "validation": _split(scores.get(experiment.benchmark.validation)),
+        **{name: quality.figures.get(name) if quality else None for name in ("purity", "diversity", "coverage")},
+        "seconds": {asset: record.seconds for asset in LOOP if (record := records.get(Ref(asset, k)))},
+        "stale": {asset: str(stale[Ref(asset, k)]) for asset in LOOP if Ref(asset, k) in stale},
+    }
+
+
+def _split(score: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if score is None:
+        return None
+    values = {
+        name: {key: score["metrics"][name][key] for key in ("macro", "micro", "ci95")} for name in METRICS
+    }
+    return {"steps": score["rows"], **values}

@@ -1,0 +1,70 @@
+"""Where artifacts lie: immutable folders named by the hash of their content.
+
+`ROOT/EXPERIMENT/sSEED/ASSET/PARTITION/VERSION/`. Materializing a partition again writes another version beside the old
+one; which version is current is known to the Dagster instance, not to the store. Unpartitioned assets have partition "all".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+UNPARTITIONED = "all"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A stored artifact: its content hash and its folder."""
+
+    version: str
+    folder: Path
+
+
+def content_version(folder: Path, content: list[str]) -> str:
+    """The data version of an artifact: a hash of the files `content`, names included, order not.
+
+    Raises FileNotFoundError where one is missing.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(content):
+        digest.update(name.encode() + b"\0")
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Store:
+    """All artifacts below one root folder."""
+
+    root: Path
+
+    @contextmanager
+    def draft(self, *place: str) -> Iterator[Path]:
+        """An empty folder to fill, on the store's own disk; it is gone afterwards unless it was committed."""
+        folder = self.root / ".drafts" / f"{'-'.join(place)}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def commit(self, draft: Path, place: tuple[str, ...], content: list[str]) -> Artifact:
+        """Moves a filled draft to its place in one rename. The same content lands in the folder that is already there."""
+        version = content_version(draft, content)
+        folder = self.root.joinpath(*place, version)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            draft.rename(folder)
+        return Artifact(version, folder)
+
+    def scratch(self, key: str) -> Path:
+        """A folder that outlives a killed run, for the work whose inputs and configuration hash to `key`."""
+        folder = self.root / ".scratch" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

@@ -1,0 +1,271 @@
+"""GRPO of π'_k from π_k with the C-DREM reward, on TRL's GRPOTrainer.
+
+The reward is one composite function, since Eq. 9 is a gate and not a weighted sum. TRL's defaults that differ from the
+paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias correction of the KL term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate.utils import gather_object
+from transformers import PrinterCallback, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.inference.agents import Grounder, Plan, Reading
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
+from coepg_dagster.pools.candidates import gate_of
+from coepg_dagster.progress import Report
+from coepg_dagster.prompts import parse_planner
+from coepg_dagster.rewards.cdrem import (
+    advantages,
+    confidences,
+    ensemble_weights,
+    flatten_spreadless,
+    gated,
+    plan_reward,
+)
+from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
+from coepg_dagster.training.common import ReportProgress, device_settings, freeze_vision_tower, save_whole
+from coepg_dagster.training.examples import grpo_prompts
+
+
+class CdremReward:
+    """Eq. 3 to 9 over a batch of rollouts; remembers the rows of the batch (ROLLOUT_SCHEMA without the advantage).
+
+    A rollout that fails the gate calls no grounder, which is exact: its reward is 0 whatever they would say. A step
+    without a target has r_plan = 1 once the gate passes.
+
+    Args:
+        grounders: name → grounder, with `priors` σ_j of the same names.
+        steps: the training steps, whose labels and boxes decide.
+    """
+
+    __name__ = "cdrem"
+
+    def __init__(
+        self,
+        grounders: Mapping[str, Grounder],
+        priors: Mapping[str, float],
+        steps: pa.Table,
+        screens: Screens,
+        config: Grpo,
+    ) -> None:
+        self._grounders, self._screens, self._mode = dict(grounders), screens, config.confidence
+        self._priors = np.array([priors[name] for name in grounders])
+        self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
+        self.rows: list[dict[str, Any]] = []
+
+    def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
+        """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
+        texts = [_text(completion) for completion in completions]
+        return self.score(texts, step_id)
+
+    def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
+        """r of Eq. 9 for each planner answer on its step."""
+        plans = [Plan(text, parse_planner(text)) for text in texts]
+        labels = [self._labels[step_id] for step_id in step_ids]
+        gates = [gate_of(p, label["action_type"], label["value"]) for p, label in zip(plans, labels, strict=True)]
+        boxes = [self._screens.boxes(step_id) for step_id in step_ids]
+        asked = [i for i, gate in enumerate(gates) if gate == GATE_PASSED and boxes[i]]
+        pairs = [(step_ids[i], plans[i].answer.plan) for i in asked]  # type: ignore[union-attr]
+        readings = [dict(zip(asked, g.ground(pairs), strict=True)) for g in self._grounders.values()] if asked else []
+        r_plan = np.ones(len(texts))
+        self.rows = []
+        for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
+            votes = [reading[i] for reading in readings] if i in (readings[0] if readings else {}) else []
+            graders: list[dict[str, Any]] = []
+            if votes:
+                r_plan[i], graders = self._vote(votes, [vote.hits(boxes[i]) for vote in votes])
+            self.rows.append(
+                {
+                    "step_id": step_ids[i],
+                    "text": plan.text,
+                    "plan": plan.answer and plan.answer.plan,
+                    "gate": gate,
+                    "graders": graders,
+                }
+            )
+        passes = np.array([gate == GATE_PASSED for gate in gates], dtype=float)
+        rewards = gated(passes, passes, r_plan)
+        for row, reward in zip(self.rows, rewards, strict=True):
+            row["reward"] = float(reward)
+        return [float(reward) for reward in rewards]
+
+    def _vote(self, votes: Sequence[Reading], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
+        """(r_plan of Eq. 4, what each grounder contributed)."""
+        answered = np.array([vote.failure is None for vote in votes])
+        # min(): float32 log-probabilities of sure tokens can be a hair above 0
+        c = confidences([min(0.0, vote.mean_logprob) for vote in votes], self._mode)
+        weights = ensemble_weights(self._priors, c, answered)
+        graders = [
+            {
+                "grounder": name,
+                "x": vote.point and vote.point.x,
+                "y": vote.point and vote.point.y,
+                "hit": hit,
+                "tokens": vote.tokens,
+                "mean_logprob": vote.mean_logprob if vote.failure is None else None,
+                "confidence": float(confidence) if vote.failure is None else None,
+                "prior": float(prior),
+                "weight": float(weight),
+                "failure": vote.failure,
+            }
+            for name, vote, hit, confidence, prior, weight in zip(
+                self._grounders, votes, hits, c, self._priors, weights, strict=True
+            )
+        ]
+        return float(plan_reward(weights, np.array(hits))), graders
+
+
+def _text(completion: Any) -> str:
+    """The text of one of TRL's conversational completions."""
+    content = completion[0]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
+
+
+class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPO trainer with rewards of spreadless groups made equal, and every rollout kept.
+
+    The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole.
+    """
+
+    def __init__(self, *args: Any, reward: CdremReward, rollouts: Path, **kwargs: Any) -> None:
+        self._reward, self._rollouts, self._writer = reward, rollouts, None
+        super().__init__(*args, reward_funcs=reward, **kwargs)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        raw = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rows = gather_object(self._reward.rows)
+        # exact values: TRL holds rewards in float32
+        rewards = [row["reward"] for row in rows]
+        flat, spreadless = flatten_spreadless(rewards, self.num_generations)
+        self._log_metric("groups_without_spread", float(spreadless.mean()))
+        self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
+        if self.accelerator.is_main_process:
+            self._keep(rows, advantages(rewards, self.num_generations))
+        return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
+
+    def _keep(self, rows: list[dict[str, Any]], group_advantages: Any) -> None:
+        for position, (row, advantage) in enumerate(zip(rows, group_advantages, strict=True)):
+            row |= {
+                "optimizer_step": self.state.global_step,
+                "group": position // self.num_generations,
+                "advantage": float(advantage),
+            }
+        table = pa.Table.from_pylist(rows, ROLLOUT_SCHEMA)
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self._rollouts, ROLLOUT_SCHEMA, compression="zstd")
+        self._writer.write_table(table)
+
+    def close(self) -> None:
+        """Ends the rollout table."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def train_grpo(
+    init: str,
+    own_grounder: tuple[str, str],
+    verifiers: Mapping[str, str],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    config: Grpo,
+    max_point_tokens: int,
+    batch_size: int,
+    seed: int,
+    device: str,
+    out: Path,
+    report: Report,
+) -> dict[str, Any]:
+    """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
+
+    Args:
+        own_grounder: (name, checkpoint) of ϕ_k, which has prior `config.own_prior`.
+        verifiers: name → checkpoint of the open verifiers; left out where `config.ensemble` is false.
+        max_point_tokens, batch_size: of the grounders' answers and forward passes.
+    Returns:
+        The figures of the run; rates in per cent.
+    """
+    set_seed(seed)
+    model, processor = load_checkpoint(init, models.dtype, device)
+    if config.freeze_vision:
+        freeze_vision_tower(model)
+    resize = TransformersEngine.of(model, processor, batch_size=1).resize
+    screens = Screens(steps, resize)
+    members = dict([own_grounder]) | (dict(verifiers) if config.ensemble else {})
+    priors = {name: config.verifier_prior for name in members} | {own_grounder[0]: config.own_prior}
+    grounders = {}
+    for name, checkpoint in members.items():
+        engine = TransformersEngine(checkpoint, dtype=models.dtype, device=device, batch_size=batch_size)
+        own_screens = screens if engine.resize == resize else Screens(steps, engine.resize)
+        grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
+    prompts = grpo_prompts(dataset, steps, screens, models.prompts)
+    out.mkdir(parents=True, exist_ok=True)
+    rollouts = config.prompts_per_step * config.group_size
+    trainer = CdremTrainer(
+        model=model.train(),
+        processing_class=processor,
+        reward=CdremReward(grounders, priors, steps, screens, config),
+        rollouts=out / "rollouts.parquet",
+        train_dataset=prompts,
+        callbacks=[ReportProgress(report, out / "training_log.jsonl")],
+        args=GRPOConfig(
+            output_dir=str(out / "trainer"),
+            num_train_epochs=1,
+            max_steps=config.max_steps or -1,
+            num_generations=config.group_size,
+            per_device_train_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=rollouts // config.micro_batch_size,
+            num_iterations=1,
+            max_completion_length=config.max_plan_tokens,
+            temperature=config.temperature,
+            top_p=1.0,
+            top_k=0,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.03,
+            max_grad_norm=1.0,
+            beta=config.kl_beta,
+            epsilon=config.clip_epsilon,
+            loss_type="grpo",
+            scale_rewards="group",
+            use_bias_correction_kl=False,
+            mask_truncated_completions=False,
+            use_vllm=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=seed,
+            data_seed=seed,
+            **device_settings(device),
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    result = trainer.train()
+    trainer.close()
+    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out)
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    tail = history[-max(1, len(history) // 5) :]
+    return {
+        "prompts": len(prompts),
+        "optimizer_steps": result.global_step,
+        "parameters": parameters,
+        "reward_first": history[0]["reward"] if history else None,
+        "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,
+        "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
+        "groups_without_spread": 100 * float(np.mean([e["groups_without_spread"] for e in history]))
+        if history
+        else None,
+    }

@@ -1,0 +1,81 @@
+"""Supervised fine-tuning: D_{k-1} → π_k and ϕ_k, on TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+from transformers import PrinterCallback, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
+from coepg_dagster.progress import Report
+from coepg_dagster.training.common import ReportProgress, device_settings, freeze_vision_tower, save_whole
+from coepg_dagster.training.examples import grounder_examples, planner_examples
+
+
+def train_sft(
+    role: Literal["planner", "grounder"],
+    init: str,
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    config: Sft,
+    seed: int,
+    device: str,
+    out: Path,
+    report: Report,
+) -> dict[str, Any]:
+    """Trains `role` from checkpoint `init` on the rows of D_{k-1} and saves it whole under `out`.
+
+    Only the answer's tokens carry loss. Returns the figures of the run.
+    """
+    set_seed(seed)
+    model, processor = load_checkpoint(init, models.dtype, device)
+    if config.freeze_vision:
+        freeze_vision_tower(model)
+    screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
+    if role == "planner":
+        examples = planner_examples(dataset, steps, screens, models.prompts)
+    else:
+        examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = SFTTrainer(
+        model=model.train(),
+        processing_class=processor,
+        train_dataset=examples,
+        callbacks=[ReportProgress(report, out / "training_log.jsonl")],
+        args=SFTConfig(
+            output_dir=str(out / "trainer"),
+            num_train_epochs=config.epochs,
+            max_steps=config.max_steps or -1,
+            per_device_train_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=config.batch_size // config.micro_batch_size,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=config.warmup_ratio,
+            weight_decay=config.weight_decay,
+            max_grad_norm=1.0,
+            max_length=None,  # TRL's default of 1024 would cut image tokens
+            completion_only_loss=True,
+            logging_steps=5,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=seed,
+            data_seed=seed,
+            **device_settings(device),
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    result = trainer.train()
+    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out)
+    return {
+        "rows": len(examples),
+        "optimizer_steps": result.global_step,
+        "loss": result.training_loss,
+        "parameters": parameters,
+    }

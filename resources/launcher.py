@@ -1,0 +1,93 @@
+"""Runs a job in a process of its own and brings its progress into the run's log.
+
+Dagster Pipes carries the messages; the process is ours to end: it gets its own process group, and when the run is cancelled
+the whole group is told to stop, given time, and killed, so that no grandchild keeps a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import dagster as dg
+
+from coepg_dagster.workers import Work
+
+GRACE_SECONDS: Final = 20
+"""How long a group has after SIGINT, and again after SIGTERM."""
+
+
+def run_work(context: dg.AssetExecutionContext, work: Work, root: Path, *, threads: int, timeout_minutes: float) -> dict[str, Any]:
+    """The figures that `work` returns from another process. Raises dg.Failure with the end of its output.
+
+    Args:
+        root: the project, from which relative paths start.
+        threads: CPU threads of the process (more than 1 slows tiny models on few cores).
+        timeout_minutes: a job that takes longer is ended.
+    """
+    job, result, log = (work.scratch / name for name in ("work.json", "result.json", "worker.log"))
+    job.write_text(work.model_dump_json())
+    result.unlink(missing_ok=True)
+    with (
+        dg.open_pipes_session(
+            context,
+            context_injector=dg.PipesTempFileContextInjector(),
+            message_reader=dg.PipesTempFileMessageReader(),
+        ) as session,
+        log.open("ab") as output,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "coepg_dagster.resources.worker", str(job), str(result)],
+            env=os.environ
+            | session.get_bootstrap_env_vars()
+            | {
+                "OMP_NUM_THREADS": str(threads),
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONHASHSEED": "0",
+                "PYTHONUNBUFFERED": "1",
+            },
+            cwd=root,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=60 * timeout_minutes)
+        except subprocess.TimeoutExpired:
+            raise dg.Failure(
+                f"{context.asset_key.to_user_string()} took more than {timeout_minutes:g} minutes: raise `timeout_minutes` "
+                f"of its resource, or look for what hangs in {log}",
+                allow_retries=False,
+            ) from None
+        finally:
+            end_group(process)
+    if code != 0:
+        raise dg.Failure(f"the worker ended with code {code}. The end of {log}:\n{tail(log)}", allow_retries=False)
+    figures: dict[str, Any] = json.loads(result.read_text())
+    return figures
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number if process.poll() is None else signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        # the leader is gone; what is left of its group is killed in the next round
+    process.wait()
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

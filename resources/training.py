@@ -1,0 +1,90 @@
+"""The three resources of the loop: `sft`, `grpo_cdrem` and `regeneration`.
+
+Each says where its processes run (launcher, device, limits) and may replace hyper-parameters of the experiment file for one
+run, from the Launchpad. What is left empty is as the experiment file says; what was used is in the metadata.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import dagster as dg
+from pydantic import Field
+
+from coepg_dagster.experiment import Strict
+from coepg_dagster.resources.launcher import run_work
+from coepg_dagster.workers import Work
+
+Config = TypeVar("Config", bound=Strict)
+
+
+class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """Where the heavy steps run."""
+
+    launcher: Literal["subprocess"] = Field(default="subprocess", description="How a job's process is started.")
+    device: str = Field(default="auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one.")
+    threads: int = Field(default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores.")
+    timeout_minutes: float = Field(default=7 * 24 * 60, gt=0, description="A job that takes longer is ended.")
+
+    def launch(self, context: dg.AssetExecutionContext, work: Work, root: Path) -> dict[str, Any]:
+        """Runs `work` in its own process, in the folder `root`; returns {"figures", "device", "seconds"}."""
+        return run_work(context, work, root, threads=self.threads, timeout_minutes=self.timeout_minutes)
+
+    def resolve(self, config: Config) -> Config:
+        """`config` with the fields that this resource replaces."""
+        fields = type(config).model_fields
+        replaced = {name: value for name, value in self._overrides().items() if value is not None and name in fields}
+        return type(config).model_validate(config.model_dump() | replaced)
+
+    def _overrides(self) -> dict[str, Any]:
+        own = set(type(self).model_fields) - set(Processes.model_fields)
+        return {name: getattr(self, name) for name in own}
+
+
+class SftResource(Processes):
+    """Supervised fine-tuning of π_k and ϕ_k."""
+
+    epochs: float | None = Field(default=None, description="Passes over D_{k-1}. Empty: as in the experiment file.")
+    max_steps: int | None = Field(default=None, description="Optimizer steps at most. Empty: as in the experiment file.")
+    batch_size: int | None = Field(default=None, description="Rows per optimizer step. Empty: as in the experiment file.")
+    micro_batch_size: int | None = Field(default=None, description="Rows per forward pass. Empty: as in the experiment file.")
+    learning_rate: float | None = Field(default=None, description="Peak learning rate. Empty: as in the experiment file.")
+
+
+class GrpoCdremResource(Processes):
+    """GRPO of π'_k with the confidence-weighted reward ensemble."""
+
+    max_steps: int | None = Field(default=None, description="Optimizer steps at most. Empty: as in the experiment file.")
+    prompts_per_step: int | None = Field(default=None, description="Prompts per step. Empty: as in the experiment file.")
+    group_size: int | None = Field(default=None, description="G, rollouts per prompt. Empty: as in the experiment file.")
+    micro_batch_size: int | None = Field(default=None, description="Rollouts per pass. Empty: as in the experiment file.")
+    learning_rate: float | None = Field(default=None, description="Peak learning rate. Empty: as in the experiment file.")
+    kl_beta: float | None = Field(default=None, description="Weight of the KL term. Empty: as in the experiment file.")
+    confidence: str | None = Field(
+        default=None,
+        description="`probability`, `log_probability` (the literal Eq. 5) or `constant`. Empty: as in the experiment file.",
+    )
+    own_prior: float | None = Field(default=None, description="σ of ϕ_k. Empty: as in the experiment file.")
+    verifiers: list[str] | None = Field(
+        default=None, description="Which open verifiers reward beside ϕ_k. Empty: all of the experiment file."
+    )
+
+
+class RegenerationResource(Processes):
+    """The pools: candidate plans, verdicts, D_k; and the evaluation of an iteration's agent."""
+
+    plans_per_planner: int | None = Field(default=None, description="Plans per step. Empty: as in the experiment file.")
+    rule: str | None = Field(default=None, description="`any`, `majority`, `all` or `k_of_n`. Empty: as in the experiment file.")
+    k: int | None = Field(default=None, description="For `k_of_n`. Empty: as in the experiment file.")
+    max_plans_per_step: int | None = Field(default=None, description="Rows per step of D_k. Empty: as in the experiment file.")
+    verifiers: list[str] | None = Field(
+        default=None, description="Which open verifiers give verdicts. Empty: all of the experiment file."
+    )
+
+
+def default_resources() -> dict[str, Any]:
+    """The resources of a code location, by key."""
+    return {"sft": SftResource(), "grpo_cdrem": GrpoCdremResource(), "regeneration": RegenerationResource()}
+
+

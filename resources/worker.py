@@ -1,0 +1,47 @@
+"""The process in which a job runs: `python -m coepg_dagster.resources.worker WORK.json RESULT.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from dagster_pipes import PipesContext, open_dagster_pipes
+
+from coepg_dagster.workers import read_work
+
+REPORT_EVERY_SECONDS = 2.0
+
+
+def main(work_file: Path, result_file: Path) -> None:
+    """Runs the job of `work_file`, tells Dagster how far it is, and leaves its figures in `result_file`."""
+    work = read_work(work_file)
+    with open_dagster_pipes() as pipes:
+        reporter = Reporter(pipes)
+        started = time.monotonic()
+        figures = work.run(reporter)
+        seconds = time.monotonic() - started
+        result_file.write_text(json.dumps({"figures": figures, "device": work.device_name(), "seconds": seconds}))
+
+
+class Reporter:
+    """Writes `12/40 reward=0.53` lines into the run's log, at most one every two seconds, and the last one always."""
+
+    def __init__(self, pipes: PipesContext) -> None:
+        self._pipes, self._last = pipes, -REPORT_EVERY_SECONDS
+
+    def __call__(self, done: int, of: int, figures: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if now - self._last < REPORT_EVERY_SECONDS and done < of:
+            return
+        self._last = now
+        numbers = " ".join(f"{name}={value:.4g}" for name, value in figures.items() if name in SHOWN)
+        self._pipes.log.info(f"{done}/{of} {numbers}".strip())
+
+
+SHOWN = frozenset({"loss", "reward", "kl", "gate_passed", "groups_without_spread", "learning_rate"})
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
