@@ -60,6 +60,14 @@ class Row:
         xy = self.numbers(key, 2, optional=optional)
         return None if xy is None else (xy[0], xy[1])
 
+    def leading_point(self, key: str) -> Point | None:
+        """The first two of a list of numbers; None where the file has null."""
+        value = self.get(key, list, optional=True)
+        if value is None:
+            return None
+        xy = _numbers(value[:2], 2, lambda: self.fail(f"field {key!r} must start with two numbers, not {value!r}"))
+        return xy[0], xy[1]
+
     def size(self, key: str) -> tuple[int, int]:
         pair = self.numbers(key, 2)
         assert pair is not None
@@ -164,10 +172,7 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         instruction = row.text("instruction")
         key = (row.text("instruction"), str(row.data.get("gt_action")), str(row.data.get("gt_bbox")))
         step_id = f"{i:05d}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}"
-        coordinates = row.get("pred_coord", list, optional=True)
-        error = row.fail(f"field 'pred_coord' must start with two numbers, not {coordinates!r}")
-        point = None if coordinates is None else _numbers(coordinates[:2], 2, lambda: error)  # noqa: B023
-        predicted = None if point is None else (point[0], point[1])
+        predicted = row.leading_point("pred_coord")
         if _family(protocol) == "screenspot":
             (box,) = row.xyxy_boxes([row.get("gt_bbox", list)], "gt_bbox")
             cases.append(
