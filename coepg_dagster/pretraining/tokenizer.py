@@ -35,7 +35,7 @@ SCAFFOLD: Final = ('{"plan": "', '", "action_type": "', '", "value": "', '"}')
 
 _FRAME: Final = """
     a an and any above area at below blue bottom box boxes button by called centre checkbox choose clear click close
-    coordinate corner dialog down drop edge element enter expand field fifth file find first folder following for
+    coordinate corner day dialog down drop edge element enter expand field fifth file find first folder following for
     fourth from green grey hyperlink icon image in input into is it item labelled large last left letter line link list
     login lower magenta mark marked menu middle named near next number of on one open option or orange page password
     pick pink press purple radio reading red right row says search second section select shape small square submit
