@@ -30,7 +30,8 @@ from coepg_dagster.miniwob.elements import ELEMENTS_JS, Element, from_dom
 WIDTH: Final = 168
 HEIGHT: Final = 224
 WINDOW: Final = (500, 240)
-"""The window for which the pages were written (menus and dialogs place themselves by it), px. Its upper left part is captured."""
+"""The window for which the pages were written, px: menus and dialogs place themselves by it. Its upper left is
+captured."""
 
 ActionType = Literal["CLICK", "TYPE", "SELECT"]
 ACTION_TYPES: Final[tuple[ActionType, ...]] = ("CLICK", "TYPE", "SELECT")
@@ -156,7 +157,7 @@ class _DevTools:
     """Chromium's DevTools protocol on one page, one call at a time."""
 
     def __init__(self, address: str) -> None:
-        with urllib.request.urlopen(f"http://{address}/json/list", timeout=20) as answer:  # noqa: S310 (our own browser)
+        with urllib.request.urlopen(f"http://{address}/json/list", timeout=20) as answer:
             pages = [target for target in json.load(answer) if target["type"] == "page"]
         self._socket: WebSocket = create_connection(pages[0]["webSocketDebuggerUrl"], timeout=30, suppress_origin=True)
         self._last = 0
@@ -188,7 +189,7 @@ class _DevTools:
                 self._events.append(message["method"])
 
     def evaluate(self, function: str, *arguments: object) -> Any:
-        """The JSON value of a JavaScript function (async too) called with `arguments`. Raises RuntimeError if it throws."""
+        """The JSON value of a JavaScript function (async too) of `arguments`. Raises RuntimeError if it throws."""
         call = f"({function})(...{json.dumps(arguments)})"
         answer = self.call("Runtime.evaluate", expression=call, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
@@ -203,8 +204,8 @@ class _DevTools:
 class Browser:
     """One Chromium on one episode at a time. Use as a context manager.
 
-    The same (family, seed) and the same actions give the same page and the same pixels. Chromedriver starts and ends the
-    browser; everything else goes through the DevTools protocol, which is several times faster.
+    The same (family, seed) and the same actions give the same page and the same pixels. Chromedriver starts and ends
+    the browser; everything else goes through the DevTools protocol, which is several times faster.
     """
 
     def __init__(self) -> None:
@@ -229,7 +230,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -245,8 +248,9 @@ class Browser:
     def reset(self, family: str, seed: int, reload: bool = True) -> str:
         """Starts episode `seed` of a task page and returns its goal. Raises ValueError for an unknown family.
 
-        Without `reload`, a page that is open already starts its next episode by itself, which is several times faster. That
-        gives the same episode except in families that keep something of the last one (NEEDS_RELOAD): these reload anyway.
+        Without `reload`, a page that is open already starts its next episode by itself, which is several times
+        faster. That gives the same episode except in families that keep something of the last one (NEEDS_RELOAD):
+        these reload anyway.
         """
         page = self._pages / f"{family}.html"
         if not page.is_file():
@@ -279,9 +283,9 @@ class Browser:
     def act(self, action_type: ActionType, point: tuple[float, float], value: str = "") -> None:
         """One action at `point` (screenshot px) by real events, then waits until the page is still.
 
-        CLICK clicks. TYPE clicks the point, selects what is there and types `value`. SELECT gives the <select> under the
-        point the focus and reaches option `value` by arrow keys; nothing happens where there is no such list or option.
-        Raises ValueError for a point outside the viewport or an unknown action.
+        CLICK clicks. TYPE clicks the point, selects what is there and types `value`. SELECT gives the <select> under
+        the point the focus and reaches option `value` by arrow keys; nothing happens where there is no such list or
+        option. Raises ValueError for a point outside the viewport or an unknown action.
         """
         x, y = point
         if not (0 <= x < WIDTH and 0 <= y < HEIGHT):
@@ -315,7 +319,13 @@ class Browser:
         self._mouse("mouseReleased", point, button="left", buttons=0, clickCount=1)
 
     def _key(
-        self, key: str, text: str = "", code: str = "", number: int = 0, modifiers: int = 0, commands: tuple[str, ...] | list[str] = ()
+        self,
+        key: str,
+        text: str = "",
+        code: str = "",
+        number: int = 0,
+        modifiers: int = 0,
+        commands: tuple[str, ...] | list[str] = (),
     ) -> None:
         common = {"key": key, "code": code, "windowsVirtualKeyCode": number, "modifiers": modifiers}
         down = {"text": text} if text else {}
@@ -327,8 +337,8 @@ class Browser:
 def reduce_colors(image: Image.Image) -> Image.Image:
     """Rounds each channel to the nearest of 16 levels (multiples of 17).
 
-    Black, white and the pure colours stay as they are; the hundreds of greys at the edges of letters become sixteen. A palette
-    PNG of it is then without loss, half as large, and equal on every machine up to the fonts.
+    Black, white and the pure colours stay as they are; the hundreds of greys at the edges of letters become sixteen.
+    A palette PNG of it is then without loss, half as large, and equal on every machine up to the fonts.
     """
     pixels = np.asarray(image.convert("RGB"), dtype=np.uint16)
     return Image.fromarray(((pixels + 8) // 17 * 17).astype(np.uint8))

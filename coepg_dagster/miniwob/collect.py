@@ -1,9 +1,9 @@
 """Plays episodes in several browsers and stores their steps as Parquet shards.
 
 Belongs here: the order of work, the shards, and what a shard holds. A shard is one split, one family and one block of
-seeds; it is complete or absent (written aside, then renamed), so a run that was killed loses at most the shards it was
-working on, and the next run goes on from there. Its content depends on nothing but split, family, block, and the versions of
-miniwob, Chromium and the fonts.
+seeds; it is complete or absent (written aside, then renamed), so a run that was killed loses at most the shards it
+was working on, and the next run goes on from there. Its content depends on nothing but split, family, block, and the
+versions of miniwob, Chromium and the fonts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SHARD_SCHEMA: Final = pa.schema(
 )
 """A labelled step together with everything visible on its screen.
 
-In pretraining shards, elements whose names have held-out words are left out, so that nothing trained on them has been asked
-for such a word.
+In pretraining shards, elements whose names have held-out words are left out, so that nothing trained on them has been
+asked for such a word.
 """
 
 SEEDS_PER_SHARD: Final = 1_000
@@ -181,7 +181,9 @@ def play_shard(browser: Browser, shard: Shard) -> tuple[list[dict[str, Any]], Co
     for seed in shard.seeds:
         if len(rows) >= STEPS_PER_SHARD[shard.split]:
             break
-        episode = play(browser, shard.family, seed, lambda goal: goal_wanted(shard.split, goal), reload=seed == shard.seeds.start)
+        episode = play(
+            browser, shard.family, seed, lambda goal: goal_wanted(shard.split, goal), reload=seed == shard.seeds.start
+        )
         if not episode.reason and not episode_wanted(shard.split, asked_for(episode)):
             dropped[f"{shard.family}: words of another split"] += 1
         elif episode.reason:

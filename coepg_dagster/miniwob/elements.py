@@ -1,8 +1,9 @@
 """What can be seen on a MiniWoB++ page: the DOM as a list of visible, named elements.
 
-Belongs here: the walk over the DOM, the words for kinds and names, and what counts as visible. What to do with an element
-is decided in `oracles`. An element is visible when at least MIN_SIDE × MIN_SIDE px of it lie inside the task area, below
-the instruction bar, and the browser's own hit test finds it (or something inside it) at the centre of that part.
+Belongs here: the walk over the DOM, the words for kinds and names, and what counts as visible. What to do with an
+element is decided in `oracles`. An element is visible when at least MIN_SIDE × MIN_SIDE px of it lie inside the task
+area, below the instruction bar, and the browser's own hit test finds it (or something inside it) at the centre of
+that part.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Element:
     """One visible element.
 
     Attributes:
-        kind: a plain word: button, link, tab, field, checkbox, radio, list, area, section, icon, item, folder, file, shape,
-            box, day, text.
-        name: visible text or label; of a field its label. Unlabelled fields, checkboxes and radios are named "1st", "2nd", …
-            by their place in the document when there are several; a lone one has no name. Icons are named by what they do and
-            whose post or mail they belong to.
+        kind: a plain word: button, link, tab, field, checkbox, radio, list, area, section, icon, item, folder, file,
+            shape, box, day, text.
+        name: visible text or label; of a field its label. Unlabelled fields, checkboxes and radios are named "1st",
+            "2nd", … by their place in the document when there are several; a lone one has no name. Icons are named by
+            what they do and whose post or mail they belong to.
         box: the largest visible piece, px.
         color: "#rrggbb" of a coloured box or shape, else "".
         pieces: every visible piece (a link that wraps over two lines has two); `box` is one of them.
@@ -80,7 +81,7 @@ const WIDTH = 160, HEIGHT = 210, MIN = 4, LONGEST = 32;
 const query = document.getElementById('query');
 const top0 = query ? query.getBoundingClientRect().bottom : 0;
 const nodes = Array.from(document.querySelectorAll('*'));
-const skip = ['query', 'reward-display', 'sync-task-cover', 'click-canvas'].map(i => document.getElementById(i)).filter(e => e);
+const skip = document.querySelectorAll('#query, #reward-display, #sync-task-cover, #click-canvas');
 const tidy = s => (s || '').replace(/\s+/g, ' ').trim();
 const text = e => tidy(e.innerText === undefined ? e.textContent : e.innerText);
 const classes = e => Array.from(e.classList || []);
@@ -94,7 +95,8 @@ function pieces(el) {
     if (s.overflowX === 'visible' && s.overflowY === 'visible') continue;
     if (s.display === 'inline') continue;
     const r = p.getBoundingClientRect();
-    cx1 = Math.max(cx1, r.left); cy1 = Math.max(cy1, r.top); cx2 = Math.min(cx2, r.right); cy2 = Math.min(cy2, r.bottom);
+    cx1 = Math.max(cx1, r.left); cy1 = Math.max(cy1, r.top);
+    cx2 = Math.min(cx2, r.right); cy2 = Math.min(cy2, r.bottom);
   }
   const out = [];
   for (const r of el.getClientRects()) {
@@ -138,8 +140,8 @@ function owner(el) {
   return '';
 }
 
-const ICONS = {'reply': 'reply', 'retweet': 'retweet', 'like': 'like', 'more': 'more', 'share': 'share', 'trash': 'trash',
-  'star': 'star', 'email-reply': 'reply', 'email-forward': 'forward'};
+const ICONS = {'reply': 'reply', 'retweet': 'retweet', 'like': 'like', 'more': 'more', 'share': 'share',
+  'trash': 'trash', 'star': 'star', 'email-reply': 'reply', 'email-forward': 'forward'};
 const ICON_IDS = {'open-search': 'search', 'search-cancel': 'back', 'close-email': 'back', 'close-reply': 'back',
   'close-forward': 'back', 'send-reply': 'send', 'send-forward': 'send'};
 
@@ -181,7 +183,8 @@ function describe(el) {
   }
   if (tag === 'INPUT' && !has(el, 'selectric-input')) return ['field', label(el)];
   if (tag === 'TEXTAREA') return ['area', label(el)];
-  if (tag === 'SELECT') return el.closest('.selectric-hide-select') ? null : ['list', label(el) || el.selectedOptions[0]?.text || ''];
+  if (tag === 'SELECT' && el.closest('.selectric-hide-select')) return null;
+  if (tag === 'SELECT') return ['list', label(el) || el.selectedOptions[0]?.text || ''];
   if (tag === 'DIV' && has(el, 'selectric')) return ['list', text(el.querySelector('.label') || el)];
   if (tag === 'LI' && el.closest('.selectric-items')) return text(el) ? ['item', text(el)] : null;
   if (tag === 'DIV' && has(el, 'ui-menu-item-wrapper')) return ['item', text(el)];
@@ -194,24 +197,27 @@ function describe(el) {
   if (tag === 'DIV' && has(el, 'email-thread')) return ['item', tidy(el.querySelector('.email-sender').textContent)];
   if (ICON_IDS[el.id]) return ['icon', ICON_IDS[el.id]];
   for (const c of classes(el)) if (ICONS[c] && ['SPAN', 'DIV'].includes(tag)) return ['icon', ICONS[c] + owner(el)];
-  if (el instanceof SVGElement && ['text', 'rect', 'circle', 'polygon'].includes(tag) && el.closest('#area_svg')) return ['shape', shape(el)];
+  if (['text', 'rect', 'circle', 'polygon'].includes(tag) && el.closest('#area_svg')) return ['shape', shape(el)];
   return null;
 }
 
-const busy = new Set(), out = [];
+const SILENT = ['LABEL', 'OPTION', 'STYLE', 'SCRIPT', 'TEXTAREA', 'INPUT'];
+const closed = new Set(), out = [];
+function inside(el) {
+  for (let p = el.parentElement; p; p = p.parentElement) if (closed.has(p)) return true;
+  return false;
+}
 nodes.forEach((el, node) => {
-  if (!document.body.contains(el) || el === document.body || skip.some(s => s === el || s.contains(el))) return;
-  if (busy.has(el.parentElement) && !['LI', 'UL'].includes(el.tagName) && !has(el, 'ui-menu-item-wrapper')) {
-    if (!has(el, 'trash') && !has(el, 'star')) { busy.add(el); if (!el.closest('.email-thread')) return; }
-  }
-  let d = describe(el), own = !!d;
+  if (!document.body.contains(el) || el === document.body || Array.from(skip).some(s => s.contains(el))) return;
+  if (inside(el)) return;
+  let d = describe(el);
+  if (d && !has(el, 'email-thread')) closed.add(el);  // what is inside belongs to it
   if (!d) {
-    if (el.children.length || el instanceof SVGElement || ['LABEL', 'OPTION', 'STYLE', 'SCRIPT', 'TEXTAREA', 'INPUT'].includes(el.tagName)) return;
+    if (el.children.length || el instanceof SVGElement || SILENT.includes(el.tagName)) return;
     const t = text(el);
     if (!t || t.length > LONGEST) return;
     d = ['text', t];
   }
-  if (own && d[0] !== 'item') busy.add(el);
   const style = getComputedStyle(el);
   if (style.visibility === 'hidden' || style.display === 'none') return;
   let p;
@@ -231,16 +237,20 @@ nodes.forEach((el, node) => {
   }
   if (!p.length) return;
   let value = '';
-  if (['INPUT', 'TEXTAREA'].includes(el.tagName)) value = ['checkbox', 'radio'].includes(el.type) ? (el.checked ? 'on' : '') : el.value;
+  if (['checkbox', 'radio'].includes(d[0])) value = el.checked ? 'on' : '';
+  else if (['field', 'area'].includes(d[0])) value = el.value;
   let options = [];
-  if (el.tagName === 'SELECT') { options = Array.from(el.options).map(o => o.text); value = el.selectedOptions[0]?.text || ''; }
+  if (el.tagName === 'SELECT') {
+    options = Array.from(el.options).map(o => o.text);
+    value = el.selectedOptions[0]?.text || '';
+  }
   const color = d[0] === 'box' ? hex(style.backgroundColor) : d[0] === 'shape' ? hex(style.fill) : '';
   out.push({kind: d[0], name: d[1], pieces: p, color, node, classes: classes(el), value, options});
 });
 for (const kind of ['field', 'checkbox', 'radio', 'area']) {
   const same = out.filter(o => o.kind === kind), bare = same.filter(o => !o.name);
   if (same.length < 2) continue;
-  const nth = i => i + (i % 10 === 1 && i !== 11 ? 'st' : i % 10 === 2 && i !== 12 ? 'nd' : i % 10 === 3 && i !== 13 ? 'rd' : 'th');
+  const nth = i => i + (['th', 'st', 'nd', 'rd'][i > 10 && i < 14 ? 0 : i % 10] || 'th');
   bare.forEach(o => { o.name = nth(same.indexOf(o) + 1); });
 }
 return out;

@@ -56,8 +56,10 @@ class Episode:
         return f"miniwob/{self.family}/{self.seed}"
 
 
-def play(browser: Browser, family: str, seed: int, goal_wanted: Callable[[str], bool] | None = None, reload: bool = True) -> Episode:
-    """Lets the family's oracle play one episode; gives up at once on a goal that is not wanted. `reload`: see Browser.reset.
+def play(
+    browser: Browser, family: str, seed: int, goal_wanted: Callable[[str], bool] | None = None, reload: bool = True
+) -> Episode:
+    """Lets the family's oracle play one episode (`reload`: see Browser.reset); gives up at once on a goal not wanted.
 
     Raises KeyError for a family without an oracle.
     """

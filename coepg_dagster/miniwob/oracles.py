@@ -1,9 +1,10 @@
 """What to do next on each MiniWoB++ page: one small rule per task family, reading the goal and the DOM.
 
-Belongs here: the rules, and how a finished action is written into the history. A rule looks at a View and answers with a
-Move, or None where it does not know (the episode is then dropped). It depends on nothing but the View, so the same episode
-always gets the same steps. `targets` lists every element for which the very same label would be right; the first of them is
-acted on. Where several different labels would be right (two forms to fill in any order), the rule takes reading order.
+Belongs here: the rules, and how a finished action is written into the history. A rule looks at a View and answers
+with a Move, or None where it does not know (the episode is then dropped). It depends on nothing but the View, so the
+same episode always gets the same steps. `targets` lists every element for which the very same label would be right;
+the first of them is acted on. Where several different labels would be right (two forms to fill in any order), the
+rule takes reading order.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _quoted(goal: str) -> list[str]:
 
 
 def _found(pattern: str, goal: str) -> str:
-    """The first group of `pattern` in the goal. Raises OracleError: the page is not the one this rule was written for."""
+    """The first group of `pattern` in the goal. Raises OracleError where it does not match."""
     match = re.search(pattern, goal)
     if match is None:
         raise OracleError(f"the goal {goal!r} does not look as expected ({pattern})")
@@ -160,7 +161,8 @@ const nodes = Array.from(document.querySelectorAll('*')), found = [];
 for (const a of document.querySelectorAll('.alink')) {
   if (a.textContent !== word) continue;
   const panel = a.closest(panelSelector);
-  const head = panel.id && document.querySelector('.ui-tabs-nav a[href="#' + panel.id + '"]') || panel.previousElementSibling;
+  const tab = document.querySelector('.ui-tabs-nav a[href="#' + panel.id + '"]');
+  const head = tab || panel.previousElementSibling;
   found.push([nodes.indexOf(a), nodes.indexOf(head)]);
 }
 return found;
@@ -397,7 +399,9 @@ def use_autocomplete(view: View) -> Move | None:
 
 
 def _table(view: View) -> dict[str, str]:
-    rows = view.run("() => Array.from(document.querySelectorAll('#tab tr'), r => Array.from(r.children, c => c.textContent))")
+    rows = view.run(
+        "() => Array.from(document.querySelectorAll('#tab tr'), r => Array.from(r.children, c => c.textContent))"
+    )
     return {key: value for key, value in rows}
 
 
@@ -431,7 +435,9 @@ def find_word(view: View) -> Move | None:
 
 
 def odd_or_even(view: View) -> Move | None:
-    numbers = [int(n) for n in view.run("() => Array.from(document.querySelectorAll('.display-number'), n => n.textContent)")]
+    numbers = [
+        int(n) for n in view.run("() => Array.from(document.querySelectorAll('.display-number'), n => n.textContent)")
+    ]
     buttons = [e for e in view.all("button") if e.name in ("Odd", "Even")]
     if len(buttons) != 2 * len(numbers):
         return None
