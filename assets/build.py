@@ -1,18 +1,16 @@
 """From an experiment to Dagster assets, checks and jobs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
-from coepg_dagster.assets.making import Making, Outcome, materialize
+from coepg_dagster.assets.making import Maker, materialize
 from coepg_dagster.assets.report import evolution_report
-from coepg_dagster.assets.shared import benchmark_steps, open_models
+from coepg_dagster.assets.shared import WEIGHTS, benchmark_steps, open_models
+
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Ref
 
@@ -34,9 +32,9 @@ per iteration; provenance.inputs_of says what is read, which is less at iteratio
 
 CHECKS: dict[Asset, tuple[str, ...]] = {
     "benchmark_steps": ("splits_are_there",),
-    "planner_sft": ("weights_are_whole",),
-    "grounder": ("weights_are_whole",),
-    "planner": ("weights_are_whole",),
+    "planner_sft": (WEIGHTS,),
+    "grounder": (WEIGHTS,),
+    "planner": (WEIGHTS,),
     "dataset": ("train_split_only", "has_rows"),
 }
 """Blocking checks: iteration k + 1 refuses an artifact on which one failed."""
@@ -75,13 +73,13 @@ def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
 def shared_assets(experiment: Experiment, root: Path) -> list[dg.AssetsDefinition]:
     """`benchmark_steps` and `open_models`, which the seeds of an experiment share."""
     loop = Loop(experiment, experiment.seeds[0], root)
-    makers: dict[Asset, Callable[[Making], Outcome]] = {"benchmark_steps": benchmark_steps, "open_models": open_models}
+    makers: dict[Asset, Maker] = {"benchmark_steps": benchmark_steps, "open_models": open_models}
     return [_asset(loop, asset, makers[asset]) for asset in SHARED]
 
 
-def loop_assets(loop: Loop) -> list[Any]:
+def loop_assets(loop: Loop, makers: Mapping[Asset, Maker] = MAKERS) -> list[Any]:
     """The twins, the partitioned assets and the report of one experiment and seed."""
-    return [*_twins(loop), *(_asset(loop, asset, MAKERS[asset]) for asset in LOOP), evolution_report(loop)]
+    return [*_twins(loop), *(_asset(loop, asset, makers[asset]) for asset in LOOP), evolution_report(loop)]
 
 
 def iteration_job(loop: Loop) -> Any:
@@ -100,7 +98,7 @@ def job_name(loop: Loop) -> str:
     return f"{loop.experiment.name}_s{loop.seed}_iteration"
 
 
-def _asset(loop: Loop, asset: Asset, maker: Callable[[Making], Outcome]) -> dg.AssetsDefinition:
+def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
     shared = asset in SHARED
     heavy = not shared and asset not in LIGHT
 
@@ -111,16 +109,14 @@ def _asset(loop: Loop, asset: Asset, maker: Callable[[Making], Outcome]) -> dg.A
         description=maker.__doc__,
         group_name=group(loop),
         code_version=code_version(loop.experiment, asset),
-        check_specs=[
-            dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())
-        ],
+        check_specs=[dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())],
         kinds=KINDS[asset],
         tags={"coepg/experiment": loop.experiment.name} | ({} if shared else {"coepg/seed": str(loop.seed)}),
         required_resource_keys={"store"} | RESOURCES.get(asset, set()),
         pool=loop.experiment.pool if heavy else None,
         output_required=True,
     )
-    def compute(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+    def compute(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
         return materialize(context, loop, asset, maker)
 
     return compute

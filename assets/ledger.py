@@ -7,6 +7,7 @@ materialization.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,19 @@ import dagster as dg
 from filelock import FileLock
 
 from coepg_dagster.experiment import Experiment, code_version
+from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, NotUsable, Record, Ref, Stale, assert_usable, staleness
 
 BACKFILL_TAG = "dagster/backfill"
 RECORD = "record"
 """Metadata key of the record."""
+
+
+def open_instance(project: Project) -> dg.DagsterInstance:
+    """The Dagster instance of the project: DAGSTER_HOME, or `.dagster` under the root."""
+    os.environ.setdefault("DAGSTER_HOME", str(project.prepare_dagster_home()))
+    os.environ.setdefault("COEPG_ROOT", str(project.root))
+    return dg.DagsterInstance.get()
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ class Loop:
             return None
         value = found[0].asset_materialization.metadata.get(RECORD)
         if not isinstance(value, dg.JsonMetadataValue):
-            raise NotUsable(f"{ref} was not made by this project (its metadata has no `{RECORD}`): materialize {ref} again")
+            raise NotUsable(
+                f"{ref} was not made by this project (its metadata has no `{RECORD}`): materialize {ref} again"
+            )
         return Record.model_validate(value.value)
 
     def records(self, instance: dg.DagsterInstance) -> dict[Ref, Record]:
@@ -68,6 +79,10 @@ class Loop:
         refs += [Ref(asset, k) for k in range(self.experiment.iterations + 1) for asset in LOOP]
         found = ((ref, self.record(instance, ref)) for ref in refs)
         return {ref: record for ref, record in found if record is not None}
+
+    def report(self, instance: dg.DagsterInstance) -> Record | None:
+        """The record of the report."""
+        return self.record(instance, Ref("evolution_report"))
 
     def code_versions(self) -> dict[Asset, str]:
         """What each asset's code and configuration are now."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
+from coepg_dagster.assets.making import Maker, Making, Outcome
+from coepg_dagster.assets.shared import WEIGHTS, checkpoint_of, copy_base, register_base
 
-from coepg_dagster.assets.making import Making, Outcome
-from coepg_dagster.assets.shared import checkpoint_of, copy_base, register_base
 from coepg_dagster.experiment import Strict
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.quality import data_quality as measure_quality
@@ -67,7 +67,7 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
         train_split=experiment.benchmark.train,
         config=config,
     )
-    return _outcome(CHECKPOINT, result, config, {"weights_are_whole": None})
+    return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
 
 
 def planner(work: Making) -> Outcome:
@@ -89,7 +89,7 @@ def planner(work: Making) -> Outcome:
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
-    return _outcome(CHECKPOINT, result, config, {"weights_are_whole": None})
+    return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
 
 
 def candidate_plans(work: Making) -> Outcome:
@@ -150,7 +150,9 @@ def dataset(work: Making) -> Outcome:
         [DATASET, DECISIONS],
         {"rows": rows.num_rows, "covered_steps": len(covered), "of_steps": steps.num_rows},
         {
-            "train_split_only": f"{len(outside)} steps are not in the train split, e.g. {outside[0]}" if outside else None,
+            "train_split_only": f"{len(outside)} steps are not in the train split, e.g. {outside[0]}"
+            if outside
+            else None,
             "has_rows": None if rows.num_rows else "no candidate was verified: look at `decisions` and at `verdicts`",
         },
         config=config.model_dump(mode="json"),
@@ -200,7 +202,7 @@ def evaluation(work: Making) -> Outcome:
     return _outcome([PREDICTIONS, SCORES], result, benchmark)
 
 
-MAKERS: dict[Asset, Any] = {
+MAKERS: dict[Asset, Maker] = {
     "planner_sft": planner_sft,
     "grounder": grounder,
     "planner": planner,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from dagster._core.definitions.data_version import DATA_VERSION_TAG
-
 from coepg_dagster.assets.ledger import RECORD, Loop, claim
-from coepg_dagster.experiment import Models, code_version, fingerprint
-from coepg_dagster.provenance import CROSSING, Asset, Input, NotUsable, Record, Ref, inputs_of
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import Processes
+from dagster._core.definitions.data_version import DATA_VERSION_TAG
+
+from coepg_dagster.experiment import Models, code_version, fingerprint
+from coepg_dagster.provenance import CROSSING, Asset, Input, NotUsable, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store
 from coepg_dagster.workers import Work
 
@@ -93,8 +93,14 @@ class Making:
         return result
 
 
+Maker = Callable[[Making], Outcome]
+"""The function of an asset: fills the draft of a Making."""
+
+
 def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda o: o.model_dump(mode="json") if hasattr(o, "model_dump") else str(o)))
+    return json.loads(
+        json.dumps(value, default=lambda o: o.model_dump(mode="json") if hasattr(o, "model_dump") else str(o))
+    )
 
 
 def seed_of(seed: int, ref: Ref) -> int:
@@ -118,9 +124,7 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
         yield Making(context, loop, ref, inputs, store, draft)
 
 
-def materialize(
-    context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Callable[[Making], Outcome]
-) -> dg.MaterializeResult[Any]:
+def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Maker) -> dg.MaterializeResult:
     """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
     started = time.monotonic()
     with making(context, loop, asset) as work:
@@ -197,7 +201,12 @@ def _inputs_table(inputs: list[Input]) -> dg.TableMetadataValue:
     return dg.MetadataValue.table(
         [
             dg.TableRecord(
-                {"asset": used.asset, "partition": str(used.iteration), "version": used.data_version, "run": used.run_id[:8]}
+                {
+                    "asset": used.asset,
+                    "partition": str(used.iteration),
+                    "version": used.data_version,
+                    "run": used.run_id[:8],
+                }
             )
             for used in inputs
         ],

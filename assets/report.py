@@ -1,15 +1,12 @@
 """`evolution_report`: the figures of all iterations so far."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import Any
 
 import dagster as dg
-
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.making import RECORD
+
 from coepg_dagster.experiment import code_version
 from coepg_dagster.provenance import Record
 from coepg_dagster.reports.evolution import write_report
@@ -32,7 +29,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         tags={"coepg/experiment": loop.experiment.name, "coepg/seed": str(loop.seed)},
         required_resource_keys={"store"},
     )
-    def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+    def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
         started = time.monotonic()
         records = loop.records(context.instance)
         read = [record for ref, record in records.items() if ref.asset in ("evaluation", "data_quality")]
@@ -69,4 +66,3 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         )
 
     return report
-

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pyarrow.compute as pc
-
 from coepg_dagster.assets.making import Making, Outcome
-from coepg_dagster.experiment import Benchmark
 from coepg_dagster.readers.miniwob import load_snapshot
+from safetensors import SafetensorError, safe_open
+
+from coepg_dagster.experiment import Benchmark
 from coepg_dagster.workers import STEPS, write_table
 
+WEIGHTS = "weights_are_whole"
+"""Blocking check on every model artifact."""
 MODELS = "models.json"
 BASE = "base.json"
 """Marks an artifact that is a base model and not a trained one: {"checkpoint", "version"}."""
@@ -27,7 +30,12 @@ def benchmark_steps(work: Making) -> Outcome:
     wanted = [config.train, config.validation, *config.test]
     missing = [split for split in wanted if not counts.get(split)]
     why = f"no steps in split {', '.join(missing)} (there are: {', '.join(sorted(counts))})" if missing else None
-    return Outcome([STEPS], {"steps": dict(sorted(counts.items()))}, {"splits_are_there": why}, config=config.model_dump(mode="json"))
+    return Outcome(
+        [STEPS],
+        {"steps": dict(sorted(counts.items()))},
+        {"splits_are_there": why},
+        config=config.model_dump(mode="json"),
+    )
 
 
 def open_models(work: Making) -> Outcome:
@@ -36,7 +44,9 @@ def open_models(work: Making) -> Outcome:
     named = {"base_planner": models.base_planner, "base_grounder": models.base_grounder}
     named |= {f"planners/{name}": path for name, path in models.planners.items()}
     named |= {f"verifiers/{name}": path for name, path in models.verifiers.items()}
-    found = {name: {"checkpoint": path, "version": weights_version(work.loop.root, path)} for name, path in named.items()}
+    found = {
+        name: {"checkpoint": path, "version": weights_version(work.loop.root, path)} for name, path in named.items()
+    }
     (work.draft / MODELS).write_text(json.dumps(found, indent=1, sort_keys=True))
     return Outcome([MODELS], {"models": len(found)}, config=models.model_dump(mode="json"))
 
@@ -46,7 +56,9 @@ def weights_version(root: Path, checkpoint: str) -> str:
     folder = root / checkpoint
     if not folder.is_dir():
         if checkpoint.startswith((".", "/")) or checkpoint.count("/") != 1 or (root / checkpoint).parent.is_dir():
-            raise FileNotFoundError(f"there is no checkpoint folder {checkpoint}: make it, or correct `models` in the file")
+            raise FileNotFoundError(
+                f"there is no checkpoint folder {checkpoint}: make it, or correct `models` in the file"
+            )
         from huggingface_hub import HfApi
 
         return str(HfApi().model_info(checkpoint).sha)
@@ -63,15 +75,25 @@ def weights_version(root: Path, checkpoint: str) -> str:
 def register_base(work: Making, model: str) -> Outcome:
     """Iteration 0: the artifact is the base model as it is (M_0)."""
     entry = json.loads((work.folder("open_models") / MODELS).read_text())[model]
-    (work.draft / BASE).write_text(json.dumps(entry, sort_keys=True))
-    return Outcome([BASE], {}, config={"checkpoint": entry["checkpoint"]}, metadata={"checkpoint": entry["checkpoint"]})
+    return _base(work, entry)
 
 
 def copy_base(work: Making, folder: Path) -> Outcome:
     """An artifact that is the same base model as the one in `folder`."""
-    (work.draft / BASE).write_text((folder / BASE).read_text())
-    checkpoint = checkpoint_of(folder)
-    return Outcome([BASE], {}, config={"checkpoint": checkpoint}, metadata={"checkpoint": checkpoint})
+    return _base(work, json.loads((folder / BASE).read_text()))
+
+
+def _base(work: Making, entry: dict[str, str]) -> Outcome:
+    checkpoint = entry["checkpoint"]
+    (work.draft / BASE).write_text(json.dumps(entry, sort_keys=True))
+    why = None
+    for file in sorted((work.loop.root / checkpoint).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="np") as tensors:  # checks the header against the file's size
+                why = None if tensors.keys() else f"{file} holds no tensors"
+        except SafetensorError as error:
+            why = f"{file}: {error}"
+    return Outcome([BASE], {}, {WEIGHTS: why}, config={"checkpoint": checkpoint}, metadata={"checkpoint": checkpoint})
 
 
 def checkpoint_of(folder: Path) -> str:
@@ -79,4 +101,3 @@ def checkpoint_of(folder: Path) -> str:
     base = folder / BASE
     checkpoint: str = json.loads(base.read_text())["checkpoint"] if base.exists() else str(folder)
     return checkpoint
-

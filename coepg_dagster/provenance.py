@@ -239,11 +239,9 @@ def assert_usable(
     """
     if record is None:
         raise NotUsable(f"{ref} does not exist: materialize {ref} first")
-    failed = sorted(failed_checks)
-    if failed:
-        raise NotUsable(
-            f"{ref}: blocking check failed: {', '.join(failed)}; look at the check, then materialize {ref} again"
-        )
+    if record.failed_checks:
+        failed = ", ".join(record.failed_checks)
+        raise NotUsable(f"{ref}: blocking check failed: {failed}; look at the check, then materialize {ref} again")
     if made_elsewhere is not None:
         raise NotUsable(f"{ref} {made_elsewhere}; look at why it failed, then materialize {ref} again")
     if stale is not None and not accept_stale_input:

@@ -49,7 +49,5 @@ def _iteration(
 def _split(score: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if score is None:
         return None
-    values = {
-        name: {key: score["metrics"][name][key] for key in ("macro", "micro", "ci95")} for name in METRICS
-    }
+    values = {name: {key: score["metrics"][name][key] for key in ("macro", "micro", "ci95")} for name in METRICS}
     return {"steps": score["rows"], **values}

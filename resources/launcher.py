@@ -22,7 +22,9 @@ GRACE_SECONDS: Final = 20
 """How long a group has after SIGINT, and again after SIGTERM."""
 
 
-def run_work(context: dg.AssetExecutionContext, work: Work, root: Path, *, threads: int, timeout_minutes: float) -> dict[str, Any]:
+def run_work(
+    context: dg.AssetExecutionContext, work: Work, root: Path, *, threads: int, timeout_minutes: float
+) -> dict[str, Any]:
     """The figures that `work` returns from another process. Raises dg.Failure with the end of its output.
 
     Args:

@@ -15,7 +15,8 @@ class StoreResource(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     root: str = Field(description="Folder of all artifacts.")
     accept_stale_input: bool = Field(
-        default=False, description="Let a step read an input that is stale. What was read is recorded, and this switch too."
+        default=False,
+        description="Let a step read an input that is stale. What was read is recorded, and this switch too.",
     )
 
     def store(self) -> Store:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import dagster as dg
+from coepg_dagster.resources.launcher import run_work
 from pydantic import Field
 
 from coepg_dagster.experiment import Strict
-from coepg_dagster.resources.launcher import run_work
 from coepg_dagster.workers import Work
 
 Config = TypeVar("Config", bound=Strict)
@@ -24,7 +24,9 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     launcher: Literal["subprocess"] = Field(default="subprocess", description="How a job's process is started.")
     device: str = Field(default="auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one.")
-    threads: int = Field(default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores.")
+    threads: int = Field(
+        default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores."
+    )
     timeout_minutes: float = Field(default=7 * 24 * 60, gt=0, description="A job that takes longer is ended.")
 
     def launch(self, context: dg.AssetExecutionContext, work: Work, root: Path) -> dict[str, Any]:
@@ -46,20 +48,38 @@ class SftResource(Processes):
     """Supervised fine-tuning of π_k and ϕ_k."""
 
     epochs: float | None = Field(default=None, description="Passes over D_{k-1}. Empty: as in the experiment file.")
-    max_steps: int | None = Field(default=None, description="Optimizer steps at most. Empty: as in the experiment file.")
-    batch_size: int | None = Field(default=None, description="Rows per optimizer step. Empty: as in the experiment file.")
-    micro_batch_size: int | None = Field(default=None, description="Rows per forward pass. Empty: as in the experiment file.")
-    learning_rate: float | None = Field(default=None, description="Peak learning rate. Empty: as in the experiment file.")
+    max_steps: int | None = Field(
+        default=None, description="Optimizer steps at most. Empty: as in the experiment file."
+    )
+    batch_size: int | None = Field(
+        default=None, description="Rows per optimizer step. Empty: as in the experiment file."
+    )
+    micro_batch_size: int | None = Field(
+        default=None, description="Rows per forward pass. Empty: as in the experiment file."
+    )
+    learning_rate: float | None = Field(
+        default=None, description="Peak learning rate. Empty: as in the experiment file."
+    )
 
 
 class GrpoCdremResource(Processes):
     """GRPO of π'_k with the confidence-weighted reward ensemble."""
 
-    max_steps: int | None = Field(default=None, description="Optimizer steps at most. Empty: as in the experiment file.")
-    prompts_per_step: int | None = Field(default=None, description="Prompts per step. Empty: as in the experiment file.")
-    group_size: int | None = Field(default=None, description="G, rollouts per prompt. Empty: as in the experiment file.")
-    micro_batch_size: int | None = Field(default=None, description="Rollouts per pass. Empty: as in the experiment file.")
-    learning_rate: float | None = Field(default=None, description="Peak learning rate. Empty: as in the experiment file.")
+    max_steps: int | None = Field(
+        default=None, description="Optimizer steps at most. Empty: as in the experiment file."
+    )
+    prompts_per_step: int | None = Field(
+        default=None, description="Prompts per step. Empty: as in the experiment file."
+    )
+    group_size: int | None = Field(
+        default=None, description="G, rollouts per prompt. Empty: as in the experiment file."
+    )
+    micro_batch_size: int | None = Field(
+        default=None, description="Rollouts per pass. Empty: as in the experiment file."
+    )
+    learning_rate: float | None = Field(
+        default=None, description="Peak learning rate. Empty: as in the experiment file."
+    )
     kl_beta: float | None = Field(default=None, description="Weight of the KL term. Empty: as in the experiment file.")
     confidence: str | None = Field(
         default=None,
@@ -75,9 +95,13 @@ class RegenerationResource(Processes):
     """The pools: candidate plans, verdicts, D_k; and the evaluation of an iteration's agent."""
 
     plans_per_planner: int | None = Field(default=None, description="Plans per step. Empty: as in the experiment file.")
-    rule: str | None = Field(default=None, description="`any`, `majority`, `all` or `k_of_n`. Empty: as in the experiment file.")
+    rule: str | None = Field(
+        default=None, description="`any`, `majority`, `all` or `k_of_n`. Empty: as in the experiment file."
+    )
     k: int | None = Field(default=None, description="For `k_of_n`. Empty: as in the experiment file.")
-    max_plans_per_step: int | None = Field(default=None, description="Rows per step of D_k. Empty: as in the experiment file.")
+    max_plans_per_step: int | None = Field(
+        default=None, description="Rows per step of D_k. Empty: as in the experiment file."
+    )
     verifiers: list[str] | None = Field(
         default=None, description="Which open verifiers give verdicts. Empty: all of the experiment file."
     )
@@ -86,5 +110,3 @@ class RegenerationResource(Processes):
 def default_resources() -> dict[str, Any]:
     """The resources of a code location, by key."""
     return {"sft": SftResource(), "grpo_cdrem": GrpoCdremResource(), "regeneration": RegenerationResource()}
-
-

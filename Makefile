@@ -1,0 +1,35 @@
+# Every target makes its own environment. Needs only Python 3.11 or later and make.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test ui lint reproducible bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup  ## D_0 and two iterations of co-evolution on MiniWoB++, on the CPU
+	$(VENV)/bin/coepg evolve sandbox --through 2
+	$(VENV)/bin/coepg results sandbox
+
+ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
+	$(VENV)/bin/coepg ui
+
+test: lint
+	$(VENV)/bin/python -m pytest -q
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+reproducible: setup  ## the sandbox twice with the same seed: the same data versions of D_0, D_1, D_2
+	$(VENV)/bin/python -m tests.reproducible
+
+clean:
+	rm -rf store .dagster build *.egg-info

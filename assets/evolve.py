@@ -1,0 +1,144 @@
+"""Driving the loop from the command line: one run per iteration, in order, with its progress in the terminal."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import dagster as dg
+from coepg_dagster.assets.build import EXPERIMENT_TAG, ITERATION_TAG, job_name
+from coepg_dagster.assets.ledger import Loop
+from dagster._core.utils import make_new_run_id
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from coepg_dagster.provenance import SHARED, Ref, to_make
+
+_PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
+_QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+
+class RunFailed(RuntimeError):
+    """A run of the loop failed; the message says which step, why, and where to look."""
+
+
+def evolve_through(
+    defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, through: int, console: Console
+) -> int:
+    """Makes what is missing or stale in iterations 0..`through`, and the report; returns the number of runs."""
+    runs = 0
+    stale = loop.stale(loop.records(instance))
+    shared = [asset for asset in SHARED if (r := loop.record(instance, Ref(asset))) is None or r.ref in stale]
+    if shared:
+        _run(defs, instance, loop, [loop.key(asset) for asset in shared], None, console)
+        runs += 1
+    for k in range(through + 1):
+        records = loop.records(instance)
+        assets = to_make(records, loop.stale(records), k).get(k, [])
+        if assets:
+            _run(defs, instance, loop, [loop.key(asset) for asset in assets], k, console)
+            runs += 1
+    if runs or loop.report(instance) is None:
+        _run(defs, instance, loop, [loop.key("evolution_report")], None, console)
+        runs += 1
+    return runs
+
+
+def _run(
+    defs: dg.Definitions,
+    instance: dg.DagsterInstance,
+    loop: Loop,
+    keys: Sequence[dg.AssetKey],
+    iteration: int | None,
+    console: Console,
+) -> None:
+    job = (
+        defs.resolve_job_def(job_name(loop)) if iteration is not None else defs.resolve_implicit_global_asset_job_def()
+    )
+    run_id = make_new_run_id()
+    tags = {EXPERIMENT_TAG: loop.name}
+    if iteration is not None:
+        tags[ITERATION_TAG] = str(iteration)
+    with Watch(instance, run_id, f"{loop.name} k={'–' if iteration is None else iteration}", console):
+        result = job.execute_in_process(
+            instance=instance,
+            run_id=run_id,
+            partition_key=None if iteration is None else str(iteration),
+            asset_selection=list(keys),
+            tags=tags,
+            run_config=_QUIET,
+            raise_on_error=False,
+        )
+    if not result.success:
+        raise RunFailed(_why(instance, run_id, iteration))
+
+
+def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> str:
+    """The first failed step of a run and its message."""
+    for entry in instance.all_logs(run_id):
+        if entry.dagster_event and entry.dagster_event.is_step_failure:
+            failure = entry.dagster_event.step_failure_data
+            message = failure.user_failure_data.description if failure.user_failure_data else None
+            if message is None and failure.error is not None:
+                cause = failure.error.cause or failure.error
+                message = cause.message
+            return f"run {run_id[:8]}, {entry.step_key}, iteration {iteration}: {(message or 'failed').strip()}"
+    return f"run {run_id[:8]} of iteration {iteration} failed before any step: see the run in `make ui`"
+
+
+class Watch:
+    """A progress bar per step of a run, read from the instance's event log while the run goes on."""
+
+    def __init__(self, instance: dg.DagsterInstance, run_id: str, title: str, console: Console) -> None:
+        self._instance, self._run_id, self._title = instance, run_id, title
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
+        self._bars: dict[str, TaskID] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._cursor: int = -1
+
+    def __enter__(self) -> Watch:
+        self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._read()
+        self._progress.stop()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(1.0):
+            self._read()
+
+    def _read(self) -> None:
+        if not self._instance.has_run(self._run_id):
+            return
+        for entry in self._instance.logs_after(self._run_id, self._cursor):
+            self._cursor += 1
+            step = entry.step_key
+            if step is None or step.endswith("inputs_current"):
+                continue
+            event = entry.dagster_event
+            if event is None:
+                found = _PROGRESS.fullmatch(entry.user_message)
+                if found and step in self._bars:
+                    self._progress.update(
+                        self._bars[step], completed=int(found[1]), total=int(found[2]), figures=found[3]
+                    )
+            elif event.is_step_start:
+                name = step.rpartition("__")[2]
+                self._bars[step] = self._progress.add_task(f"{self._title} {name}", total=1, figures="")
+            elif event.is_step_success and step in self._bars:
+                task = self._progress.tasks[self._bars[step]]
+                self._progress.update(self._bars[step], completed=task.total)
