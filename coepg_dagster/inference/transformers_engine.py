@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -62,8 +65,15 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     return bytes(_BYTES[character] for character in token)
 
 
+VISION_END = "<|vision_end|>"
+
+
 class TransformersEngine:
-    """A checkpoint behind the inference protocol."""
+    """A Qwen-VL checkpoint behind the inference protocol.
+
+    The image comes first in every prompt, so all requests of one screenshot share the prefix up to the end of the image:
+    it is computed once, and its keys and values serve every plan of that screenshot and every sample of a request.
+    """
 
     def __init__(
         self, path: str | Path, *, dtype: Literal["float32", "bfloat16"], device: str, batch_size: int
@@ -81,9 +91,12 @@ class TransformersEngine:
     def _setup(self, model: Any, processor: Any, batch_size: int) -> None:
         self._model, self._processor, self._batch_size = model, processor, batch_size
         self._tokenizer = processor.tokenizer
-        self._suppressed = vision_token_ids(self._tokenizer)
+        self._suppressed = torch.tensor(vision_token_ids(self._tokenizer), device=model.device)
         eos = model.generation_config.eos_token_id
-        self._stops = frozenset([eos] if isinstance(eos, int) else eos or [self._tokenizer.eos_token_id])
+        self._stops = torch.tensor([eos] if isinstance(eos, int) else eos, device=model.device)
+        # renamed within transformers 5
+        names = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -95,62 +108,122 @@ class TransformersEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
     ) -> list[list[Generation | Failure]]:
-        prompts = [
-            self._processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
-            for request in requests
-        ]
-        # Prompts of like length share a batch (little padding); ties keep their order, so screenshots stay together.
-        order = sorted(range(len(requests)), key=lambda i: len(prompts[i]))
+        prompts = [self._split_prompt(request) for request in requests]
+        # A batch holds screenshots of one size, whose prefixes are equally long, and all requests of a screenshot together.
+        seen: dict[int, int] = {}
+        for request in requests:
+            seen.setdefault(id(request.image), len(seen))
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].image.size, seen[id(requests[i].image)]))
         rows = max(1, self._batch_size // sampling.samples)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
-        for start in range(0, len(order), rows):
-            batch = order[start : start + rows]
-            outputs = self._generate_batch(
-                [prompts[i] for i in batch], [requests[i] for i in batch], sampling, sampling.seed + start
-            )
-            for position, i in enumerate(batch):
-                answers[i] = list(outputs[position * sampling.samples : (position + 1) * sampling.samples])
-            if report:
-                report(min(start + rows, len(order)), len(order), {})
+        done = 0
+        for _, same_size in groupby(order, key=lambda i: requests[i].image.size):
+            indices = list(same_size)
+            for start in range(0, len(indices), rows):
+                batch = indices[start : start + rows]
+                outputs = self._generate_batch(
+                    [prompts[i] for i in batch], [requests[i].image for i in batch], sampling, sampling.seed + done
+                )
+                for position, i in enumerate(batch):
+                    answers[i] = list(outputs[position * sampling.samples : (position + 1) * sampling.samples])
+                done += len(batch)
+                if report:
+                    report(done, len(order), {})
         return answers
+
+    def _split_prompt(self, request: Request) -> tuple[str, list[int]]:
+        """(text up to the end of the image, token ids of what follows)."""
+        text: str = self._processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
+        head, end, rest = text.partition(VISION_END)
+        if not end or VISION_END in rest:
+            raise ValueError(f"a prompt needs exactly one image, got {text!r}")
+        return head + end, self._tokenizer(rest, add_special_tokens=False)["input_ids"]
 
     @torch.inference_mode()
     def _generate_batch(
-        self, prompts: list[str], requests: list[Request], sampling: Sampling, seed: int
+        self,
+        prompts: list[tuple[str, list[int]]],
+        images: list[Image.Image],
+        sampling: Sampling,
+        seed: int,
     ) -> list[Generation]:
-        inputs = self._processor(
-            text=prompts, images=[[r.image] for r in requests], padding=True, return_tensors="pt", do_resize=False
-        ).to(self._model.device)
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
-        torch.manual_seed(seed)
-        draw: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:
-            draw = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        output = self._model.generate(
-            **inputs,
-            **draw,
-            max_new_tokens=sampling.max_tokens,
-            num_return_sequences=sampling.samples,
-            suppress_tokens=self._suppressed,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        ids = output.sequences[:, inputs["input_ids"].shape[1] :]
-        logprobs = torch.stack(
-            [
-                torch.log_softmax(logits.float(), -1).gather(-1, ids[:, t, None])[:, 0]
-                for t, logits in enumerate(output.logits)
-            ],
-            dim=1,
-        )
-        return [
-            self._generation(row, row_logprobs)
-            for row, row_logprobs in zip(ids.tolist(), logprobs.tolist(), strict=True)
+        device = self._model.device
+        prefixes: dict[tuple[int, str], tuple[int, Image.Image]] = {}
+        for (head, _), image in zip(prompts, images, strict=True):
+            prefixes.setdefault((id(image), head), (len(prefixes), image))
+        cache, next_position = self._prefill([head for _, head in prefixes], [image for _, image in prefixes.values()])
+        owner = [
+            prefixes[id(image), head][0]
+            for (head, _), image in zip(prompts, images, strict=True)
+            for _ in range(sampling.samples)
         ]
+        suffixes = [ids for _, ids in prompts for _ in range(sampling.samples)]
+        cache.batch_select_indices(torch.tensor(owner, device=device))
+
+        length = max(map(len, suffixes))
+        pad = self._tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (length - len(s)) + s for s in suffixes], device=device)
+        real = torch.tensor([[0] * (length - len(s)) + [1] * len(s) for s in suffixes], device=device)
+        prefix = cache.get_seq_length()
+        mask = torch.cat([real.new_ones(len(suffixes), prefix), real], dim=1)
+        position = (next_position[owner][:, None] + real.cumsum(-1) - 1).clamp(min=0)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        tokens: list[torch.Tensor] = []
+        logprobs: list[torch.Tensor] = []
+        ended = torch.zeros(len(suffixes), dtype=torch.bool, device=device)
+        for _ in range(sampling.max_tokens):
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=position.expand(3, -1, -1),
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_argument: cache},
+            )
+            logits = output.logits[:, -1].float()
+            token = self._choose(logits, sampling, generator)
+            tokens.append(token)
+            logprobs.append(torch.log_softmax(logits, -1).gather(-1, token[:, None])[:, 0])
+            ended |= torch.isin(token, self._stops)
+            if ended.all():
+                break
+            ids, position = token[:, None], position[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(suffixes), 1)], dim=1)
+        chosen, scores = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
+        return [self._generation(row, row_scores) for row, row_scores in zip(chosen, scores, strict=True)]
+
+    def _prefill(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
+        """(keys and values of each prefix, the position of the token that follows each)."""
+        inputs = self._processor(
+            text=heads, images=[[image] for image in images], padding=True, return_tensors="pt", do_resize=False
+        ).to(self._model.device)
+        if not bool(inputs["attention_mask"].all()):
+            raise ValueError("prefixes of one batch differ in length: give images of one size and one chat template")
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
+        positions, _ = self._model.model.get_rope_index(
+            inputs["input_ids"],
+            mm_token_type_ids=inputs["mm_token_type_ids"],
+            image_grid_thw=inputs["image_grid_thw"],
+            attention_mask=inputs["attention_mask"],
+        )
+        output = self._model(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
+        return getattr(output, self._cache_argument, None) or output.past_key_values, positions.amax((0, 2)) + 1
+
+    def _choose(self, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
+        """The next token of each row; vision tokens are never chosen."""
+        logits = logits.index_fill(-1, self._suppressed, -torch.inf)
+        if sampling.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = torch.softmax(logits / sampling.temperature, -1)
+        if sampling.top_p < 1:
+            ranked, order = probabilities.sort(-1, descending=True)
+            ranked[ranked.cumsum(-1) - ranked >= sampling.top_p] = 0
+            probabilities = torch.zeros_like(probabilities).scatter(-1, order, ranked)
+        return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
     def _generation(self, ids: list[int], logprobs: list[float]) -> Generation:
-        end = next((t for t, token in enumerate(ids) if token in self._stops), None)
+        stops = set(self._stops.tolist())
+        end = next((t for t, token in enumerate(ids) if token in stops), None)
         kept = ids[:end]
         pieces = tuple(self._piece(token) for token in kept)
         text = b"".join(pieces).decode(errors="replace")
