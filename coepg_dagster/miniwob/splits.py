@@ -180,9 +180,9 @@ def assert_disjoint(steps: Iterable[StepKey]) -> dict[str, dict[str, int]]:
         seen_ids.add(row.step_id)
         if home.setdefault(row.episode_id, row.split) != row.split:
             raise SplitError(f"{row.step_id}: its episode is in {home[row.episode_id]} and in {row.split}")
-        if row.family not in families_of(row.split):  # type: ignore[arg-type]
+        if row.family not in families_of(row.split):
             raise SplitError(f"{row.step_id}: the family {row.family} does not belong in {row.split}")
-        if row.seed not in SEEDS[row.split]:  # type: ignore[index]
+        if row.seed not in SEEDS[row.split]:
             raise SplitError(f"{row.step_id}: the seed {row.seed} is not one of {row.split}")
         asked = [w for text in (*row.names, row.value) for w in held_out(text)]
         asks[row.episode_id] = asks.get(row.episode_id, False) or bool(asked)
