@@ -256,19 +256,31 @@ CODE: Final[dict[str, int]] = {
 
 def code_version(experiment: Experiment, asset: str) -> str:
     """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
-    agents = experiment.models.model_dump(include={"prompts", "coordinates", "dtype"})
-    reads: dict[str, list[Any]] = {
-        "benchmark_steps": [experiment.benchmark],
-        "open_models": [experiment.models],
-        "planner_sft": [experiment.sft, agents],
-        "grounder": [experiment.sft, agents],
-        "planner": [experiment.grpo, agents],
-        "candidate_plans": [experiment.regeneration, agents],
-        "verdicts": [experiment.regeneration, agents],
-        "dataset": [experiment.regeneration],
-        "data_quality": [experiment.regeneration],
-        "evaluation": [agents, experiment.benchmark.protocol],
+    pools, eyes = experiment.regeneration, {"prompts", "coordinates", "dtype"}
+    reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
+        "benchmark_steps": [(experiment.benchmark, {"reader", "path"})],
+        "open_models": [(experiment.models, None)],
+        "planner_sft": [(experiment.sft, None), (experiment.models, eyes)],
+        "grounder": [(experiment.sft, None), (experiment.models, eyes)],
+        "planner": [(experiment.grpo, None), (pools, {"max_point_tokens"}), (experiment.models, eyes)],
+        "candidate_plans": [
+            (pools, {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}),
+            (experiment.benchmark, {"train", "max_train_steps"}),
+            (experiment.models, eyes),
+        ],
+        "verdicts": [(pools, {"max_point_tokens", "trained_members"}), (experiment.models, eyes)],
+        "dataset": [
+            (pools, {"rule", "k", "max_plans_per_step", "carry_over"}),
+            (experiment.benchmark, {"train", "max_train_steps"}),
+        ],
+        "data_quality": [],
+        "evaluation": [
+            (experiment.benchmark, {"validation", "test", "protocol", "max_eval_steps"}),
+            (pools, {"max_plan_tokens", "max_point_tokens"}),
+            (experiment.models, eyes),
+        ],
         "evolution_report": [],
     }
-    config = [part.model_dump(mode="json") if isinstance(part, Strict) else part for part in reads[asset]]
-    return f"{CODE[asset]}-{fingerprint(config)[:8]}"
+    return (
+        f"{CODE[asset]}-{fingerprint([part.model_dump(mode='json', include=keys) for part, keys in reads[asset]])[:8]}"
+    )

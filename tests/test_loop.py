@@ -1,0 +1,72 @@
+"""The whole loop, as a user runs it: real tiny models, real workers, the real command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.project import REPOSITORY, coepg, make_project, run
+from tests.reproducible import dataset_versions
+
+TINY = REPOSITORY / "tests" / "experiments" / "tiny.yaml"
+THROUGH = 2
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two fresh projects in which the same experiment with the same seed was evolved, side by side."""
+    both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
+    running = [coepg(project, "evolve", "tiny", "--through", str(THROUGH)) for project in both]
+    for process in running:
+        out, err = process.communicate(timeout=900)
+        assert process.returncode == 0, f"{out}\n{err}"
+    return both
+
+
+def test_results_have_every_number(projects: list[Path]) -> None:
+    table = json.loads(run(projects[0], "results", "tiny", "--json"))
+    assert (table["experiment"], table["seed"]) == ("tiny", 7)
+    assert [row["iteration"] for row in table["iterations"]] == [0, 1, 2]
+    for row in table["iterations"]:
+        assert set(row["splits"]) == {"test_seed", "test_text", "test_family"}
+        for score in (*row["splits"].values(), row["validation"]):
+            assert score["steps"] == 24
+            for metric in ("ele_acc", "op_f1", "step_sr"):
+                low, high = score[metric]["ci95"]
+                assert 0 <= low <= score[metric]["macro"] <= high <= 100
+                assert 0 <= score[metric]["micro"] <= 100
+            assert score["step_sr"]["micro"] <= min(score["ele_acc"]["micro"], score["op_f1"]["micro"]) + 1e-9
+        assert 0 < row["purity"] <= 100 and row["diversity"] >= 1 and 0 < row["coverage"] <= 100
+        assert all(seconds > 0 for seconds in row["seconds"].values()) and "dataset" in row["seconds"]
+        assert row["stale"] == {}
+
+
+def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:
+    first, second = (dataset_versions(project, "tiny", THROUGH) for project in projects)
+    assert first == second and len(set(first)) == THROUGH + 1
+
+
+def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
+    process = coepg(projects[0], "evolve", "tiny", "--through", str(THROUGH))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "everything is there and current" in err
+
+
+def test_a_changed_configuration_is_stale_with_all_that_follows(projects: list[Path]) -> None:
+    file = projects[1] / "experiments" / "tiny.yaml"
+    file.write_text(file.read_text().replace("max_plans_per_step: 4", "max_plans_per_step: 3"))
+    stale = json.loads(run(projects[1], "results", "tiny", "--json"))["iterations"]
+    assert "code or configuration changed" in stale[0]["stale"]["dataset"]
+    assert "planner_sft" not in stale[0]["stale"] and "verdicts" not in stale[0]["stale"]
+    assert set(stale[1]["stale"]) == set(stale[1]["seconds"])
+
+
+def test_unknown_references_are_refused(projects: list[Path]) -> None:
+    for reference, word in (("nothing", "no experiment"), ("tiny/s9", "no such seed")):
+        process = coepg(projects[0], "results", reference)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2 and word in err
