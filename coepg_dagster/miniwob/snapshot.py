@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -140,8 +140,9 @@ def recipe(counts: dict[str, dict[str, int]], chromium: str) -> str:
     lines = [
         "# Recipe of the MiniWoB++ snapshot",
         "",
-        "Made by `coepg collect miniwob`. Pages: miniwob (MIT, see LICENSE-miniwob.txt), rendered and acted on in",
-        "headless Chromium; a DOM oracle solved each episode by real mouse and key events, and the page rewarded it.",
+        "Made by `coepg collect miniwob --snapshot data/miniwob`. Pages: miniwob (MIT, see LICENSE-miniwob.txt),",
+        "rendered and acted on in headless Chromium; a DOM oracle solved each episode by real mouse and key events,",
+        "and the page rewarded it.",
         "The split rule is in `coepg_dagster/miniwob/splits.py`, the background in `docs/embedded-benchmark.md`.",
         "",
         "| | |",
@@ -194,13 +195,14 @@ def _tile(row: dict[str, Any], scale: int) -> Image.Image:
     return tile
 
 
-def sheet_of_families(table: pa.Table, families: Sequence[str] | None = None, per_family: int = 1) -> Image.Image:
-    """A contact sheet with the first steps of each family that are not the first step of their episode, if any."""
+def write_family_sheet(steps: pa.Table, path: Path) -> None:
+    """Writes a contact sheet with one step of each family, a later one of its episode where there is one, as palette PNG."""
     by_family: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in table.to_pylist():
+    for row in steps.to_pylist():
         by_family[row["family"]].append(row)
-    chosen = []
-    for family in families or sorted(by_family):
-        rows = sorted(by_family[family], key=lambda row: (row["step_index"] != min(1, row["step_index"]), row["seed"]))
-        chosen += rows[:per_family]
-    return contact_sheet(chosen)
+    chosen = [
+        max(rows, key=lambda row: (row["step_index"] == 1, -int(row["seed"]))) for _, rows in sorted(by_family.items())
+    ]
+    sheet = contact_sheet(chosen, columns=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.quantize(48, dither=Image.Dither.NONE).save(path, optimize=True)

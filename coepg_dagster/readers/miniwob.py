@@ -18,6 +18,7 @@ from PIL import Image
 from coepg_dagster.miniwob.splits import SPLITS, SplitError, StepKey, assert_disjoint, page_hash
 from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 
+REMEDY: Final = "Fetch it again, or make it: `coepg collect miniwob --snapshot data/miniwob`."
 ACTIONS_WITH_VALUE: Final = ("TYPE", "SELECT")
 TARGETS_FILE: Final = "targets.parquet"
 TARGETS_SCHEMA: Final = pa.schema(
@@ -53,7 +54,7 @@ def load_snapshot(path: Path) -> pa.Table:
     try:
         assert_disjoint(keys)
     except SplitError as error:
-        raise SnapshotError(f"{path}: {error}. Build the snapshot again: `coepg collect miniwob`.") from error
+        raise SnapshotError(f"{path}: {error}. {REMEDY}") from error
     return pa.concat_tables(tables)
 
 
@@ -65,7 +66,7 @@ def load_targets(path: Path) -> dict[str, tuple[str, str, tuple[str, ...]]]:
 
 def _read(file: Path, schema: pa.Schema) -> pa.Table:
     if not file.is_file():
-        raise SnapshotError(f"{file} is missing. Fetch it again from the repository, or run `coepg collect miniwob`.")
+        raise SnapshotError(f"{file} is missing. {REMEDY}")
     table = pq.read_table(file)
     if table.schema.names != schema.names:
         raise SnapshotError(f"{file}: columns {table.schema.names} instead of {schema.names}")

@@ -64,8 +64,8 @@ def test_the_margin_is_white_and_pngs_are_without_loss(browser: Browser) -> None
 
     browser.reset("click-color", 3)
     image = browser.screenshot()
-    assert set(image.crop((160, 0, 168, 224)).getdata()) == {(255, 255, 255)}
-    assert set(image.crop((0, 210, 168, 224)).getdata()) == {(255, 255, 255)}
+    assert image.crop((160, 0, 168, 224)).getextrema() == ((255, 255),) * 3
+    assert image.crop((0, 210, 168, 224)).getextrema() == ((255, 255),) * 3
     with Image.open(io.BytesIO(encode_png(image))) as stored:
         assert stored.mode == "P"
         assert stored.convert("RGB").tobytes() == image.tobytes()

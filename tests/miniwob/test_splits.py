@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -84,7 +85,7 @@ def test_interface_words_and_short_words_are_never_held_out() -> None:
 
 def test_seed_ranges_do_not_meet() -> None:
     ranges = sorted(SEEDS.values(), key=lambda r: r.start)
-    assert all(a.stop <= b.start for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(ranges))
     assert set(SPLITS) | {"pretrain"} == set(SEEDS)
 
 
