@@ -55,6 +55,24 @@ class Element:
         return (self.box[0] + self.box[2]) / 2, (self.box[1] + self.box[3]) / 2
 
 
+def element_at(elements: Sequence[Element], point: tuple[float, float]) -> Element | None:
+    """The smallest element with a piece that contains a point (px, borders included), or None."""
+    x, y = point
+    hits = [
+        ((p[2] - p[0]) * (p[3] - p[1]), index)
+        for index, element in enumerate(elements)
+        for p in element.pieces
+        if p[0] <= x <= p[2] and p[1] <= y <= p[3]
+    ]
+    return elements[min(hits)[1]] if hits else None
+
+
+def history_entry(element: Element | None, action_type: str, value: str) -> str:
+    """An action as Mind2Web writes it: `[button] Next -> CLICK`, `[field] Username -> TYPE: cheree`; None: `[page]`."""
+    target = "[page]" if element is None else f"[{element.kind}] {element.name}".rstrip()
+    return f"{target} -> {action_type}: {value}" if value else f"{target} -> {action_type}"
+
+
 def from_dom(rows: Sequence[Mapping[str, Any]]) -> tuple[Element, ...]:
     """The answer of ELEMENTS_JS as elements, in document order."""
     elements: list[Element] = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coepg_dagster.miniwob.browser import ActionType, Browser
-from coepg_dagster.miniwob.elements import Element
+from coepg_dagster.miniwob.elements import Element, history_entry
 
 Query = Callable[..., Any]
 
@@ -30,10 +30,8 @@ class Move:
 
     @property
     def history(self) -> str:
-        """The action as Mind2Web writes it: `[button] Next -> CLICK`, `[field] Username -> TYPE: cheree`."""
-        target = self.targets[0]
-        action = f"{self.action_type}: {self.value}" if self.value else self.action_type
-        return f"[{target.kind}] {target.name} -> {action}".replace("]  ->", "] ->")
+        """The action as `history_entry` writes it."""
+        return history_entry(self.targets[0], self.action_type, self.value)
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def _tile(row: dict[str, Any], scale: int) -> Image.Image:
 
 
 def write_family_sheet(steps: pa.Table, path: Path) -> None:
-    """Writes a contact sheet with one step of each family, a later one of its episode where there is one, as palette PNG."""
+    """Writes a contact sheet of one step of each family (the second of an episode where there is one) as PNG."""
     by_family: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in steps.to_pylist():
         by_family[row["family"]].append(row)
