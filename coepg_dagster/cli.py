@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import pyarrow as pa
 import typer
 import yaml
 from rich.console import Console
@@ -17,6 +19,10 @@ from rich.table import Table
 from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
 from coepg_dagster.project import Project, find_project
 
+if TYPE_CHECKING:
+    from coepg_dagster.evaluation.result import Result
+
+T = TypeVar("T")
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -154,6 +160,167 @@ def ui(port: Annotated[int, typer.Option(help="on the loopback address")] = 3000
             process.terminate()
         for process in processes:
             process.wait()
+
+
+@app.command()
+def collect(
+    benchmark: Annotated[str, typer.Argument(help="miniwob")],
+    out: Annotated[Path, typer.Option(help="folder of the shards")] = Path("cache/miniwob"),
+    screens_per_family: Annotated[int, typer.Option(help="training screens for pretraining, about", min=0)] = 0,
+    snapshot: Annotated[Path | None, typer.Option(help="folder of the snapshot to write")] = None,
+    processes: Annotated[int, typer.Option(help="browsers at work", min=1)] = 2,
+) -> None:
+    """Renders MiniWoB++ episodes in headless Chromium, solved by DOM oracles with real mouse and key events.
+
+    Only episodes that the environment rewards are kept. What is there is not collected again; a killed run goes on.
+    Needs Chromium, ChromeDriver and the extra `miniwob`.
+    """
+    _only(benchmark, "miniwob")
+    from coepg_dagster.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
+    from coepg_dagster.miniwob.collect import collect as collect_shards
+    from coepg_dagster.miniwob.snapshot import build_snapshot
+
+    shards = benchmark_plan()
+    if screens_per_family:
+        shards += plan("pretrain", -(-screens_per_family // STEPS_PER_SHARD["pretrain"]))
+
+    def show(state: Progress) -> None:
+        done = state.skipped + state.shards
+        err.print(f"{done}/{state.of_shards} shards, {state.steps} steps, {state.seconds:.0f} s", highlight=False)
+
+    collect_shards(out, shards, processes, show)
+    if snapshot is not None:
+        typer.echo(yaml.safe_dump(build_snapshot(out, snapshot)))
+
+
+@app.command()
+def pretrain(
+    benchmark: Annotated[str, typer.Argument(help="sandbox")],
+    recipe: Annotated[Path, typer.Option(help="towers, checkpoints and their settings")] = Path("models/recipe.yaml"),
+    screens: Annotated[Path, typer.Option(help="folder of `coepg collect`")] = Path("cache/miniwob"),
+    out: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("models"),
+    only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; again for more")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1)] = 1,
+) -> None:
+    """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners."""
+    _only(benchmark, "sandbox")
+    from coepg_dagster.pretraining import recipe as recipes
+    from coepg_dagster.pretraining import screens as pages
+    from coepg_dagster.pretraining.train import run
+
+    def show(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+        err.print(f"{stage} {step}/{steps} {numbers}", highlight=False)
+
+    shards = sorted((screens / "pretrain").glob("*/*.parquet"))
+    run(recipes.read(recipe), pages.read(shards), out, device, show, only=only, parallel=parallel)
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(help="predictions that somebody made")],
+    format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, ui_genie or uground")],
+    protocol: Annotated[str, typer.Option(help="see `coepg protocols`")],
+    labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
+    answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
+    from coepg_dagster.evaluation.score import score_file
+
+    result = _scored(lambda: score_file(file, format, protocol, labels=labels, answers=answers))
+    if as_json:
+        typer.echo(result.to_json())
+        return
+    view = Table("metric", "micro", "macro", "95 % of macro", "n", title=f"{protocol}: {result.scored} scored")
+    for name, metric in result.metrics.items():
+        interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
+        view.add_row(name, _two(metric.micro), _two(metric.macro), interval, str(metric.n))
+    Console().print(view)
+    for reason, count in result.skipped.items():
+        typer.echo(f"skipped {reason}: {count}")
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="a file of predictions (format coepg), or EXPERIMENT@k")],
+    b: Annotated[str, typer.Argument(help="another one, of the same steps")],
+    protocol: Annotated[str, typer.Option(help="for files; experiments have their own")] = "miniwob/point",
+) -> None:
+    """Says whether two results differ: paired by step, with a 95 % interval clustered by task."""
+    from coepg_dagster.evaluation.score import compare as compare_results
+
+    first, second = (_result_of(name, protocol) for name in (a, b))
+    typer.echo(_scored(lambda: compare_results(first, second)).to_json())
+
+
+@app.command()
+def protocols() -> None:
+    """Lists the protocols with what they count, as Markdown."""
+    from coepg_dagster.evaluation.protocols import protocols_markdown
+
+    typer.echo(protocols_markdown())
+
+
+@app.command()
+def check_data(
+    path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md")],
+) -> None:
+    """Reads your own data as an import would, and says everything that is wrong with it."""
+    from coepg_dagster.readers.importing import check_data as check
+
+    report = check(path)
+    typer.echo(report.text())
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _only(given: str, known: str) -> None:
+    if given != known:
+        raise typer.BadParameter(f"{given!r} is not known; there is {known!r}")
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _scored(make: Callable[[], T]) -> T:
+    """What `make` returns; ends with the message where the files cannot be scored."""
+    from coepg_dagster.evaluation.case import ScoringError
+
+    try:
+        return make()
+    except ScoringError as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _result_of(name: str, protocol: str) -> Result:
+    """The result of a prediction file, or of an experiment's test splits at iteration k."""
+    from coepg_dagster.evaluation.score import score_file, score_steps
+
+    reference, at, k = name.rpartition("@")
+    if not at or Path(name).exists():
+        return _scored(lambda: score_file(Path(name), "coepg", protocol))
+    project, experiment, seed = _open(reference)
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.provenance import Ref
+    from coepg_dagster.workers import PREDICTIONS, STEPS
+
+    record = Loop(experiment, seed, project.root).record(open_instance(project), Ref("evaluation", int(k)))
+    if record is None:
+        err.print(f"{name} has no evaluation: run `coepg evolve {reference} --through {k}` first")
+        raise typer.Exit(2)
+    predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
+    steps = pq.read_table(project.store / record.input("benchmark_steps").folder / STEPS)
+    tests = [split in experiment.benchmark.test for split in steps["split"].to_pylist()]
+    scored = set(predictions["step_id"].to_pylist())
+    steps = steps.filter(pa.array(t and s in scored for t, s in zip(tests, steps["step_id"].to_pylist(), strict=True)))
+    wanted = set(steps["step_id"].to_pylist())
+    predictions = predictions.filter(pa.array(s in wanted for s in predictions["step_id"].to_pylist()))
+    return _scored(lambda: score_steps(experiment.benchmark.protocol, steps, predictions))
 
 
 if __name__ == "__main__":
