@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -28,7 +29,7 @@ class ExperimentError(ValueError):
 class Strict(BaseModel):
     """Base of all configuration: unknown keys are refused, values cannot be changed afterwards."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def fingerprint(self) -> str:
         """Twelve hex digits that change with any value."""
@@ -76,7 +77,17 @@ class Models(Strict):
     def _pool_has_members(cls, pool: dict[str, str]) -> dict[str, str]:
         if not pool:
             raise ValueError("a pool needs at least one member: name an open model, e.g. `{qwen_7b: Qwen/…}`")
+        taken = [name for name in pool if re.fullmatch(r"(planner|grounder)_\d+", name)]
+        if taken:
+            raise ValueError(f"{', '.join(taken)}: the trained members have such names; call the open model otherwise")
         return pool
+
+    @field_validator("coordinates")
+    @classmethod
+    def _whole_numbers(cls, space: Space) -> Space:
+        if space is Space.UNIT:
+            raise ValueError("grounders answer in whole numbers, which say nothing in `unit` space: use `norm_1000`")
+        return space
 
 
 class Sft(Strict):
@@ -193,14 +204,16 @@ def load_experiment(path: Path) -> Experiment:
         raw = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ExperimentError(f"{path}: there is no such experiment file") from None
-    except yaml.YAMLError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"{path}: cannot be read: {error}") from None
+    except (yaml.YAMLError, RecursionError) as error:
         raise ExperimentError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ExperimentError(f"{path}: the file must hold a mapping of keys, see experiments/sandbox.yaml")
     if "name" in raw:
         raise ExperimentError(f"{path}: key `name`: an experiment is named by its file; remove the key")
     try:
-        return Experiment(name=path.stem, **raw)
+        return Experiment.model_validate(raw | {"name": path.stem})
     except ValidationError as error:
         raise ExperimentError("\n".join(_explain(path, problem) for problem in error.errors())) from None
 
@@ -208,6 +221,7 @@ def load_experiment(path: Path) -> Experiment:
 _REMEDIES = {
     "extra_forbidden": "there is no such key; remove it or correct its spelling",
     "missing": "the key is missing; add it",
+    "string_pattern_mismatch": "use lower-case letters, digits and _, starting with a letter",
 }
 
 
@@ -266,6 +280,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
         "candidate_plans": [
             (pools, {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}),
             (experiment.benchmark, {"train", "max_train_steps"}),
+            (experiment, {"batch_size"}),  # the plans of a batch are drawn from one generator
             (experiment.models, eyes),
         ],
         "verdicts": [(pools, {"max_point_tokens", "trained_members"}), (experiment.models, eyes)],

@@ -1,7 +1,7 @@
 """Coordinate spaces as types, and Qwen-VL's resize.
 
-A number pair means nothing without its space: Qwen2.5-VL answers in pixels of the *resized* image, Qwen2-VL and Qwen3-VL
-in 0..1000, labels are in pixels of the stored screenshot. `Point` and `Box` carry their space; mixing two raises.
+A number pair means nothing without its space: Qwen2.5-VL answers in pixels of the *resized* image, Qwen2-VL and
+Qwen3-VL in 0..1000, labels are in pixels of the stored screenshot. `Point` and `Box` carry their space; mixing raises.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -
 
     Both sides become multiples of `factor` (patch size x merge size: 28 for Qwen2.5-VL, 32 for Qwen3-VL), the area lies
     within [min_pixels, max_pixels] and the aspect ratio stays as near as that allows. Source: `smart_resize` of
-    transformers' Qwen2-VL image processor, against which a property test compares it. Raises ValueError beyond MAX_ASPECT.
+    transformers' Qwen2-VL image processor, against which a property test compares it. ValueError beyond MAX_ASPECT.
     """
     width, height = size.width, size.height
     if max(width, height) / min(width, height) > MAX_ASPECT:

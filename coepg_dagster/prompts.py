@@ -1,14 +1,15 @@
 """What planner and grounder are asked, and how their answers are read.
 
-Two styles: `instruct` spells the task out for pretrained chat models; `compact` is for models that were trained on nothing
-else. Both put the image before the text, so that all plans of one screenshot share a prefix, and both expect the same
-answers: the planner one JSON object {"plan", "action_type", "value"} (Eq. 1), the grounder "(x,y)" (Eq. 2).
+Two styles: `instruct` spells the task out for pretrained chat models; `compact` is for models that were trained on
+nothing else. Both put the image before the text, so that all plans of one screenshot share a prefix, and both expect
+the same answers: the planner one JSON object {"plan", "action_type", "value"} (Eq. 1), the grounder "(x,y)" (Eq. 2).
 The grounder sees screenshot and plan only, never type, value or label.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ ACTION_TYPES: Final[Mapping[str, str]] = {
     "TYPE": "type the value into the element",
     "SELECT": "choose the value in the drop-down list",
 }
-"""Every action type of the web action space, as it is explained to the planner."""
+"""The action types of element actions on web pages, as they are explained to the planner."""
 
 _PLANNER_INSTRUCT: Final = """You operate a web page to complete a task.
 Task: {goal}
@@ -42,13 +43,22 @@ _PLANNER_COMPACT: Final = "Task: {goal}\nDone: {history}"
 _GROUNDER_COMPACT: Final = "{plan}"
 
 
+def plain(text: str) -> str:
+    """`text` without control tokens: "<|" is written "< |".
+
+    Goals, history and plans come from pages and models. A tokenizer reads "<|image_pad|>" or "<|im_end|>" in them as
+    the token itself: the first breaks the count of image features, the second ends the turn.
+    """
+    return text.replace("<|", "< |")
+
+
 def _user(text: str) -> list[Message]:
-    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": plain(text)}]}]
 
 
 def assistant(text: str) -> list[Message]:
     """The completion side of a training example."""
-    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+    return [{"role": "assistant", "content": [{"type": "text", "text": plain(text)}]}]
 
 
 def planner_messages(goal: str, history: Sequence[str], style: Style) -> list[Message]:
@@ -87,8 +97,11 @@ class PlannerAnswer:
 
 
 _EMPTY_VALUES: Final = frozenset({"", "none", "no input text"})
-_OBJECT: Final = re.compile(r"\{.*\}", re.DOTALL)
-_POINT: Final = re.compile(r"(-?\d+(?:\.\d+)?)\s*,\s*(-?\d+(?:\.\d+)?)")
+_JSON: Final = json.JSONDecoder()
+# ASCII: the answer is searched as text and, for its tokens, as bytes.
+# Possessive, and not from within a number: linear time.
+_NUMBER: Final = r"(?<!\d)-?\d++(?:\.\d++)?"
+_POINT: Final = re.compile(rf"({_NUMBER})\s*+,\s*+({_NUMBER})", re.ASCII)
 
 
 def normal_value(value: str) -> str:
@@ -98,32 +111,46 @@ def normal_value(value: str) -> str:
 
 
 def parse_planner(text: str) -> PlannerAnswer | None:
-    """The planner's answer, or None where there is no JSON object with a plan and an action type.
+    """The planner's answer, or None where the first JSON object does not hold a plan and an action type.
 
-    Text around the object (a code fence, a sentence) is passed over. Never evaluates anything.
+    The object starts at the first "{"; text around it (a code fence, a sentence) is passed over. Never evaluates
+    anything, and never raises.
     """
-    found = _OBJECT.search(text)
-    if found is None:
+    start = text.find("{")
+    if start < 0:
         return None
     try:
-        answer = json.loads(found[0])
-    except (json.JSONDecodeError, RecursionError):
+        answer, _ = _JSON.raw_decode(text, start)
+    except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
         return None
     plan, action_type, value = (answer.get(key) for key in ("plan", "action_type", "value"))
     if not (isinstance(plan, str) and plan.strip() and isinstance(action_type, str) and action_type.strip()):
         return None
     if not isinstance(value, str | int | float | None) or isinstance(value, bool):
         return None
-    return PlannerAnswer(plan.strip(), action_type.strip().upper(), normal_value("" if value is None else str(value)))
+    answers = plan.strip(), action_type.strip().upper(), normal_value("" if value is None else str(value))
+    try:
+        "".join(answers).encode()
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no table can hold
+        return None
+    return PlannerAnswer(*answers)
+
+
+def _pair(text: str) -> re.Match[str] | None:
+    found = _POINT.search(text)
+    return found if found and math.isfinite(float(found[1])) and math.isfinite(float(found[2])) else None
 
 
 def parse_grounder(text: str) -> tuple[float, float] | None:
-    """The first pair of numbers of a grounder's answer, in the grounder's own space; None where there is none."""
-    found = _POINT.search(text)
+    """The first pair of numbers of a grounder's answer, in the grounder's own space; None where there is none.
+
+    A pair whose digits overflow to infinity is none.
+    """
+    found = _pair(text)
     return (float(found[1]), float(found[2])) if found else None
 
 
 def coordinate_span(text: str) -> list[tuple[int, int]]:
     """The character spans of x and of y, in the pair that `parse_grounder` reads; empty where there is none."""
-    found = _POINT.search(text)
+    found = _pair(text)
     return [found.span(1), found.span(2)] if found else []

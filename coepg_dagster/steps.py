@@ -1,7 +1,8 @@
-"""The tables that the loop passes on: labelled steps, candidate plans, verdicts and dataset rows, with their Arrow schemas.
+"""The tables that the loop passes on: labelled steps, candidates, verdicts, dataset rows, rollouts; Arrow schemas.
 
 Belongs here: what a row *is*. How rows are read (readers), made (pools), scored (rewards, evaluation) is elsewhere.
-Coordinates in these tables are pixels of the stored screenshot ("original" space), boxes are (x1, y1, x2, y2), borders included.
+Coordinates in these tables are pixels of the stored screenshot ("original" space), boxes are (x1, y1, x2, y2), borders
+included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The heavy steps as jobs: each a model that can be written to a file, sent to another process, and run there.
 
-A job knows folders and configuration, nothing of Dagster. What it leaves in `out` is the content of an artifact; what it
-returns are figures. Work that was finished before a kill is found again in `scratch`.
+A job knows folders and configuration, nothing of Dagster. What it leaves in `out` is the content of an artifact; what
+it returns are figures. Work that was finished before a kill is found again in `scratch`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "sc
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Parquet, written so that equal tables give equal bytes, in one rename."""
+    """Parquet, written so that equal tables give equal bytes however they are cut into chunks, in one rename."""
     partial = path.with_suffix(".partial")
-    pq.write_table(table, partial, compression="zstd", store_schema=False, write_page_index=False)
+    pq.write_table(table.combine_chunks(), partial, compression="zstd", store_schema=False, write_page_index=False)
     partial.rename(path)
 
 

@@ -42,9 +42,9 @@ class Plan:
 class Reading:
     """A grounder's answer for one plan.
 
-    `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6 over
-    the `tokens` coordinate tokens (over all tokens of an answer without coordinates). `failure` is set, and all else
-    empty, where the grounder gave no answer at all.
+    `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6
+    over the `tokens` coordinate tokens (over all tokens of an answer without coordinates; over the stop token of an
+    answer without any). `failure` is set, and all else empty, where the grounder gave no answer at all.
     """
 
     point: Point | None = None
@@ -89,7 +89,7 @@ class Grounder:
         self._sampling = Sampling(max_tokens=max_tokens)
 
     def ground(self, plans: Sequence[tuple[str, str]], report: Report | None = None) -> list[Reading]:
-        """A reading for each (step_id, plan), in order; plans of one screenshot are asked one after another."""
+        """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row."""
         unique = sorted(set(plans))
         requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
         answers = self._engine.generate(requests, self._sampling, report)
@@ -102,10 +102,14 @@ class Grounder:
     def _read(self, step_id: str, answer: Generation | Failure) -> Reading:
         if isinstance(answer, Failure):
             return Reading(failure=answer.reason)
-        if not answer.logprobs:
-            return Reading(failure="the answer is empty")
         coordinates = coordinate_tokens(answer.pieces)
         logprobs = [answer.logprobs[t] for t in coordinates] or list(answer.logprobs)
+        if not logprobs:  # the model said nothing: that is an answer, without coordinates
+            if answer.stop_logprob is None:
+                return Reading(
+                    failure="the answer is empty, and the engine does not say how sure of that the model was"
+                )
+            logprobs = [answer.stop_logprob]
         pair = parse_grounder(answer.text)
         point = None
         if pair is not None:

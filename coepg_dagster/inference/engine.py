@@ -41,12 +41,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `pieces` are the byte strings of its tokens, `logprobs` their log-probabilities, same length."""
+    """One answer. `pieces` are the byte strings of its tokens, `logprobs` their log-probabilities, same length.
+
+    The token that ended the answer is in neither; `stop_logprob` is its log-probability where it is known.
+    """
 
     text: str
     pieces: tuple[bytes, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
+    stop_logprob: float | None = None
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ def decode(step_id: str, encoded: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(encoded), formats=("PNG", "JPEG", "WEBP")) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise UnreadableScreenshot(f"step {step_id}: {image.width} x {image.height} px is over {MAX_PIXELS} px")
+                raise ValueError(f"{image.width} x {image.height} px is over {MAX_PIXELS} px")
             return image.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UnreadableScreenshot(f"step {step_id}: the screenshot cannot be decoded: {error}") from error
 
 
@@ -47,10 +47,13 @@ class Screens:
         self._images: OrderedDict[str, Image.Image] = OrderedDict()
 
     def viewport(self, step_id: str) -> Viewport:
-        """Original and resized size of a step's screenshot."""
+        """Original and resized size of a step's screenshot. Raises UnreadableScreenshot where no model could see it."""
         factor, low, high = self._resize
-        original = Size(*self._sizes[self._rows[step_id]])
-        return Viewport(original, smart_resize(original, factor=factor, min_pixels=low, max_pixels=high))
+        try:
+            original = Size(*self._sizes[self._rows[step_id]])
+            return Viewport(original, smart_resize(original, factor=factor, min_pixels=low, max_pixels=high))
+        except ValueError as error:
+            raise UnreadableScreenshot(f"step {step_id}: {error}") from error
 
     def image(self, step_id: str) -> Image.Image:
         """The screenshot of a step, RGB, resized once to the size that the model sees."""

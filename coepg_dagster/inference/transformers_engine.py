@@ -17,7 +17,7 @@ from coepg_dagster.inference.engine import Failure, Generation, Request, Samplin
 from coepg_dagster.progress import Report
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-"""A model that writes one of these breaks the count of image features when its answer is scored again; never sampled."""
+"""Never sampled: a model that writes one breaks the count of image features when its answer is scored again."""
 
 
 class IncompleteCheckpoint(RuntimeError):
@@ -71,8 +71,8 @@ VISION_END = "<|vision_end|>"
 class TransformersEngine:
     """A Qwen-VL checkpoint behind the inference protocol.
 
-    The image comes first in every prompt, so all requests of one screenshot share the prefix up to the end of the image:
-    it is computed once, and its keys and values serve every plan of that screenshot and every sample of a request.
+    The image comes first in every prompt, so all requests of one screenshot share the prefix up to the end of the
+    image: it is computed once, and its keys and values serve all plans of that screenshot and all samples of a request.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
     ) -> list[list[Generation | Failure]]:
         prompts = [self._split_prompt(request) for request in requests]
-        # A batch holds screenshots of one size, whose prefixes are equally long, and all requests of a screenshot together.
+        # A batch holds screenshots of one size, whose prefixes are equally long; those of one screenshot stay together.
         seen: dict[int, int] = {}
         for request in requests:
             seen.setdefault(id(request.image), len(seen))
@@ -227,7 +227,9 @@ class TransformersEngine:
         kept = ids[:end]
         pieces = tuple(self._piece(token) for token in kept)
         text = b"".join(pieces).decode(errors="replace")
-        return Generation(text, pieces, tuple(logprobs[: len(kept)]), "length" if end is None else "stop")
+        if end is None:
+            return Generation(text, pieces, tuple(logprobs), "length")
+        return Generation(text, pieces, tuple(logprobs[:end]), "stop", logprobs[end])
 
     def _piece(self, token: int) -> bytes:
         if token not in self._pieces:

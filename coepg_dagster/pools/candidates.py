@@ -46,7 +46,7 @@ def write_candidates(
     seed: int,
     report: Report | None = None,
 ) -> pa.Table:
-    """`config.plans_per_planner` plans of the pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
+    """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
     sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
     plans = planner.plan(tasks_of(steps), sampling, report)
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
@@ -72,7 +72,7 @@ def write_candidates(
 
 
 def plan_tokens(plan: str) -> frozenset[str]:
-    """The tokens by which two plans are compared: words and numbers, lower-cased."""
+    """The tokens by which two plans are compared: words, numbers and punctuation marks, lower-cased."""
     return frozenset(re.findall(r"\w+|[^\w\s]", plan.lower()))
 
 
@@ -101,7 +101,7 @@ def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
 
 
 def pool_members(open_members: Mapping[str, str], trained: Mapping[str, str]) -> dict[str, str]:
-    """Name → checkpoint of a pool: the open models, then the trained ones, newest first. Raises on a name used twice."""
+    """Name → checkpoint of a pool: open models, then trained ones, newest first. Raises on a name used twice."""
     both = set(open_members) & set(trained)
     if both:
         raise ValueError(f"pool members need different names: {', '.join(sorted(both))}")

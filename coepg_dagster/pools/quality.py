@@ -1,4 +1,4 @@
-"""How good D_k is: purity, diversity, coverage (Fig. 6), why candidates were dropped, and what changed since D_{k-1}."""
+"""How good D_k is: purity, diversity, coverage (Fig. 6), why candidates were dropped, what changed since D_{k-1}."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from coepg_dagster.steps import GATE_PASSED
 
 def _per_cent(part: float, whole: float) -> float | None:
     return 100 * part / whole if whole else None
+
+
+def _rows_of(dataset: pa.Table) -> set[tuple[str, int]]:
+    return set(zip(dataset["candidate_id"].to_pylist(), dataset["made_in"].to_pylist(), strict=True))
 
 
 def data_quality(
@@ -34,7 +38,8 @@ def data_quality(
     - diversity: mean number of different verified plans per covered step, before the cap.
     - diversity_kept: mean number of rows of D_k per covered step.
     - coverage: share of the training steps that have a row in D_k.
-    - drift: share of the rows of D_k that D_{k-1} did not hold; null for D_0.
+    - carried_over: rows that D_k took from D_{k-1} as they were.
+    - drift: share of the plans of D_k that D_{k-1} did not hold for that step; null for D_0.
     """
     targets = {row["step_id"]: bool(row["boxes"]) for row in steps.select(["step_id", "boxes"]).to_pylist()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -79,8 +84,11 @@ def data_quality(
     covered = set(dataset["step_id"].to_pylist())
     rows = set(zip(dataset["step_id"].to_pylist(), dataset["plan"].to_pylist(), strict=True))
     old = None
+    carried = 0
     if previous is not None:
         old = set(zip(previous["step_id"].to_pylist(), previous["plan"].to_pylist(), strict=True))
+        # an open planner's candidates have the same ids in every iteration: only with `made_in` do they name a row
+        carried = len(_rows_of(dataset) & _rows_of(previous))
     return {
         "rows": dataset.num_rows,
         "generated": candidates.num_rows,
@@ -93,6 +101,6 @@ def data_quality(
         "diversity_kept": dataset.num_rows / len(covered) if covered else None,
         "coverage": _per_cent(len(covered), steps.num_rows),
         "decisions": dict(sorted(Counter(decisions["decision"].to_pylist()).items())),
-        "carried_over": len(set(dataset["candidate_id"].to_pylist()) - set(candidates["candidate_id"].to_pylist())),
+        "carried_over": carried,
         "drift": None if old is None else _per_cent(len(rows - old), len(rows)),
     }

@@ -41,8 +41,8 @@ def select(
 ) -> tuple[pa.Table, pa.Table]:
     """(D_k, decisions): DATASET_SCHEMA rows, and for every candidate why it is there or not (DECISION_SCHEMA).
 
-    The plans of a step are ordered by score = share of hits + mean exp(c_j) of the hitting verifiers / 1000, then by id;
-    the first `max_plans_per_step` stay. Rows of `previous` (D_{k-1}) join as `carry_over` says.
+    The plans of a step are ordered by score = share of hits + mean exp(c_j) of the hitting verifiers / 1000, then by
+    id; the first `max_plans_per_step` stay. Rows of `previous` (D_{k-1}) join as `carry_over` says.
 
     Raises NoVerdict where all verifiers failed on a plan: an outage must not look like a wrong plan.
     """
@@ -71,8 +71,8 @@ def select(
         ranked = sorted(verified[step_id], key=lambda row: (-row["score"], row["candidate_id"]))
         for row in ranked[config.max_plans_per_step :]:
             decisions[row["candidate_id"]] = OVER_CAP
-        kept_rows += ranked[: config.max_plans_per_step]
-        kept_rows += _carried(ranked, old[step_id], config)
+        kept = ranked[: config.max_plans_per_step]
+        kept_rows += kept + _carried(kept, old[step_id], config)
     return (
         pa.Table.from_pylist(kept_rows, DATASET_SCHEMA),
         pa.Table.from_pylist(
@@ -122,12 +122,12 @@ def _verify(
 
 
 def _carried(
-    verified: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]], config: Regeneration
+    kept: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]], config: Regeneration
 ) -> list[dict[str, Any]]:
     """The rows of one step that stay from D_{k-1}, best first there."""
     if config.carry_over == "none":
         return []
     if config.carry_over == "best_plan_per_step":
-        return [] if verified else list(old[:1])
-    new_plans = {row["plan"] for row in verified}
+        return [] if kept else list(old[:1])
+    new_plans = {row["plan"] for row in kept}
     return [row for row in old if row["plan"] not in new_plans]

@@ -42,9 +42,10 @@ def save_whole(model: Any, processor: Any, folder: Path) -> int:
     processor.save_pretrained(folder)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     loaded, _ = load_checkpoint(folder, dtype, "cpu")  # type: ignore[arg-type]
-    saved = dict(model.state_dict())
-    for name, tensor in loaded.state_dict().items():
-        if name not in saved or not tensor.numel() or not torch.equal(tensor, saved[name].cpu()):
+    trained, stored = dict(model.state_dict()), dict(loaded.state_dict())
+    for name in sorted(trained.keys() | stored.keys()):
+        tensor = stored.get(name)
+        if tensor is None or name not in trained or not tensor.numel() or not torch.equal(tensor, trained[name].cpu()):
             raise IncompleteCheckpoint(f"{folder}: tensor {name} is not what was trained; the checkpoint is refused")
     return sum(parameter.numel() for parameter in loaded.parameters())
 

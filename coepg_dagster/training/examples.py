@@ -50,7 +50,7 @@ def planner_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style
 
 
 def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: Space) -> Dataset:
-    """One example per row of D_k that has a target: (screenshot, plan) → centre of its box, whole numbers in `space`."""
+    """One example per row of D_k with a target: (screenshot, plan) → centre of its box, whole numbers in `space`."""
     rows = []
     for row in dataset.to_pylist():
         if row["box"] is None:

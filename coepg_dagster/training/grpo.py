@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from coepg_dagster.experiment import Grpo, Models
 from coepg_dagster.inference.agents import Grounder, Plan, Reading
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
+from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint, vision_token_ids
 from coepg_dagster.pools.candidates import gate_of
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
@@ -35,7 +35,7 @@ from coepg_dagster.rewards.cdrem import (
 )
 from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.common import ReportProgress, device_settings, freeze_vision_tower, save_whole
-from coepg_dagster.training.examples import grpo_prompts
+from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
 
 
 class CdremReward:
@@ -59,6 +59,8 @@ class CdremReward:
         screens: Screens,
         config: Grpo,
     ) -> None:
+        if not grounders:
+            raise ValueError("C-DREM needs at least one grounder: without a vote every plan would be right")
         self._grounders, self._screens, self._mode = dict(grounders), screens, config.confidence
         self._priors = np.array([priors[name] for name in grounders])
         self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
@@ -211,6 +213,12 @@ def train_grpo(
         own_screens = screens if engine.resize == resize else Screens(steps, engine.resize)
         grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
     prompts = grpo_prompts(dataset, steps, screens, models.prompts)
+    if len(prompts) < config.prompts_per_step:
+        # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged
+        raise NothingToTrainOn(
+            f"D_{{k-1}} covers {len(prompts)} steps, fewer than one optimizer step needs: "
+            f"lower grpo.prompts_per_step ({config.prompts_per_step})"
+        )
     out.mkdir(parents=True, exist_ok=True)
     rollouts = config.prompts_per_step * config.group_size
     trainer = CdremTrainer(
@@ -243,6 +251,8 @@ def train_grpo(
             use_bias_correction_kl=False,
             mask_truncated_completions=False,
             use_vllm=False,
+            # a sampled vision token would break the count of image features when the rollout is scored
+            generation_kwargs={"suppress_tokens": vision_token_ids(processor.tokenizer)},
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -253,8 +263,10 @@ def train_grpo(
         ),
     )
     trainer.remove_callback(PrinterCallback)
-    result = trainer.train()
-    trainer.close()
+    try:
+        result = trainer.train()
+    finally:
+        trainer.close()
     parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out)
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     tail = history[-max(1, len(history) // 5) :]
