@@ -81,7 +81,8 @@ def _rows(table: pa.Table, needed: Iterable[str], optional: Iterable[str], what:
     if missing:
         raise ScoringError(f"{what}: column {missing[0]!r} is missing (there are {', '.join(table.column_names)})")
     names = [*needed, *(name for name in optional if name in table.column_names)]
-    return table.select(names).to_pylist()
+    rows: list[dict[str, Any]] = table.select(names).to_pylist()
+    return rows
 
 
 def _case(step: dict[str, Any], answer: dict[str, Any], protocol: str) -> Case:

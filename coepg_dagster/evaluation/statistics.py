@@ -84,7 +84,8 @@ def sampled_averages(
         if groups is None:
             return _ratio(drawn @ means, drawn @ has_rows)
         per_group = _ratio(np.tensordot(drawn, cell_sums, 1), np.tensordot(drawn, cell_counts, 1))
-        return np.nan_to_num(per_group).mean(axis=1)
+        means_of_groups: Floats = np.nan_to_num(per_group).mean(axis=1)
+        return means_of_groups
 
     macro = macro_of(np.ones((1, n_clusters)))[0]
     if n_clusters < 2:

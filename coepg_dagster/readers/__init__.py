@@ -1,1 +1,5 @@
-"""Public datasets in, tables of steps (STEP_SCHEMA) out."""
+"""Public datasets in, tables of steps out.
+
+Each reader is a function that takes files and yields `Item`s (see `rows`): one labelled step, or a row left out with a
+reason. `importing` turns them into Parquet, streaming, with counts, and stops where too much is bad.
+"""

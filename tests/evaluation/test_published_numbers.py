@@ -17,7 +17,8 @@ from coepg_dagster.evaluation.mind2web import judge_uground, pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Metric, Result, result_of
 from coepg_dagster.evaluation.score import compare, score_file
-from tests.evaluation.shared import PREDICTIONS, SAMPLES, needs_data
+
+from .shared import PREDICTIONS, SAMPLES, needs_data
 
 pytestmark = needs_data
 

@@ -1,0 +1,113 @@
+"""Screenshots in, screenshots out: checked, cut to a view, resized once.
+
+A screenshot that is kept whole keeps its bytes. One that is cut or resized is stored in the format it came in (PNG
+lossless, JPEG at quality 95).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from PIL import Image
+
+from coepg_dagster.geometry import Box, Point, Size, Space, Viewport, smart_resize
+from coepg_dagster.readers.rows import RejectedRow
+
+MAX_PIXELS: Final = 50_000_000
+"""Larger images are refused before they are decoded. Mind2Web's largest pages have about 40 million pixels."""
+FORMATS: Final = ("PNG", "JPEG", "WEBP")
+
+
+@dataclass(frozen=True)
+class Resize:
+    """A model's resize (see `geometry.smart_resize`); the default is the web setting of the paper map."""
+
+    factor: int = 28
+    min_pixels: int = 3136
+    max_pixels: int = 1_843_200
+
+    def of(self, size: tuple[int, int]) -> tuple[int, int]:
+        target = smart_resize(Size(*size), factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        return target.width, target.height
+
+
+def opened(encoded: bytes | None) -> Image.Image:
+    """The whole decoded image; RejectedRow where it is null, too large, damaged or cut short."""
+    if not encoded:
+        raise RejectedRow("no_screenshot", "there are no bytes")
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            raise RejectedRow("image_too_large", f"{image.width} x {image.height} px; at most {MAX_PIXELS} are decoded")
+        image.load()
+    except Image.DecompressionBombError as error:
+        raise RejectedRow("image_too_large", str(error)) from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RejectedRow("bad_image", str(error)) from error
+    return image
+
+
+def encoded(image: Image.Image, format: str) -> bytes:
+    """`image` as bytes of `format`."""
+    out = io.BytesIO()
+    if format == "JPEG":
+        image.convert("RGB").save(out, "JPEG", quality=95)
+    else:
+        image.save(out, "PNG", compress_level=3)
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A screenshot as it is stored, and the places on it, in its own pixels."""
+
+    screenshot: bytes
+    size: tuple[int, int]
+    boxes: list[tuple[float, float, float, float]]
+    point: tuple[float, float] | None
+
+
+def prepared(
+    image: Image.Image,
+    source: bytes,
+    *,
+    view: tuple[int, int, int, int] | None = None,
+    boxes: Sequence[tuple[float, float, float, float]] = (),
+    point: tuple[float, float] | None = None,
+    resize: Resize | None = None,
+) -> Prepared:
+    """`image` (decoded from `source`) cut to `view` and resized; boxes and point, in pixels of `image`, move along."""
+    format = image.format or "PNG"
+    x0, y0, x1, y1 = view or (0, 0, *image.size)
+    cut = Size(x1 - x0, y1 - y0)
+    target = Size(*resize.of((cut.width, cut.height))) if resize else cut
+    if (x0, y0, x1, y1) == (0, 0, *image.size) and target == cut:
+        return Prepared(source, image.size, list(boxes), point)
+    seen = image.crop((x0, y0, x1, y1))
+    if target != cut:
+        mode = "RGB" if seen.mode not in ("RGB", "L") else seen.mode
+        seen = seen.convert(mode).resize((target.width, target.height), Image.Resampling.BICUBIC)
+    port = Viewport(cut, target)
+
+    def moved(x: float, y: float) -> tuple[float, float]:
+        place = port.point(Point(x - x0, y - y0, Space.ORIGINAL), Space.RESIZED)
+        return place.x, place.y
+
+    out = []
+    for b in boxes:
+        box = port.box(Box(b[0] - x0, b[1] - y0, b[2] - x0, b[3] - y0, Space.ORIGINAL), Space.RESIZED)
+        out.append((box.x1, box.y1, box.x2, box.y2))
+    return Prepared(encoded(seen, format), (target.width, target.height), out, None if point is None else moved(*point))
+
+
+LEGIBLE: Final = 8.0
+"""Pixels that the smaller side of a target must have after the resize."""
+
+
+def too_small(box: tuple[float, float, float, float], size: tuple[int, int], resize: Resize) -> bool:
+    """Whether a box on a screenshot of `size` has a side below LEGIBLE px in the image that the model sees."""
+    width, height = resize.of(size)
+    return min((box[2] - box[0]) * width / size[0], (box[3] - box[1]) * height / size[1]) < LEGIBLE

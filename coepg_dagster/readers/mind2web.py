@@ -1,0 +1,216 @@
+"""Multimodal-Mind2Web: the Parquet files of osunlp/Multimodal-Mind2Web, and UGround's block samples of its test splits.
+
+Candidates are JSON in JSON; zero to fourteen are positive. Histories are rebuilt from the task's action representations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from coepg_dagster.prompts import normal_value
+from coepg_dagster.readers.images import Resize, opened, prepared, too_small
+from coepg_dagster.readers.rows import (
+    TRAINED,
+    Reject,
+    RejectedRow,
+    Step,
+    checked_box,
+    numbers,
+    parse_json,
+    step,
+    wanted,
+)
+from coepg_dagster.readers.tasks import Task
+from coepg_dagster.readers.views import Rule, choose
+
+COLUMNS: Final = (
+    "action_uid",
+    "annotation_id",
+    "website",
+    "confirmed_task",
+    "operation",
+    "pos_candidates",
+    "screenshot",
+    "action_reprs",
+    "target_action_index",
+)
+SPLITS: Final = ("train", "test_task", "test_website", "test_domain")
+OPERATIONS: Final = frozenset({"CLICK", "TYPE", "SELECT"})
+VALIDATION_PERCENT: Final = 5
+"""Share of training tasks that become the validation split, chosen by a hash of annotation_id (the dataset has none)."""
+
+
+def split_of(path: Path, annotation_id: str) -> str:
+    """The split of a row: the file's, but `validation` for a fixed part of the training tasks."""
+    name = path.name.split("-")[0].removesuffix(".parquet")
+    if name not in SPLITS:
+        raise RejectedRow("bad_file", f"file names start with one of {', '.join(SPLITS)}, not {name!r}")
+    if name == "train":
+        digest = hashlib.sha256(annotation_id.encode()).digest()
+        if int.from_bytes(digest[:8]) % 100 < VALIDATION_PERCENT:
+            return "validation"
+    return name
+
+
+def files(source: Path) -> list[Path]:
+    """The Parquet files of a local copy, in order of name."""
+    return [source] if source.is_file() else sorted(source.rglob("*.parquet"))
+
+
+def rows(path: Path, view: Rule, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+    """A task per row of one Parquet file; a file that is none is one reject."""
+    try:
+        with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as parquet:
+            missing = [name for name in COLUMNS if name not in parquet.schema_arrow.names]
+            if missing:
+                for i in range(parquet.metadata.num_rows):
+                    yield Reject(str(path), str(i), "missing_column", f"{missing[0]!r} is missing")
+                return
+            i = 0
+            for batch in parquet.iter_batches(batch_size=8, columns=list(COLUMNS)):
+                for row in batch.to_pylist():
+                    yield Task(str(path), str(i), lambda row=row: [convert(row, path, view, resize, shrink)])  # type: ignore[misc]
+                    i += 1
+    except (pa.ArrowInvalid, OSError) as error:
+        yield Reject(str(path), "", "bad_file", str(error))
+
+
+def target_box(candidate: object, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The box of a positive candidate (JSON, its `attributes` JSON again) in page pixels."""
+    data = parse_json(candidate, "a positive candidate")
+    if not isinstance(data, dict) or "attributes" not in data:
+        raise RejectedRow("bad_candidates", f"{candidate!r:.80} has no attributes")
+    attributes = parse_json(data["attributes"], "a candidate's attributes")
+    rect = attributes.get("bounding_box_rect") if isinstance(attributes, dict) else None
+    if not isinstance(rect, str):
+        raise RejectedRow("bad_candidates", "a positive candidate has no bounding_box_rect")
+    try:
+        x, y, w, h = (float(part) for part in rect.split(","))
+    except ValueError:
+        raise RejectedRow("bad_candidates", f"bounding_box_rect {rect!r} is not x,y,w,h") from None
+    return checked_box((x, y, x + w, y + h), size)
+
+
+def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shrink: bool) -> Step:
+    """The step of one row; RejectedRow where it is left out."""
+    annotation = wanted(row, "annotation_id", str)
+    split = split_of(path, annotation)
+    reprs = wanted(row, "action_reprs", list)
+    index = wanted(row, "target_action_index", str, int)
+    if not str(index).isdigit() or not 0 <= int(index) < len(reprs):
+        raise RejectedRow("bad_field", f"target_action_index {index!r} is not a position in {len(reprs)} action_reprs")
+    action_type, value = operation(parse_json(wanted(row, "operation", str), "operation"))
+    screenshot = row["screenshot"]
+    source = screenshot.get("bytes") if isinstance(screenshot, dict) else screenshot
+    if not isinstance(source, bytes):
+        raise RejectedRow("no_screenshot", "the screenshot is null")
+    image = opened(source)
+    candidates = wanted(row, "pos_candidates", list)
+    boxes = list(dict.fromkeys(target_box(candidate, image.size) for candidate in candidates))
+    if not boxes and split in TRAINED:
+        raise RejectedRow("no_target", "no positive candidate")
+    place, held, rule = choose(boxes, *image.size, view)
+    ready = prepared(image, source, view=place, boxes=held, resize=resize if shrink else None)
+    return step(
+        step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
+        split=split,
+        episode_id=annotation,
+        step_index=int(index),
+        family=wanted(row, "website", str),
+        goal=wanted(row, "confirmed_task", str),
+        history=[str(text) for text in reprs[: int(index)]],
+        screenshot=ready.screenshot,
+        size=ready.size,
+        boxes=ready.boxes,
+        action_type=action_type,
+        value=value,
+        episode_steps=len(reprs),
+        view=list(place),
+        view_rule=rule,
+        noticed=noticed(ready.boxes, ready.size, resize),
+    )
+
+
+def operation(data: object) -> tuple[str, str]:
+    """(action type, value) of `operation`; HOVER and ENTER are clicks, and a click has no value."""
+    if not isinstance(data, dict):
+        raise RejectedRow("bad_field", f"operation must be an object, not {data!r:.80}")
+    name, value = data.get("op"), data.get("value", "")
+    if name in ("HOVER", "ENTER"):
+        name = "CLICK"
+    if name not in OPERATIONS:
+        raise RejectedRow("unknown_action", f"operation {name!r} is none of {', '.join(sorted(OPERATIONS))}")
+    if not isinstance(value, str):
+        raise RejectedRow("bad_field", f"the operation's value must be text, not {value!r:.80}")
+    return str(name), "" if name == "CLICK" else normal_value(value)
+
+
+def noticed(boxes: list[tuple[float, float, float, float]], size: tuple[int, int], resize: Resize) -> tuple[str, ...]:
+    """Facts worth counting: several targets, none, one that becomes too small to read."""
+    facts = []
+    if len(boxes) > 1:
+        facts.append("several_targets")
+    if not boxes:
+        facts.append("no_target")
+    if boxes and all(too_small(box, size, resize) for box in boxes):
+        facts.append("target_too_small")
+    return tuple(facts)
+
+
+# --- UGround's blocks -------------------------------------------------------------------------------------------------
+
+
+def block_files(source: Path) -> list[Path]:
+    """The sample files `*_blocks.jsonl` of a folder, or the one file."""
+    return [source] if source.is_file() else sorted(source.rglob("*_blocks.jsonl"))
+
+
+def block_rows(path: Path, images: Path, resize: Resize) -> Iterator[Task | Reject]:
+    """A task per row of a sample file; `images` holds the folders of blocks."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for i, line in enumerate(lines):
+            if line.strip():
+                yield Task(str(path), str(i), lambda line=line: [convert_block(line, images, resize)])  # type: ignore[misc]
+
+
+def convert_block(line: str, images: Path, resize: Resize) -> Step:
+    """The step of one row: its first block with a target, or block 0 where it has none. Boxes are block pixels."""
+    row = parse_json(line, "the row")
+    if not isinstance(row, dict):
+        raise RejectedRow("bad_field", "the row must be an object")
+    targets = wanted(row, "target_blocks", dict)
+    block = min((int(name) for name in targets if str(name).isdigit()), default=0)
+    file = images / wanted(row, "blocks_path", str) / f"{block}.png"
+    if not file.resolve().is_relative_to(images.resolve()) or not file.is_file():
+        raise RejectedRow("bad_path", f"{file} is not there; make the blocks from the page screenshots first")
+    source = file.read_bytes()
+    image = opened(source)
+    boxes = []
+    for entry in targets.get(str(block), []):
+        x, y, w, h = numbers(entry, 4, "a box of target_blocks")
+        boxes.append(checked_box((x, y, x + w, y + h), image.size))
+    action_type, value = operation({"op": wanted(row, "operation", str), "value": wanted(row, "value", str)})
+    annotation = wanted(row, "annotation_id", str)
+    return step(
+        step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
+        split=f"test_{wanted(row, 'split', str)}",
+        episode_id=annotation,
+        step_index=wanted(row, "step", int),
+        family=wanted(row, "website", str),
+        goal=wanted(row, "task", str),
+        history=[str(text) for text in wanted(row, "previous_actions", list)],
+        screenshot=source,
+        size=image.size,
+        boxes=boxes,
+        action_type=action_type,
+        value=value,
+        episode_steps=wanted(row, "total_steps", int),
+        view_rule=f"block {block}",
+        noticed=noticed(boxes, image.size, resize),
+    )

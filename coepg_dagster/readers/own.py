@@ -1,0 +1,102 @@
+"""A user's own data: a JSON-lines file `steps.jsonl` beside a folder of images.
+
+    {"step_id": "shop-17", "episode_id": "shop", "step_index": 0, "split": "train", "family": "shop.example",
+     "goal": "Buy a red scarf", "history": ["CLICK [Scarves]"], "image": "images/17.png",
+     "boxes": [[100, 40, 180, 72]], "action_type": "CLICK", "value": ""}
+
+Boxes are (x1, y1, x2, y2) in pixels of the image; none where the action has no target. `history` names the earlier
+actions, oldest first. Optional: `point` [x, y], `instruction`, `episode_steps`. Unknown fields are errors. Image paths are
+relative to the file's folder and stay in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from coepg_dagster.readers.images import Resize, opened, prepared, too_small
+from coepg_dagster.readers.rows import (
+    ALL_ACTIONS,
+    Reject,
+    RejectedRow,
+    Step,
+    checked_box,
+    numbers,
+    parse_json,
+    step,
+    wanted,
+)
+from coepg_dagster.readers.tasks import Task
+
+FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "step_id": (str,),
+    "episode_id": (str,),
+    "step_index": (int,),
+    "split": (str,),
+    "family": (str,),
+    "goal": (str,),
+    "history": (list,),
+    "image": (str,),
+    "boxes": (list,),
+    "action_type": (str,),
+    "value": (str,),
+}
+OPTIONAL: Final = frozenset({"point", "instruction", "episode_steps"})
+
+
+def files(source: Path) -> list[Path]:
+    """The JSON-lines files of a folder, or the one file."""
+    return [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+
+
+def rows(path: Path, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+    """A task per line."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for i, line in enumerate(lines):
+            if line.strip():
+                yield Task(str(path), str(i), partial(_converted, line, path, resize, shrink))
+
+
+def _converted(line: str, path: Path, resize: Resize, shrink: bool) -> list[Step]:
+    data = parse_json(line, "the line")
+    if not isinstance(data, dict):
+        raise RejectedRow("bad_field", f"a line must be an object, not {data!r:.80}")
+    return [convert(data, path.parent, resize, shrink)]
+
+
+def convert(data: Mapping[str, Any], folder: Path, resize: Resize, shrink: bool) -> Step:
+    """The step of one line; RejectedRow where it breaks the format."""
+    if strange := set(data) - set(FIELDS) - OPTIONAL:
+        raise RejectedRow("bad_field", f"{min(strange)!r} is not known; the fields are {', '.join(FIELDS)}")
+    values = {name: wanted(data, name, *types) for name, types in FIELDS.items()}
+    if values["action_type"] not in ALL_ACTIONS:
+        raise RejectedRow("unknown_action", f"{values['action_type']!r} is none of {', '.join(sorted(ALL_ACTIONS))}")
+    if values["step_index"] < 0 or not all(isinstance(text, str) for text in values["history"]):
+        raise RejectedRow("bad_field", "step_index counts from 0, and history is a list of texts")
+    file = folder / values["image"]
+    if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
+        raise RejectedRow("bad_path", f"{values['image']!r} is not there, or leaves {folder}")
+    source = file.read_bytes()
+    image = opened(source)
+    boxes = []
+    for entry in values["boxes"]:
+        x1, y1, x2, y2 = numbers(entry, 4, "a box")
+        boxes.append(checked_box((x1, y1, x2, y2), image.size))
+    point = None
+    if data.get("point") is not None:
+        x, y = numbers(data["point"], 2, "point")
+        point = (x, y)
+    ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
+    plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes")}
+    return step(
+        **plain,
+        screenshot=ready.screenshot,
+        size=ready.size,
+        boxes=ready.boxes,
+        point=None if ready.point is None else list(ready.point),
+        instruction=wanted(data, "instruction", str) if data.get("instruction") is not None else None,
+        episode_steps=wanted(data, "episode_steps", int) if data.get("episode_steps") is not None else None,
+        noticed=("target_too_small",) if boxes and all(too_small(b, image.size, resize) for b in boxes) else (),
+    )

@@ -1,0 +1,149 @@
+"""ScreenSpot, ScreenSpot-v2 and ScreenSpot-Pro: annotation files (JSON, or UGround's JSON lines) and a folder of images;
+or the hub's Parquet files, which hold the images.
+
+A step is one instruction with one box; `family` is the group of the averages: "mobile_text", or "CAD_icon" in -Pro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from coepg_dagster.readers.images import Resize, opened, prepared, too_small
+from coepg_dagster.readers.rows import Reject, RejectedRow, Step, checked_box, numbers, parse_json, step, wanted
+from coepg_dagster.readers.tasks import Task
+
+PLATFORMS: Final = ("mobile", "desktop", "web")
+
+
+def files(source: Path) -> list[Path]:
+    """The annotation files of a folder, or the one file."""
+    if source.is_file():
+        return [source]
+    return sorted(path for path in source.rglob("*") if path.suffix in (".json", ".jsonl", ".parquet"))
+
+
+def rows(path: Path, images: Path, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+    """A task per annotation of one file."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path, resize, shrink)
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+        entries = text.splitlines() if path.suffix == ".jsonl" else parse_json(text, str(path))
+    except (OSError, UnicodeDecodeError, RejectedRow) as error:
+        yield Reject(str(path), "", "bad_file", str(error))
+        return
+    if not isinstance(entries, list):
+        yield Reject(str(path), "", "bad_file", "must be a list of annotations")
+        return
+    for i, entry in enumerate(entries):
+        if entry != "":
+            yield Task(str(path), str(i), partial(_converted, entry, i, path, images, resize, shrink))
+
+
+COLUMNS: Final = ("file_name", "bbox", "instruction", "data_type", "data_source", "image")
+SOURCES: Final = {"ios": "mobile", "android": "mobile", "windows": "desktop", "macos": "desktop"}
+"""Platform by data_source; every other source (gitlab, shop, forum, tool) is the web."""
+
+
+def _parquet_rows(path: Path, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+    try:
+        with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as parquet:
+            missing = [name for name in COLUMNS if name not in parquet.schema_arrow.names]
+            if missing:
+                for i in range(parquet.metadata.num_rows):
+                    yield Reject(str(path), str(i), "missing_column", f"{missing[0]!r} is missing")
+                return
+            i = 0
+            for batch in parquet.iter_batches(batch_size=8, columns=list(COLUMNS)):
+                for row in batch.to_pylist():
+                    yield Task(str(path), str(i), partial(_parquet_step, row, i, path, resize, shrink))
+                    i += 1
+    except (pa.ArrowInvalid, OSError) as error:
+        yield Reject(str(path), "", "bad_file", str(error))
+
+
+def _parquet_step(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shrink: bool) -> list[Step]:
+    """Boxes of the hub's files are corners in 0..1."""
+    source = row["image"].get("bytes") if isinstance(row["image"], dict) else None
+    if not isinstance(source, bytes):
+        raise RejectedRow("no_screenshot", "the image is null")
+    image = opened(source)
+    x1, y1, x2, y2 = numbers(row["bbox"], 4, "bbox")
+    width, height = image.size
+    box = (x1 * width, y1 * height, x2 * width, y2 * height)
+    family = f"{SOURCES.get(wanted(row, 'data_source', str), 'web')}_{wanted(row, 'data_type', str)}"
+    return [
+        _step(row, f"{path.stem}_{i:05d}", wanted(row, "file_name", str), family, source, image, box, resize, shrink)
+    ]
+
+
+def _converted(entry: object, i: int, path: Path, images: Path, resize: Resize, shrink: bool) -> list[Step]:
+    data = parse_json(entry, "the annotation") if isinstance(entry, str) else entry
+    if not isinstance(data, dict):
+        raise RejectedRow("bad_field", f"an annotation must be an object, not {data!r:.80}")
+    return [convert(data, i, path, images, resize, shrink)]
+
+
+def group(data: Mapping[str, Any], path: Path) -> str:
+    """ "CAD_icon" of -Pro's group and ui_type; "mobile_text" of platform (stated, or in the file's name) and data_type."""
+    if "group" in data and "ui_type" in data:
+        return f"{wanted(data, 'group', str)}_{wanted(data, 'ui_type', str)}"
+    platform = data.get("platform") or next((p for p in PLATFORMS if p in path.name), None)
+    if platform not in PLATFORMS:
+        raise RejectedRow(
+            "bad_field", f"platform {platform!r} is none of {', '.join(PLATFORMS)}; name it, or the file so"
+        )
+    return f"{platform}_{wanted(data, 'data_type', str)}"
+
+
+def convert(data: Mapping[str, Any], i: int, path: Path, images: Path, resize: Resize, shrink: bool) -> Step:
+    """The step of one annotation. -Pro's boxes are corners, the others x, y, width, height."""
+    name = wanted(data, "img_filename" if "img_filename" in data else "image", str)
+    file = images / name
+    if not file.resolve().is_relative_to(images.resolve()) or not file.is_file():
+        raise RejectedRow("bad_path", f"{file} is not there, or leaves the folder of images")
+    source = file.read_bytes()
+    image = opened(source)
+    a, b, c, d = numbers(wanted(data, "bbox", list), 4, "bbox")
+    corners = "img_size" in data and "ui_type" in data
+    box = (a, b, c, d) if corners else (a, b, a + c, b + d)
+    step_id = str(data["id"]) if isinstance(data.get("id"), str) else f"{path.stem}_{i:05d}"
+    return _step(data, step_id, name, group(data, path), source, image, box, resize, shrink)
+
+
+def _step(
+    data: Mapping[str, Any],
+    step_id: str,
+    name: str,
+    family: str,
+    source: bytes,
+    image: Image.Image,
+    box: tuple[float, float, float, float],
+    resize: Resize,
+    shrink: bool,
+) -> Step:
+    checked_box(box, image.size)
+    ready = prepared(image, source, boxes=[box], resize=resize if shrink else None)
+    return step(
+        step_id=step_id,
+        split="test",
+        episode_id=name,
+        step_index=0,
+        family=family,
+        goal=wanted(data, "instruction", str),
+        history=[],
+        screenshot=ready.screenshot,
+        size=ready.size,
+        boxes=ready.boxes,
+        action_type="CLICK",
+        value="",
+        noticed=("target_too_small",) if too_small(box, image.size, resize) else (),
+    )

@@ -1,0 +1,66 @@
+"""Which part of a full-page screenshot becomes a step's screenshot: deterministic rules, recorded with the row.
+
+`target_block`: UGround's vertical blocks (1280 × 1000 px, overlap 200); the first block that holds a target box entirely.
+`target_crop`: a crop of the block size, centred on the first target box as far as the page allows.
+`page`: all of it.
+Without a target both rules give the first block. Where no block holds a target, `target_block` falls back to the crop
+(UGround crops at a random place there); the recorded rule says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from coepg_dagster.readers.rows import RejectedRow
+
+BoxTuple = tuple[float, float, float, float]
+View = tuple[int, int, int, int]
+Rule = Literal["target_block", "target_crop", "page"]
+
+BLOCK_WIDTH: Final = 1280
+BLOCK_HEIGHT: Final = 1000
+OVERLAP: Final = 200
+
+
+def blocks(width: int, height: int) -> list[View]:
+    """UGround's blocks of a page, from the top: (x1, y1, x2, y2) in page pixels, (height − 200) // 800 + 1 of them."""
+    right = min(width, BLOCK_WIDTH)
+    stride = BLOCK_HEIGHT - OVERLAP
+    count = max(1, (height - OVERLAP) // stride + 1)
+    return [(0, i * stride, right, min(i * stride + BLOCK_HEIGHT, height)) for i in range(count)]
+
+
+def _inside(box: BoxTuple, view: View) -> bool:
+    return view[0] <= box[0] and box[2] <= view[2] and view[1] <= box[1] and box[3] <= view[3]
+
+
+def target_crop(box: BoxTuple, width: int, height: int) -> View:
+    """A view of the block size centred on `box`, moved into the page where it would leave it."""
+    w, h = min(width, BLOCK_WIDTH), min(height, BLOCK_HEIGHT)
+    x = min(max(round((box[0] + box[2] - w) / 2), 0), width - w)
+    y = min(max(round((box[1] + box[3] - h) / 2), 0), height - h)
+    return (x, y, x + w, y + h)
+
+
+def choose(boxes: Sequence[BoxTuple], width: int, height: int, rule: Rule) -> tuple[View, list[BoxTuple], str]:
+    """(view, the target boxes that lie in it entirely, the rule as recorded), all in page pixels.
+
+    Raises RejectedRow (`no_target`) where there are targets but none fits into a view.
+    """
+    if rule == "page":
+        return (0, 0, width, height), list(boxes), "page"
+    tiles = blocks(width, height)
+    if not boxes:
+        return tiles[0], [], "block 0"
+    if rule == "target_block":
+        for i, view in enumerate(tiles):
+            held = [box for box in boxes if _inside(box, view)]
+            if held:
+                return view, held, f"block {i}"
+    for target in boxes:
+        view = target_crop(target, width, height)
+        held = [box for box in boxes if _inside(box, view)]
+        if held:
+            return view, held, "target crop"
+    raise RejectedRow("no_target", f"no target box fits into a view of {BLOCK_WIDTH} x {BLOCK_HEIGHT} px")
