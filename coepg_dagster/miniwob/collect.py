@@ -46,6 +46,7 @@ asked for such a word.
 
 SEEDS_PER_SHARD: Final = 1_000
 TRIES_PER_SHARD: Final = 120
+TRIES_IN_VAIN: Final = 80
 STEPS_PER_SHARD: Final[dict[Split, int]] = {
     "pretrain": 64,
     "train": 64,
@@ -54,7 +55,8 @@ STEPS_PER_SHARD: Final[dict[Split, int]] = {
     "test_text": 20,
     "test_family": 48,
 }
-"""A shard ends with the episode that reaches this many steps, or after TRIES_PER_SHARD episodes."""
+"""A shard ends with the episode that reaches this many steps, after TRIES_PER_SHARD episodes, or after TRIES_IN_VAIN
+without one that is kept."""
 
 
 @dataclass(frozen=True, order=True)
@@ -180,6 +182,8 @@ def play_shard(browser: Browser, shard: Shard) -> tuple[list[dict[str, Any]], Co
     dropped: Counter[str] = Counter()
     for seed in shard.seeds:
         if len(rows) >= STEPS_PER_SHARD[shard.split]:
+            break
+        if not rows and sum(dropped.values()) >= TRIES_IN_VAIN:
             break
         episode = play(
             browser, shard.family, seed, lambda goal: goal_wanted(shard.split, goal), reload=seed == shard.seeds.start
