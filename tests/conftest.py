@@ -1,0 +1,166 @@
+"""Fixtures that several folders share: labelled steps, and tiny checkpoints of the real classes."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models, and wait for each other on few cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pyarrow as pa
+import pytest
+from PIL import Image, ImageDraw
+
+from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA
+
+WIDTH, HEIGHT = 84, 112
+"""Small screens that the tiny models see as they are: 12 visual tokens."""
+
+WORDS = ("OK", "Cancel", "Search", "Next", "Name", "Colour")
+
+
+def png(colour: tuple[int, int, int] = (255, 255, 255), box: tuple[int, int, int, int] | None = None) -> bytes:
+    """A screen of one colour with one dark rectangle."""
+    image = Image.new("RGB", (WIDTH, HEIGHT), colour)
+    if box:
+        ImageDraw.Draw(image).rectangle(box, fill=(20, 20, 120))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def step(step_id: str, **change: Any) -> dict[str, Any]:
+    """A row of STEP_SCHEMA."""
+    return {
+        "step_id": step_id,
+        "split": "train",
+        "episode_id": step_id,
+        "step_index": 0,
+        "family": "click-button",
+        "seed": 1,
+        "goal": "Click OK",
+        "history": [],
+        "screenshot": b"",
+        "width": WIDTH,
+        "height": HEIGHT,
+        "boxes": [[10.0, 10.0, 20.0, 20.0]],
+        "action_type": "CLICK",
+        "value": "",
+    } | change
+
+
+def step_table(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_pylist(list(rows), STEP_SCHEMA)
+
+
+@pytest.fixture(scope="session")
+def steps() -> pa.Table:
+    """Six training steps: four clicks, one value, and one step without a target."""
+    rows = []
+    for i, word in enumerate(WORDS):
+        x, y = 10 + 20 * (i % 3), 20 + 40 * (i // 3)
+        kind, value = [("CLICK", ""), ("CLICK", ""), ("TYPE", "red"), ("CLICK", ""), ("CLICK", ""), ("CLICK", "")][i]
+        rows.append(
+            step(
+                f"s{i}",
+                goal=f"Click {word}" if kind == "CLICK" else f"Enter red into {word}",
+                screenshot=png((255, 255 - 20 * i, 200), (x, y, x + 16, y + 16)),
+                boxes=[] if i == 5 else [[float(x), float(y), float(x + 16), float(y + 16)]],
+                action_type=kind,
+                value=value,
+            )
+        )
+    return step_table(*rows)
+
+
+@pytest.fixture(scope="session")
+def dataset(steps: pa.Table) -> pa.Table:
+    """D_0 of `steps`: one plan each."""
+    rows = []
+    for row in steps.to_pylist():
+        rows.append(
+            {
+                "step_id": row["step_id"],
+                "plan": f"click {row['goal'].split()[-1]}",
+                "action_type": row["action_type"],
+                "value": row["value"],
+                "box": row["boxes"][0] if row["boxes"] else None,
+                "candidate_id": f"{row['step_id']}#open#0",
+                "planner": "open",
+                "made_in": 0,
+                "hits": 1,
+                "answered": 1,
+                "score": 1.0,
+            }
+        )
+    return pa.Table.from_pylist(rows, DATASET_SCHEMA)
+
+
+CORPUS = [f"Click {word}. Enter red into {word}." for word in WORDS]
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Checkpoints with random weights, by seed; made once each."""
+    from coepg_dagster.pretraining.architecture import build_random_checkpoint
+
+    root = tmp_path_factory.mktemp("random")
+
+    def checkpoint(seed: int) -> Path:
+        import torch
+
+        folder = root / str(seed)
+        return folder if folder.exists() else build_random_checkpoint(folder, "small", seed, CORPUS, torch.float32)
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def models(random_checkpoint: Callable[[int], Path]) -> Models:
+    """The part of an experiment that says how checkpoints are asked; its paths are random checkpoints."""
+    one = str(random_checkpoint(0))
+    return Models(
+        base_planner=one,
+        base_grounder=one,
+        planners={"open": one},
+        verifiers={"open": one},
+        prompts="compact",
+        dtype="float32",
+    )
+
+
+def quiet(done: int, of: int, figures: Any) -> None:
+    """A Report that nobody reads."""
+
+
+@pytest.fixture(scope="session")
+def trained(
+    random_checkpoint: Callable[[int], Path],
+    models: Models,
+    steps: pa.Table,
+    dataset: pa.Table,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, int], Path]:
+    """A planner or grounder that learnt the answers of `dataset` by heart, by role and seed; made once each."""
+    from coepg_dagster.training.sft import train_sft
+
+    root = tmp_path_factory.mktemp("trained")
+
+    def checkpoint(role: Any, seed: int) -> Path:
+        out = root / f"{role}-{seed}"
+        if not out.exists():
+            config = Sft(epochs=LESSONS, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
+            init = str(random_checkpoint(seed))
+            train_sft(role, init, dataset, steps, models, config, seed, "cpu", out, quiet)
+        return out
+
+    return checkpoint
+
+
+LESSONS = 30
