@@ -205,4 +205,4 @@ def write_family_sheet(steps: pa.Table, path: Path) -> None:
     ]
     sheet = contact_sheet(chosen, columns=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.quantize(48, dither=Image.Dither.NONE).save(path, optimize=True)
+    sheet.quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
-from coepg_dagster.miniwob.splits import KNOWN_FAMILIES, SEEDS, StepKey, assert_disjoint, held_out, page_hash
+from coepg_dagster.miniwob.splits import KNOWN_FAMILIES, SEEDS, assert_disjoint, held_out
 
 pytest.importorskip("selenium")
 pytest.importorskip("miniwob")
@@ -24,6 +24,7 @@ from coepg_dagster.miniwob.collect import (
     plan,
     play_shard,
     read_shards,
+    step_keys,
 )
 from coepg_dagster.steps import STEP_SCHEMA
 
@@ -63,7 +64,7 @@ def test_a_second_run_skips_finished_shards(tmp_path: Path) -> None:
     assert (again.shards, again.skipped) == (0, 2)
     table = read_shards(tmp_path, "validation")
     assert table.schema.equals(SHARD_SCHEMA)
-    assert assert_disjoint(map(_key, table.to_pylist()))["validation"]["families"] == 2
+    assert assert_disjoint(step_keys(table))["validation"]["families"] == 2
 
 
 @pytest.mark.browser
@@ -82,10 +83,3 @@ def test_a_shard_is_the_same_each_time(browser: Browser, monkeypatch: pytest.Mon
 
 def test_progress_starts_empty() -> None:
     assert Progress().steps == 0
-
-
-def _key(row: dict[str, object]) -> StepKey:
-    names = tuple(row["elements"][i]["name"] for i in row["targets"])  # type: ignore[index, attr-defined]
-    page = page_hash(row["goal"], row["screenshot"])  # type: ignore[arg-type]
-    known = {k: row[k] for k in ("step_id", "split", "episode_id", "family", "seed", "step_index", "goal", "value")}
-    return StepKey(**known, history=tuple(row["history"]), names=names, page=page)  # type: ignore[arg-type]
