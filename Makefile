@@ -23,10 +23,12 @@ ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
 test: lint
 	$(VENV)/bin/python -m pytest -q
 
-lint: setup
+lint: setup  ## mypy sees assets/ and resources/ where they are imported from, through links
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	rm -rf build/typed && mkdir -p build/typed/coepg_dagster
+	ln -s $(CURDIR)/coepg_dagster/* $(CURDIR)/assets $(CURDIR)/resources build/typed/coepg_dagster/
+	MYPYPATH=build/typed $(VENV)/bin/mypy -p coepg_dagster
 
 reproducible: setup  ## the sandbox twice with the same seed: the same data versions of D_0, D_1, D_2
 	$(VENV)/bin/python -m tests.reproducible

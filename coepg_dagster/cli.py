@@ -145,8 +145,8 @@ def ui(port: Annotated[int, typer.Option(help="on the loopback address")] = 3000
     open_instance(project)
     tools = Path(sys.executable).parent
     commands = [
-        [tools / "dagster-daemon", "run", "-w", "workspace.yaml"],
-        [tools / "dagster-webserver", "-h", "127.0.0.1", "-p", str(port), "-w", "workspace.yaml"],
+        [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],
+        [str(tools / "dagster-webserver"), "-h", "127.0.0.1", "-p", str(port), "-w", "workspace.yaml"],
     ]
     processes = [subprocess.Popen(command, cwd=project.root) for command in commands]
     err.print(f"Dagster is at http://127.0.0.1:{port} when the lines below say so; Ctrl-C ends it")
