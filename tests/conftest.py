@@ -14,10 +14,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, settings
 from PIL import Image, ImageDraw
 
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA
+
+# The same examples on every machine, and no failure because a machine is busy.
+settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("coepg")
 
 WIDTH, HEIGHT = 84, 112
 """Small screens that the tiny models see as they are: 12 visual tokens."""
