@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from coepg_dagster.miniwob.splits import KNOWN_FAMILIES, SPLITS, UNSEEN_FAMILIES
-from coepg_dagster.readers.miniwob import SnapshotError, load_snapshot, load_targets
+from coepg_dagster.readers.miniwob import TARGETS_FILE, SnapshotError, load_snapshot, load_targets
 from coepg_dagster.steps import STEP_SCHEMA
 
 from .conftest import SNAPSHOT
@@ -99,17 +99,21 @@ def other_size(png: bytes) -> bytes:
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], None], complaint: str) -> None:
-    copy = tmp_path / "miniwob"
-    copy.mkdir()
-    for file in SNAPSHOT.iterdir():
-        (copy / file.name).symlink_to(file)
-    table = pq.read_table(SNAPSHOT / "validation.parquet").cast(STEP_SCHEMA)
-    rows = table.to_pylist()
-    change(rows[3])
-    (copy / "validation.parquet").unlink()
-    pq.write_table(pa.Table.from_pylist(rows, STEP_SCHEMA), copy / "validation.parquet", compression="zstd")
+    shutil.copy(SNAPSHOT / TARGETS_FILE, tmp_path)
+    for split in SPLITS:  # the first episodes of each
+        rows = pq.read_table(SNAPSHOT / f"{split}.parquet").cast(STEP_SCHEMA).slice(0, 12).to_pylist()
+        write(rows, tmp_path / f"{split}.parquet")
+        if split == "validation":
+            bad = rows
+    assert load_snapshot(tmp_path).num_rows == 12 * len(SPLITS)
+    change(bad[3])
+    write(bad, tmp_path / "validation.parquet")
     with pytest.raises(SnapshotError, match=complaint):
-        load_snapshot(copy)
+        load_snapshot(tmp_path)
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(rows, STEP_SCHEMA), path, compression="zstd")
 
 
 def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
