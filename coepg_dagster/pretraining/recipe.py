@@ -93,7 +93,9 @@ class Recipe(_Strict):
     """All models of the embedded benchmark."""
 
     vocabulary: Annotated[int, Field(ge=700)] = 1472
-    """Tokens of the shared tokenizer."""
+    """Most tokens of the shared tokenizer."""
+    least_screens: Annotated[int, Field(ge=1)] = 1
+    """Words on fewer screens than this are spelled."""
     towers: dict[str, Tower]
     """By name."""
     checkpoints: dict[str, Checkpoint]

@@ -1,7 +1,8 @@
 """Collected MiniWoB++ steps as pretraining reads them: one array of screens, one list of steps.
 
 The Parquet shards have the columns of `steps.STEP_SCHEMA`, and two more: `elements` (kind, name, color, box of every
-visible element) and `target` (index of the acted element, -1 where there is none).
+visible element) and `target` (index of the acted element, -1 where there is none). The shipped snapshot has neither; it
+can be scored, not trained on.
 """
 
 from __future__ import annotations
@@ -94,13 +95,10 @@ class Screens:
         return [i for i, step in enumerate(self.steps) if is_held_out(step.seed) == held_out]
 
     def corpus(self) -> Iterator[str]:
-        """Every text of the training part, for the tokenizer."""
+        """All words of each training screen as one text, for the tokenizer."""
         for step in self.steps:
             if not is_held_out(step.seed):
-                yield step.goal
-                yield step.value
-                yield from step.history[-1:]
-                yield from (element.name for element in step.elements)
+                yield "\n".join([step.goal, step.value, *step.history, *(element.name for element in step.elements)])
 
     def summary(self) -> dict[str, Any]:
         """What a model card says of the data."""
@@ -144,7 +142,8 @@ def read(
     )
     steps: list[ScreenStep] = []
     for table, path in zip(tables, sorted(shards), strict=True):
-        for batch in table.iter_batches(batch_size=512, columns=_COLUMNS):
+        columns = [name for name in _COLUMNS if name in table.schema_arrow.names]
+        for batch in table.iter_batches(batch_size=512, columns=columns):
             for row in batch.to_pylist():
                 if len(steps) == total:
                     break
@@ -188,7 +187,9 @@ def _box(values: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _step(row: Mapping[str, Any]) -> ScreenStep:
-    elements = tuple(Element(e["kind"], e["name"], e["color"] or "", _box(e["box"])) for e in row["elements"])
+    described = row.get("elements") or ()
+    elements = tuple(Element(e["kind"], e["name"], e["color"] or "", _box(e["box"])) for e in described)
+    target = row.get("target")
     return ScreenStep(
         family=row["family"],
         seed=int(row["seed"]),
@@ -197,7 +198,7 @@ def _step(row: Mapping[str, Any]) -> ScreenStep:
         action_type=row["action_type"],
         value=row["value"],
         elements=elements,
-        target=-1 if row["target"] is None else int(row["target"]),
+        target=-1 if target is None else int(target),
         boxes=tuple(_box(box) for box in row["boxes"]),
         askable=tuple(askable(elements)),
     )

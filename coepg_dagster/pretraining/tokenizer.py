@@ -90,13 +90,13 @@ def _pattern() -> str:
     return rf"{scaffold}| (?:{frame})(?![A-Za-z])|[A-Za-z]+|[0-9]{{1,3}}|[^A-Za-z0-9]"
 
 
-def fit(corpus: Iterable[str], size: int = 1472) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `size` tokens: the fixed ones and `corpus`'s commonest words.
+def fit(corpus: Iterable[str], size: int = 1472, least: int = 1) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `size` tokens: the fixed ones, and the words that most texts of `corpus` hold.
 
-    Deterministic: ties between equally frequent words are broken by the alphabet. Raises ValueError where `size` has no
-    room for the fixed part.
+    A word that fewer than `least` texts hold is left to be spelled. Deterministic: ties between equally frequent words
+    are broken by the alphabet. Raises ValueError where `size` has no room for the fixed part.
     """
-    counts = Counter(word for text in corpus for word in words_of(text) if len(word) > 1)
+    counts = Counter(word for text in corpus for word in set(words_of(text)) if len(word) > 1)
     fixed = [*SPECIALS, *_byte_alphabet(), *(str(number) for number in range(NUMBERS))]
     fixed += [_in_byte_alphabet(text) for text in SCAFFOLD]
     fixed += [*_OTHER_WORDS, *(_in_byte_alphabet(f" {word}") for word in FRAME_WORDS), *FRAME_WORDS]
@@ -106,7 +106,7 @@ def fit(corpus: Iterable[str], size: int = 1472) -> PreTrainedTokenizerFast:
     if len(vocabulary) > size:
         raise ValueError(f"a vocabulary of {size} tokens is smaller than its fixed part of {len(vocabulary)}")
     for word in sorted(counts, key=lambda word: (-counts[word], word)):
-        if len(vocabulary) == size:
+        if len(vocabulary) == size or counts[word] < least:
             break
         vocabulary.setdefault(word, len(vocabulary))
     return _tokenizer(vocabulary)

@@ -15,6 +15,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -364,6 +365,7 @@ def grow(
         batch_size=None,
         num_workers=loaders,
         prefetch_factor=8 if loaders else None,
+        multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,
         pin_memory=device.type == "cuda",
     )
     return _loop(name, checkpoint, _Optimizer(loss, parameters, device), _tensors(loader), device, progress)
@@ -444,7 +446,7 @@ def run(
     wanted = {name: recipe.checkpoints[name] for name in (only or recipe.checkpoints)}
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    tokens.fit(screens.corpus(), recipe.vocabulary).save_pretrained(work / "tokenizer")
+    tokens.fit(screens.corpus(), recipe.vocabulary, recipe.least_screens).save_pretrained(work / "tokenizer")
     plant = _Plant(recipe, screens.directory, work, out, device, loaders)
     towers = [name for name in recipe.towers if any(c.tower == name for c in wanted.values())]
     reports: dict[str, StageReport] = {}
