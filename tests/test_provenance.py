@@ -1,0 +1,148 @@
+"""What is read, what is stale, what must be made, and what may not be used."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coepg_dagster.provenance import (
+    CROSSING,
+    LOOP,
+    SHARED,
+    NotUsable,
+    Record,
+    Ref,
+    Stale,
+    assert_usable,
+    inputs_of,
+    staleness,
+    to_make,
+)
+
+K = 3
+REFS = [*(Ref(asset) for asset in SHARED), *(Ref(asset, k) for k in range(K + 1) for asset in LOOP)]
+CODE = dict.fromkeys((*SHARED, *LOOP), "1")
+
+
+def record(ref: Ref, records: dict[Ref, Record], version: str = "a", **changes: object) -> Record:
+    return Record(
+        asset=ref.asset,
+        iteration=ref.iteration,
+        data_version=version,
+        run_id="run",
+        folder="folder",
+        inputs=[records[used].as_input() for used in inputs_of(ref)],
+        code_version="1",
+        config={},
+        seed=0,
+        seconds=1,
+        device="cpu",
+        figures={},
+    ).model_copy(update=changes)
+
+
+def whole_loop() -> dict[Ref, Record]:
+    """Every artifact of iterations 0..K, all of it current."""
+    records: dict[Ref, Record] = {}
+    for ref in REFS:
+        records[ref] = record(ref, records)
+    return records
+
+
+def followers(of: set[Ref]) -> set[Ref]:
+    """`of` and everything that was made from it."""
+    found = set(of)
+    for ref in REFS:
+        if any(used in found for used in inputs_of(ref)):
+            found.add(ref)
+    return found
+
+
+@pytest.mark.parametrize("ref", REFS, ids=str)
+def test_inputs_come_earlier_and_nothing_before_iteration_0_is_read(ref: Ref) -> None:
+    place = {other: i for i, other in enumerate(REFS)}
+    for used in inputs_of(ref):
+        assert used.iteration is None or used.iteration >= 0
+        assert place[used] < place[ref]
+        if used.iteration is not None and used.iteration != ref.iteration:
+            assert used.iteration == (ref.iteration or 0) - 1 and used.asset in CROSSING
+
+
+def test_the_pools_of_iterations_0_and_1_hold_no_model_of_iteration_0() -> None:
+    assert {str(ref) for ref in inputs_of(Ref("candidate_plans", 0))} == {"benchmark_steps", "open_models"}
+    assert Ref("planner", 0) not in inputs_of(Ref("candidate_plans", 1))
+    assert Ref("grounder", 0) not in inputs_of(Ref("verdicts", 1))
+    assert {Ref("planner", 1), Ref("planner", 2)} <= set(inputs_of(Ref("candidate_plans", 2)))
+
+
+def test_a_whole_loop_is_current() -> None:
+    assert staleness(whole_loop(), CODE) == {} and to_make(whole_loop(), {}, K) == {}
+
+
+@given(st.sets(st.sampled_from(REFS), min_size=1, max_size=3))
+def test_what_follows_something_changed_is_stale_and_nothing_else(changed: set[Ref]) -> None:
+    records = whole_loop()
+    for ref in changed:
+        records[ref] = records[ref].model_copy(update={"data_version": "b"})
+    stale = staleness(records, CODE)
+    direct = {ref for ref in REFS if any(used in changed for used in inputs_of(ref))}
+    assert set(stale) == followers(direct)
+    for ref, why in stale.items():
+        assert why.root in direct and "is now b, it read a" in str(why)
+        assert (str(why).startswith(str(why.root))) == (why.root != ref)
+
+
+@given(st.sets(st.sampled_from(LOOP), min_size=1, max_size=2))
+def test_changed_code_makes_it_stale_with_what_follows(assets: set[str]) -> None:
+    stale = staleness(whole_loop(), CODE | dict.fromkeys(assets, "2"))
+    own = {ref for ref in REFS if ref.asset in assets}
+    assert set(stale) == followers(own)
+    assert all("code or configuration changed (1 → 2)" in stale[ref].cause for ref in own)
+
+
+@given(st.sets(st.sampled_from(REFS[len(SHARED) :]), max_size=4), st.integers(0, K))
+def test_what_is_to_be_made_is_closed_and_in_order(missing: set[Ref], through: int) -> None:
+    records = {ref: made for ref, made in whole_loop().items() if ref not in missing}
+    plan = to_make(records, staleness(records, CODE), through)
+    chosen = {Ref(asset, k) for k, assets in plan.items() for asset in assets}
+    assert chosen == {ref for ref in followers(missing) if ref.iteration is not None and ref.iteration <= through}
+    assert list(plan) == sorted(plan) and all(plan.values())
+    for assets in plan.values():
+        assert assets == sorted(assets, key=LOOP.index)
+
+
+def test_a_removed_input_is_a_cause() -> None:
+    records = whole_loop()
+    del records[Ref("dataset", 1)]
+    assert staleness(records, CODE)[Ref("grounder", 2)].cause == "its input dataset[1] is gone"
+
+
+ref = Ref("dataset", 1)
+made = record(ref, whole_loop())
+failed = made.model_copy(update={"failed_checks": ["has_rows"]})
+old = Stale(ref, Ref("verdicts", 1), "code changed")
+
+
+@pytest.mark.parametrize(
+    ("there", "stale", "elsewhere", "says"),
+    [
+        (None, None, None, "dataset[1] does not exist: materialize dataset[1] first"),
+        (failed, old, "was not made by backfill b", "blocking check failed: has_rows"),
+        (made, old, "was not made by backfill b", "dataset[1] was not made by backfill b"),
+        (made, old, None, "dataset[1] is stale (verdicts[1]: code changed): materialize iteration 1 first"),
+    ],
+)
+def test_what_may_not_be_used_says_why_and_what_to_do(
+    there: Record | None, stale: Stale | None, elsewhere: str | None, says: str
+) -> None:
+    with pytest.raises(NotUsable) as refused:
+        assert_usable(ref, there, stale, elsewhere, False)
+    assert says in str(refused.value) and "materialize" in str(refused.value)
+
+
+def test_only_staleness_can_be_accepted() -> None:
+    assert assert_usable(ref, made, old, None, True) is made
+    for there, elsewhere in ((None, None), (failed, None), (made, "was not made here")):
+        with pytest.raises(NotUsable):
+            assert_usable(ref, there, old, elsewhere, True)
