@@ -1,0 +1,31 @@
+"""An engine whose answers are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
+from coepg_dagster.progress import Report
+
+RESIZE = (28, 3136, 50176)
+
+
+def generation(*pieces: str, logprobs: Sequence[float] | None = None, stop: float | None = -0.5) -> Generation:
+    logprobs = logprobs or [-0.1 * (t + 1) for t in range(len(pieces))]
+    return Generation("".join(pieces), tuple(p.encode() for p in pieces), tuple(logprobs), "stop", stop)
+
+
+class Scripted:
+    """An engine that answers by what it is asked, and counts."""
+
+    resize = RESIZE
+
+    def __init__(self, answer: Callable[[str], Generation | Failure]) -> None:
+        self.asked: list[Request] = []
+        self._answer = answer
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
+    ) -> list[list[Generation | Failure]]:
+        self.asked += requests
+        return [[self._answer(r.messages[0]["content"][1]["text"])] * sampling.samples for r in requests]

@@ -1,0 +1,408 @@
+"""GRPO with C-DREM on tiny checkpoints, through TRL's GRPOTrainer: what TRL does with our rewards, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from trl import GRPOTrainer
+
+from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.geometry import Box, Space
+from coepg_dagster.inference.agents import Grounder
+from coepg_dagster.inference.engine import Failure, Generation
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import VISION_TOKENS, load_checkpoint, vision_token_ids
+from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
+from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
+from coepg_dagster.steps import ROLLOUT_SCHEMA
+from coepg_dagster.training.examples import NothingToTrainOn
+from coepg_dagster.training.grpo import CdremReward, train_grpo
+from tests.conftest import quiet
+from tests.inference.scripted import RESIZE, Scripted, generation
+
+CONFIG = Grpo(
+    prompts_per_step=3,
+    group_size=4,
+    micro_batch_size=6,
+    max_steps=3,
+    learning_rate=1e-3,
+    max_plan_tokens=24,
+    own_prior=2.0,
+    verifier_prior=1.0,
+)
+
+
+@dataclass
+class Run:
+    """One GRPO run and what was seen of it from outside."""
+
+    out: Path
+    init: Path
+    figures: dict[str, Any] = field(default_factory=dict)
+    trainer: Any = None
+    trl_advantages: list[float] = field(default_factory=list)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return pq.read_table(self.out / "rollouts.parquet").to_pylist()
+
+
+@contextmanager
+def watched(run: Run) -> Iterator[None]:
+    """Records TRL's final advantages, its trainer, and every pair that any grounder is asked."""
+    score, ground = GRPOTrainer._generate_and_score_completions, Grounder.ground
+
+    def scored(self: Any, inputs: Any) -> Any:
+        run.trainer = self
+        output = score(self, inputs)
+        run.trl_advantages += output["advantages"].tolist()
+        return output
+
+    def grounded(self: Any, plans: Any, report: Any = None) -> Any:
+        run.asked += plans
+        return ground(self, plans, report)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_generate_and_score_completions", scored)
+        patch.setattr(Grounder, "ground", grounded)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    """Three optimizer steps with a grounder that knows the screens and one that knows nothing."""
+    done = Run(tmp_path_factory.mktemp("grpo"), trained("planner", 0))
+    own, other = trained("grounder", 0), random_checkpoint(3)
+    graders = ("grounder_1", str(own)), {"stranger": str(other)}
+    with watched(done):
+        done.figures = train_grpo(
+            str(done.init), *graders, dataset, steps, models, CONFIG, 8, 8, 5, "cpu", done.out, quiet
+        )
+    return done
+
+
+def groups_of(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["optimizer_step"], row["group"]), []).append(row)
+    return list(found.values())
+
+
+def test_trls_final_advantages_are_ours(run: Run) -> None:
+    """Eq. 10: what moves the policy is what the table says, rollout by rollout."""
+    stored = [row["advantage"] for row in run.rows]
+    assert len(stored) == len(run.trl_advantages) == 3 * 3 * 4
+    assert run.trl_advantages == pytest.approx(stored, abs=1e-3)
+    assert any(stored), "some group had spread"
+    for group in groups_of(run.rows):
+        ours = advantages([row["reward"] for row in group], 4)
+        assert [row["advantage"] for row in group] == pytest.approx(ours.tolist())
+
+
+def test_trl_runs_with_the_papers_settings(run: Run) -> None:
+    args, trainer = run.trainer.args, run.trainer
+    assert (args.loss_type, args.scale_rewards, args.num_iterations) == ("grpo", "group", 1)
+    assert (args.beta, args.epsilon, args.epsilon_high, args.delta) == (0.01, 0.2, None, None)
+    assert (args.temperature, args.top_p, args.top_k) == (0.9, 1.0, 0)
+    assert args.use_bias_correction_kl is False
+    assert args.mask_truncated_completions is False
+    assert (args.importance_sampling_level, args.top_entropy_quantile, args.entropy_coef) == ("token", 1.0, 0.0)
+    assert (trainer.num_generations, len(trainer.reward_funcs), trainer.epsilon_high) == (4, 1, 0.2)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 12
+
+
+def test_the_default_is_the_papers_batch() -> None:
+    paper = Grpo()
+    assert (paper.group_size, paper.prompts_per_step * paper.group_size) == (7, 294)
+    assert (paper.learning_rate, paper.temperature, paper.kl_beta, paper.clip_epsilon) == (5e-7, 0.9, 0.01, 0.2)
+    assert (paper.own_prior, paper.verifier_prior) == (2, 1)
+
+
+def test_the_reference_of_the_kl_term_is_the_planner_before_grpo(run: Run) -> None:
+    assert run.trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+    init = load_file(run.init / "model.safetensors")
+    reference = run.trainer.ref_model.state_dict()
+    assert all(torch.equal(reference[name], tensor) for name, tensor in init.items() if name in reference)
+
+
+def test_every_rollout_is_kept_whole(run: Run) -> None:
+    table = pq.read_table(run.out / "rollouts.parquet")
+    assert table.schema.names == ROLLOUT_SCHEMA.names
+    rows = table.to_pylist()
+    assert [len(group) for group in groups_of(rows)] == [4] * 9
+    assert [(row["optimizer_step"], row["group"]) for row in rows] == sorted(
+        (row["optimizer_step"], row["group"]) for row in rows
+    )
+    for group in groups_of(rows):
+        assert len({row["step_id"] for row in group}) == 1, "a group has one prompt"
+    assert {row["gate"] for row in rows} >= {"passed"}
+
+
+def test_the_table_is_enough_to_compute_every_reward_again(run: Run, steps: pa.Table) -> None:
+    """Eq. 3 to 9 from the columns alone, written out once more."""
+    labels = {row["step_id"]: row for row in steps.to_pylist()}
+    seen = set()
+    for row in run.rows:
+        label, answer = labels[row["step_id"]], parse_planner(row["text"])
+        right = (
+            answer is not None
+            and answer.action_type == label["action_type"]
+            and token_f1(answer.value, label["value"]) > 0.5
+        )
+        assert (row["gate"] == "passed") == right
+        assert row["plan"] == (answer.plan if answer else None)
+        if not right:
+            assert (row["reward"], row["graders"]) == (0, [])
+        elif not label["boxes"]:
+            assert (row["reward"], row["graders"]) == (1, [])
+        else:
+            graders = row["graders"]
+            assert [(g["grounder"], g["prior"]) for g in graders] == [("grounder_1", 2.0), ("stranger", 1.0)]
+            power = [math.exp(g["prior"] * math.exp(g["mean_logprob"])) for g in graders]
+            for g, p in zip(graders, power, strict=True):
+                assert g["confidence"] == pytest.approx(math.exp(g["mean_logprob"]))
+                assert g["weight"] == pytest.approx(p / sum(power))
+                inside = g["x"] is not None and any(
+                    x1 <= g["x"] <= x2 and y1 <= g["y"] <= y2 for x1, y1, x2, y2 in label["boxes"]
+                )
+                assert g["hit"] == inside
+                assert g["tokens"] >= 1
+            assert row["reward"] == pytest.approx(sum(g["weight"] for g in graders if g["hit"]))
+        seen.add((right, bool(label["boxes"])))
+    assert (True, True) in seen
+
+
+def test_only_plans_that_passed_the_gate_on_a_target_are_shown_to_grounders(run: Run, steps: pa.Table) -> None:
+    targets = {row["step_id"] for row in steps.to_pylist() if row["boxes"]}
+    wanted = [
+        (row["step_id"], row["plan"]) for row in run.rows if row["gate"] == "passed" and row["step_id"] in targets
+    ]
+    assert wanted
+    assert sorted(run.asked) == sorted(2 * wanted), "each of the two grounders, and nothing else"
+
+
+def test_the_policy_moves_and_its_vision_tower_does_not(run: Run) -> None:
+    before, after = load_file(run.init / "model.safetensors"), load_file(run.out / "model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert not any("visual" in name for name in moved)
+    assert json.loads((run.out / "generation_config.json").read_text()).get("suppress_tokens") is None
+
+
+def test_figures_and_log(run: Run) -> None:
+    assert run.figures["optimizer_steps"] == 3
+    assert run.figures["prompts"] == 6
+    assert 0 <= run.figures["groups_without_spread"] <= 100
+    log = [json.loads(line) for line in (run.out / "training_log.jsonl").read_text().splitlines()]
+    rows = run.rows
+    for step in range(3):
+        of_step = [row for row in rows if row["optimizer_step"] == step]
+        [logged] = [entry for entry in log if entry["step"] == step + 1 and "reward" in entry]
+        # groups without spread are rounded to 1/1024 for TRL
+        assert logged["reward"] == pytest.approx(np.mean([row["reward"] for row in of_step]), abs=2e-3)
+        assert logged["gate_passed"] == pytest.approx(np.mean([row["gate"] == "passed" for row in of_step]))
+
+
+def test_the_same_seed_trains_the_same_planner(
+    run: Run,
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    config = CONFIG.model_copy(update={"max_steps": 1})
+    kept = []
+    for name in ("one", "two"):
+        out = tmp_path / name
+        own = ("grounder_1", str(trained("grounder", 0)))
+        others = {"stranger": str(random_checkpoint(3))}
+        train_grpo(str(run.init), own, others, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet)
+        kept.append([(out / file).read_bytes() for file in ("model.safetensors", "rollouts.parquet")])
+        torch.manual_seed(1234)
+    assert kept[0] == kept[1]
+
+
+def test_a_policy_that_wants_vision_tokens_and_groups_without_spread(
+    random_checkpoint: Callable[[int], Path],
+    trained: Callable[[str, int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An image token in a completion would end the run (features no longer match); equal rewards must move nothing.
+
+    Also: without the ensemble, no verifier is even loaded.
+    """
+    init = shutil.copytree(random_checkpoint(4), tmp_path / "obsessed")
+    obsess(init, steps)
+    scores = iter([[0.35] * 4 + [0.0, 0.35, 0.0, 0.7] + [0.4, 0.4 + 1e-4, 0.4, 0.4]])
+
+    def scripted(self: CdremReward, texts: Any, step_ids: Any) -> list[float]:
+        rewards = next(scores)
+        self.rows = [
+            {"step_id": s, "text": t, "plan": None, "gate": "passed", "graders": [], "reward": r}
+            for s, t, r in zip(step_ids, texts, rewards, strict=True)
+        ]
+        return rewards
+
+    monkeypatch.setattr(CdremReward, "score", scripted)
+    run = Run(tmp_path / "out", init)
+    config = CONFIG.model_copy(update={"max_steps": 1, "ensemble": False})
+    graders = ("grounder_1", str(trained("grounder", 0))), {"absent": "no/such/checkpoint"}
+    with watched(run):
+        run.figures = train_grpo(str(init), *graders, dataset, steps, models, config, 8, 8, 5, "cpu", run.out, quiet)
+    assert not any(token in row["text"] for row in run.rows for token in VISION_TOKENS)
+    completions = run.trainer._buffered_inputs
+    unwanted = torch.tensor(vision_token_ids(run.trainer.processing_class.tokenizer))
+    assert not any(torch.isin(batch["completion_ids"], unwanted).any() for batch in completions)
+
+    assert [row["reward"] for row in run.rows] == [0.35] * 4 + [0.0, 0.35, 0.0, 0.7] + [0.4, 0.4 + 1e-4, 0.4, 0.4]
+    assert run.trl_advantages[:4] == [0.0] * 4, "exactly"
+    assert run.trl_advantages[8:] == [0.0] * 4
+    assert run.trl_advantages[4:8] == pytest.approx(advantages([0.0, 0.35, 0.0, 0.7], 4), abs=1e-4)
+    assert [row["advantage"] for row in run.rows] == pytest.approx(run.trl_advantages, abs=1e-4)
+    assert run.figures["groups_without_spread"] == pytest.approx(100 * 2 / 3)
+
+
+def obsess(folder: Path, steps: pa.Table) -> None:
+    """Changes a checkpoint so that its first choice is a vision token. (Their input embeddings are never read.)"""
+    model, processor = load_checkpoint(folder, "float32", "cpu")
+    screens = Screens(steps, RESIZE)
+    text = processor.apply_chat_template(
+        planner_messages("Click OK", [], "compact"), tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(text=[text], images=[[screens.image("s0")]], return_tensors="pt", do_resize=False)
+    with torch.no_grad():
+        hidden = model.model(**inputs).last_hidden_state[0, -1]
+        ids = vision_token_ids(processor.tokenizer)
+        wanted = [i for i in ids if i != processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")]
+        model.get_input_embeddings().weight[wanted] = 60 * hidden / hidden.norm() ** 2
+        logits = model(**inputs).logits[0, -1]
+    assert logits.argmax() in wanted
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    weights[name] = model.get_input_embeddings().weight.detach().clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_too_few_prompts_for_one_step_are_an_error_and_not_an_untrained_planner(
+    run: Run, trained: Callable[[str, int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    own = ("grounder_1", str(trained("grounder", 0)))
+    with pytest.raises(NothingToTrainOn, match=r"covers 2 steps.*lower grpo.prompts_per_step \(3\)"):
+        train_grpo(str(run.init), own, {}, dataset.slice(0, 2), steps, models, CONFIG, 8, 8, 5, "cpu", tmp_path, quiet)
+
+
+# the reward alone
+
+PLANS = ["click OK", "click Cancel", "the red box", "<|image_pad|>"]
+NAMES = ["own", "a", "b"]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[tuple[str, str]], dict[tuple[str, str], Generation | Failure], Any]:
+    """Rollouts (step, text), and what each grounder answers to each plan; at least one answers."""
+    rollouts = []
+    for _ in range(draw(st.integers(1, 8))):
+        answer = planner_answer(
+            draw(st.sampled_from(PLANS)), draw(st.sampled_from(["CLICK", "TYPE"])), draw(st.sampled_from(["", "red"]))
+        )
+        rollouts.append((f"s{draw(st.integers(0, 5))}", draw(st.sampled_from([answer, answer, answer, "no plan"]))))
+    answers: dict[tuple[str, str], Generation | Failure] = {}
+    for plan in PLANS:
+        for name in NAMES:
+            x, y = draw(st.sampled_from([(18, 28), (38, 28), (58, 28), (18, 68), (0, 0)]))
+            logprobs = draw(st.lists(st.floats(-3, 0), min_size=5, max_size=5))
+            said = generation("(", str(x), ",", str(y), ")", logprobs=logprobs)
+            silent = generation("none", logprobs=[-1.0])
+            choices = [said, said, silent, generation(stop=-0.3)] + ([Failure("timeout")] if name != "own" else [])
+            answers[name, plan.replace("<|", "< |")] = draw(st.sampled_from(choices))
+    return rollouts, answers, draw(st.sampled_from(["probability", "log_probability", "constant"]))
+
+
+@given(batch=batches())
+def test_gate_and_deduplication_change_no_reward(steps: pa.Table, batch: Any) -> None:
+    """Eq. 3 to 9 as a plain loop that asks every grounder about every plan gives the same rewards."""
+    rollouts, answers, mode = batch
+    screens = Screens(steps, RESIZE)
+    engines = {name: Scripted(lambda plan, name=name: answers[name, plan]) for name in NAMES}
+    grounders = {name: Grounder(e, screens, "compact", Space.RESIZED, 8) for name, e in engines.items()}
+    priors = {"own": 2.0, "a": 1.0, "b": 1.0}
+    reward = CdremReward(grounders, priors, steps, screens, CONFIG.model_copy(update={"confidence": mode}))
+    rewards = reward.score([text for _, text in rollouts], [step_id for step_id, _ in rollouts])
+
+    labels = {row["step_id"]: row for row in steps.to_pylist()}
+    for (step_id, text), got, row in zip(rollouts, rewards, reward.rows, strict=True):
+        answer, label = parse_planner(text), labels[step_id]
+        expected = 0.0
+        if answer:
+            powers, hits = [], []
+            for name in NAMES:
+                [reading] = grounders[name].ground([(step_id, answer.plan)])
+                if reading.failure:
+                    continue
+                c = {"probability": math.exp(reading.mean_logprob), "log_probability": reading.mean_logprob}
+                powers.append(math.exp(priors[name] * c.get(mode, 1.0)))
+                boxes = [Box(*box, Space.ORIGINAL) for box in label["boxes"]]
+                hits.append(any(box.contains(reading.point) for box in boxes) if reading.point else False)
+            r_plan = sum(p for p, hit in zip(powers, hits, strict=True) if hit) / sum(powers) if label["boxes"] else 1
+            r_type = answer.action_type == label["action_type"]
+            r_value = token_f1(answer.value, label["value"]) > 0.5
+            expected = r_plan if r_type and r_value else 0
+        assert got == pytest.approx(expected)
+        assert row["reward"] == got
+    pa.Table.from_pylist([r | {"optimizer_step": 0, "group": 0, "advantage": 0.0} for r in reward.rows], ROLLOUT_SCHEMA)
+
+
+def test_identical_plans_are_asked_once_and_failed_gates_never(steps: pa.Table) -> None:
+    engine = Scripted(lambda _: generation("(", "18", ",", "28", ")"))
+    screens = Screens(steps, RESIZE)
+    reward = CdremReward(
+        {"own": Grounder(engine, screens, "compact", Space.RESIZED, 8)}, {"own": 2.0}, steps, screens, CONFIG
+    )
+    good, wrong = planner_answer("click OK", "CLICK", ""), planner_answer("click OK", "TYPE", "x")
+    assert reward.score([good, good, wrong, "?", good], ["s0", "s0", "s0", "s0", "s5"]) == [1, 1, 0, 0, 1]
+    assert len(engine.asked) == 1
+    assert reward.score([wrong, "?"], ["s0", "s0"]) == [0, 0]
+    assert len(engine.asked) == 1
+    assert [row["gate"] for row in reward.rows] == ["wrong_type", "unparsed"]
+
+
+def test_if_all_grounders_fail_there_is_an_error_and_no_reward(steps: pa.Table) -> None:
+    screens = Screens(steps, RESIZE)
+    grounder = Grounder(Scripted(lambda _: Failure("timeout")), screens, "compact", Space.RESIZED, 8)
+    reward = CdremReward({"own": grounder}, {"own": 2.0}, steps, screens, CONFIG)
+    with pytest.raises(NoVerdict, match="never silently 0"):
+        reward.score([planner_answer("click OK", "CLICK", "")], ["s0"])
+
+
+def test_without_grounders_there_is_no_reward(steps: pa.Table) -> None:
+    with pytest.raises(ValueError, match="at least one grounder"):
+        CdremReward({}, {}, steps, Screens(steps, RESIZE), CONFIG)

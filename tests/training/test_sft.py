@@ -1,0 +1,187 @@
+"""SFT of π_k and ϕ_k on tiny checkpoints, through TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trl import SFTTrainer
+
+from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.geometry import Space
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, TransformersEngine, load_checkpoint
+from coepg_dagster.prompts import parse_grounder, parse_planner
+from coepg_dagster.training import common
+from coepg_dagster.training.examples import NothingToTrainOn, grounder_examples, grpo_prompts, planner_examples
+from coepg_dagster.training.sft import train_sft
+from tests.conftest import quiet
+
+RESIZE = (28, 3136, 50176)
+CONFIG = Sft(max_steps=2, batch_size=6, micro_batch_size=3, learning_rate=1e-3, freeze_vision=True)
+
+
+def train(
+    role: Any, init: Path, dataset: pa.Table, steps: pa.Table, models: Models, out: Path, config: Sft = CONFIG
+) -> dict[str, torch.Tensor]:
+    train_sft(role, str(init), dataset, steps, models, config, 7, "cpu", out, quiet)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """The batches that a trainer computes its loss on."""
+    batches: list[dict[str, torch.Tensor]] = []
+    compute_loss = SFTTrainer.compute_loss
+
+    def spy(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append({name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)})
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(SFTTrainer, "compute_loss", spy)
+    return batches
+
+
+@pytest.mark.parametrize("role", ["planner", "grounder"])
+def test_sft(
+    role: str,
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    seen: list[dict[str, torch.Tensor]],
+) -> None:
+    """One run, looked at from all sides: loss, images, frozen vision, saved weights, and the same run again."""
+    init = random_checkpoint(2)
+    torch.manual_seed(99)
+    after = train(role, init, dataset, steps, models, tmp_path / "one")
+    _, processor = load_checkpoint(init, "float32", "cpu")
+
+    # loss on the answer's tokens only, its end included
+    answers = set()
+    for batch in seen:
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            learnt = labels != -100
+            assert (labels[learnt] == ids[learnt]).all()
+            answer = processor.tokenizer.decode(ids[learnt])
+            assert answer.rstrip().endswith("<|im_end|>")
+            answers.add(answer.rstrip().removesuffix("<|im_end|>"))
+            prompt = processor.tokenizer.decode(ids[~learnt])
+            assert prompt.replace("<|endoftext|>", "").rstrip().endswith("<|im_start|>assistant")
+    parse: Any = parse_planner if role == "planner" else parse_grounder
+    assert len(answers) >= 5
+    assert all(parse(answer) for answer in answers)
+
+    # the trainer's own processor sees the pixels that the engine sees: one resize, not two
+    screens = Screens(steps, RESIZE)
+    images = [screens.image(f"s{i}") for i in range(6)]
+    pixels = processor.image_processor(images=images, do_resize=False, return_tensors="pt")["pixel_values"]
+    rows = {tuple(row) for row in pixels.flatten(1)[:, :40].tolist()}
+    assert all(tuple(row) in rows for batch in seen for row in batch["pixel_values"].flatten(1)[:, :40].tolist())
+
+    # trained, and frozen where asked
+    before = load_file(init / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert not any("visual" in name for name in moved)
+    assert any("visual" in name for name in before)
+
+    # what was saved is what is loaded
+    loaded, _ = load_checkpoint(tmp_path / "one", "float32", "cpu")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in loaded.state_dict().items() if name in after)
+    assert not (tmp_path / "one" / "trainer").exists() or not any((tmp_path / "one" / "trainer").rglob("*.bin"))
+
+    # the same seed gives the same bytes, whatever the global state was
+    torch.manual_seed(1)
+    train(role, init, dataset, steps, models, tmp_path / "two")
+    weights = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("one", "two")]
+    assert weights[0] == weights[1]
+
+    # and its progress is on record
+    log = [json.loads(line) for line in (tmp_path / "one" / "training_log.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == 2
+
+
+# examples
+
+
+def test_the_grounder_learns_the_centre_of_the_verified_box_in_its_own_space(
+    steps: pa.Table, dataset: pa.Table
+) -> None:
+    screens = Screens(steps, RESIZE)
+    centres = [(18, 28), (38, 28), (58, 28), (18, 68), (38, 68)]
+    for space, scale in ((Space.RESIZED, (1, 1)), (Space.NORM_1000, (1000 / 84, 1000 / 112))):
+        examples = grounder_examples(dataset, screens, "compact", space)
+        answers = [example["completion"][0]["content"][0]["text"] for example in examples]
+        assert [parse_grounder(a) for a in answers] == [(round(x * scale[0]), round(y * scale[1])) for x, y in centres]
+    assert len(examples) == 5, "the step without a target is left out"
+    prompts = [example["prompt"][0]["content"][1]["text"] for example in examples]
+    assert prompts == [row["plan"] for row in dataset.to_pylist() if row["box"]]
+
+
+def test_the_planner_learns_the_plan_and_the_label(steps: pa.Table, dataset: pa.Table) -> None:
+    examples = planner_examples(dataset, steps, Screens(steps, RESIZE), "compact")
+    answers = [parse_planner(example["completion"][0]["content"][0]["text"]) for example in examples]
+    assert [(a.plan, a.action_type, a.value) for a in answers if a] == [
+        (row["plan"], row["action_type"], row["value"]) for row in dataset.to_pylist()
+    ]
+
+
+def test_grpo_prompts_are_the_covered_steps_once_without_their_labels(steps: pa.Table, dataset: pa.Table) -> None:
+    twice = pa.concat_tables([dataset.slice(1, 3), dataset.slice(1, 2)])
+    prompts = grpo_prompts(twice, steps, Screens(steps, RESIZE), "compact")
+    assert prompts["step_id"][:] == ["s1", "s2", "s3"]
+    assert set(prompts.column_names) == {"images", "prompt", "step_id"}
+
+
+def test_nothing_to_learn_from_is_said(steps: pa.Table, dataset: pa.Table) -> None:
+    screens = Screens(steps, RESIZE)
+    no_target = dataset.filter(pa.compute.is_null(dataset["box"]))
+    assert len(planner_examples(no_target, steps, screens, "compact")) == 1
+    with pytest.raises(NothingToTrainOn, match="decisions"):
+        grounder_examples(no_target, screens, "compact", Space.RESIZED)
+
+
+# saving
+
+
+def test_a_checkpoint_that_is_not_what_was_trained_is_refused(
+    random_checkpoint: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    assert common.save_whole(model, processor, tmp_path / "good") == sum(p.numel() for p in model.parameters())
+
+    save = type(model).save_pretrained
+
+    def damaged(self: Any, folder: Path, **kwargs: Any) -> None:
+        save(self, folder, **kwargs)
+        weights = load_file(folder / "model.safetensors")
+        next(iter(weights.values())).view(-1)[0] += 1
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(type(model), "save_pretrained", damaged)
+    with pytest.raises(IncompleteCheckpoint, match="not what was trained"):
+        common.save_whole(model, processor, tmp_path / "bad")
+
+
+def test_a_diverged_model_is_refused(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = float("nan")
+    with pytest.raises(IncompleteCheckpoint, match="not finite"):
+        common.save_whole(model, processor, tmp_path / "nan")
+
+
+def test_the_resize_is_the_processors_own(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(random_checkpoint(0), tmp_path / "copy")
+    model, processor = load_checkpoint(folder, "float32", "cpu")
+    assert TransformersEngine.of(model, processor, batch_size=1).resize == RESIZE
