@@ -30,6 +30,10 @@ PROTOCOLS: Final[Mapping[str, Protocol]] = {
 }
 
 
+FAMILIES: Final = tuple(dict.fromkeys(name.split("/")[0] for name in PROTOCOLS))
+"""Benchmarks: the part of a protocol's name before the stroke."""
+
+
 def find_protocol(name: str) -> Protocol:
     """The protocol of that name, or SOP over it for "sop/NAME"; ScoringError with all names where there is none."""
     base = name.removeprefix(SOP_PREFIX)

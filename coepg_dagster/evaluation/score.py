@@ -12,7 +12,7 @@ from coepg_dagster.evaluation.android_control import canonical
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.formats import Notes, read_predictions
 from coepg_dagster.evaluation.mind2web import pad
-from coepg_dagster.evaluation.protocols import SOP_PREFIX, find_protocol
+from coepg_dagster.evaluation.protocols import FAMILIES, PROTOCOLS, SOP_PREFIX, find_protocol
 from coepg_dagster.evaluation.result import Comparison, Result, compare_results, result_of, sop
 
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
@@ -58,6 +58,17 @@ def score_file(
     find_protocol(protocol)
     cases, notes = read_predictions(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)
     return _score(protocol, cases, notes, seed)
+
+
+def score_under_all(path: Path, format: str, family: str, *, seed: int = 0) -> dict[str, Result]:
+    """The same predictions under every protocol of `family` ("android_control") that they hold enough for, by name."""
+    results = {}
+    for name, rule in PROTOCOLS.items():
+        if name.split("/")[0] == family and not rule.needs:
+            results[name] = score_file(path, format, name, seed=seed)
+    if not results:
+        raise ScoringError(f"there is no protocol of family {family!r}; families are {', '.join(FAMILIES)}")
+    return results
 
 
 def _score(protocol: str, cases: list[Case], notes: Notes, seed: int) -> Result:

@@ -185,6 +185,25 @@ def android_control_table(ours: Mapping[str, Mapping[str, Result]], *, average: 
     return Table(title, ("Model", "Protocol", *ANDROID_CONTROL_LEVELS.values(), "Avg"), tuple(rows))
 
 
+def protocols_table(results: Mapping[str, Result]) -> Table:
+    """The same predictions under several protocols, to show how far they are apart; the one table that mixes them."""
+    metrics = list(dict.fromkeys(name for result in results.values() for name in result.metrics))
+    header = ["Protocol", "Scored", "Skipped"]
+    for name in metrics:
+        header += [f"{name} micro", f"{name} macro", f"{name} steps"]
+    rows = []
+    for protocol, result in results.items():
+        cells = [protocol, str(result.scored), str(sum(result.skipped.values()))]
+        for name in metrics:
+            value = result.metrics.get(name)
+            if value is None:
+                cells += [MISSING] * 3
+            else:
+                cells += [half_up(value.micro, 2), half_up(value.macro, 2), str(value.n)]
+        rows.append(tuple(cells))
+    return Table("The same predictions under each protocol, per cent", tuple(header), tuple(rows))
+
+
 def results_table(results: Mapping[str, Result]) -> Table:
     """Results of one protocol beside each other: micro, macro and the interval of the macro average of each metric."""
     if not results:

@@ -11,12 +11,13 @@ import pytest
 
 from coepg_dagster.evaluation import android_control, mind2web, statistics
 from coepg_dagster.evaluation.android_control import invert_scroll, within_14_percent_of_diagonal
-from coepg_dagster.evaluation.case import Case, Protocol
+from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.mind2web import judge_uground, pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Metric, Result, result_of
-from coepg_dagster.evaluation.score import compare, score_file
+from coepg_dagster.evaluation.score import compare, score_file, score_under_all
+from coepg_dagster.evaluation.tables import protocols_table
 
 from .shared import PREDICTIONS, SAMPLES, needs_data
 
@@ -243,10 +244,13 @@ def test_android_control_is_scored_in_under_two_seconds() -> None:
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("name", [name for name in PROTOCOLS if name.startswith("android_control")])
-def test_gui_r1_files_are_scored_under_every_protocol_that_they_suffice_for(name: str) -> None:
-    if PROTOCOLS[name].needs:
-        pytest.skip(f"needs {PROTOCOLS[name].needs}")
-    result: Result = score_file(GUI_R1["high"], "gui_r1", name)
-    assert result.rows == 7706
-    assert compare(result, result).differences["step_acc"].macro == 0
+def test_the_same_predictions_under_every_protocol() -> None:
+    results: dict[str, Result] = score_under_all(GUI_R1["high"], "gui_r1", "android_control")
+    accuracies = {name.split("/")[1]: r.metrics["step_acc"].micro or 0.0 for name, r in results.items()}
+    assert list(accuracies) == ["os_atlas", "gui_r1", "ui_genie", "qwen", "strict14"]
+    assert max(accuracies.values()) - min(accuracies.values()) > 10  # what a protocol is worth
+    assert all(r.rows == 7706 for r in results.values())
+    table = protocols_table(results)
+    assert [row[0] for row in table.rows] == list(results)
+    with pytest.raises(ScoringError, match="different protocols"):
+        compare(*list(results.values())[:2])
