@@ -1,0 +1,236 @@
+"""Experiment files: what is refused, and that the message names the file, the key and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coepg_dagster.experiment import (
+    CODE,
+    Experiment,
+    ExperimentError,
+    Grpo,
+    Regeneration,
+    Sft,
+    code_version,
+    find_experiments,
+    load_experiment,
+    split_reference,
+)
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def content(**change: Any) -> dict[str, Any]:
+    """A small valid file; `change` replaces values by dotted key, None removes a key."""
+    raw: dict[str, Any] = {
+        "description": "a test",
+        "iterations": 2,
+        "seeds": [1, 2],
+        "benchmark": {"reader": "miniwob", "path": "data", "test": ["test"], "protocol": "miniwob/point"},
+        "models": {
+            "base_planner": "a",
+            "base_grounder": "b",
+            "planners": {"open_p": "c"},
+            "verifiers": {"open_v": "d", "open_w": "e"},
+        },
+    }
+    for key, value in change.items():
+        *path, last = key.split("__")
+        place = raw
+        for part in path:
+            place = place.setdefault(part, {})
+        if value is None:
+            place.pop(last)
+        else:
+            place[last] = value
+    return raw
+
+
+def write(folder: Path, raw: Any, name: str = "exp") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(raw if isinstance(raw, str) else yaml.safe_dump(raw))
+    return path
+
+
+def error(folder: Path, raw: Any, name: str = "exp") -> str:
+    with pytest.raises(ExperimentError) as refused:
+        load_experiment(write(folder, raw, name))
+    return str(refused.value)
+
+
+def test_the_name_is_the_files(tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path, content()))
+    assert (experiment.name, experiment.grpo.group_size, experiment.regeneration.rule) == ("exp", 7, "any")
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_experiments_of_the_repository_load(file: Path) -> None:
+    assert load_experiment(file).description
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "remedy"),
+    [
+        ({"sed": [1]}, "sed", "there is no such key; remove it or correct its spelling"),
+        ({"grpo__group_sizes": 7}, "grpo.group_sizes", "correct its spelling"),
+        ({"models__planners": None}, "models.planners", "the key is missing; add it"),
+        ({"iterations": "three"}, "iterations", "valid integer"),
+        ({"iterations": 1.5}, "iterations", "integer"),
+        ({"seeds": 13}, "seeds", "list"),
+        ({"grpo__enabled": "perhaps"}, "grpo.enabled", "boolean"),
+        ({"sft__learning_rate": "fast"}, "sft.learning_rate", "number"),
+        ({"sft__learning_rate": float("inf")}, "sft.learning_rate", "finite"),
+        ({"sft__epochs": float("nan")}, "sft.epochs", "finite"),
+        ({"iterations": 0}, "iterations", "greater than or equal to 1"),
+        ({"seeds": []}, "seeds", "at least 1 item"),
+        ({"seeds": [1, 1]}, "seeds", "different non-negative numbers"),
+        ({"seeds": [-1]}, "seeds", "different non-negative numbers"),
+        ({"models__planners": {}}, "models.planners", "at least one member: name an open model"),
+        ({"models__verifiers": {}}, "models.verifiers", "at least one member"),
+        ({"models__planners": {"planner_1": "x"}}, "models.planners", "call the open model otherwise"),
+        ({"models__verifiers": {"grounder_2": "x"}}, "models.verifiers", "call the open model otherwise"),
+        ({"models__coordinates": "unit"}, "models.coordinates", "use `norm_1000`"),
+        ({"models__coordinates": "miles"}, "models.coordinates", "'original', 'resized', 'norm_1000'"),
+        ({"benchmark__test": []}, "benchmark.test", "at least 1 item"),
+        ({"benchmark__test": ["train"]}, "benchmark", "must differ"),
+        ({"benchmark__train": "test"}, "benchmark", "must differ"),
+        ({"benchmark__reader": "mindweb"}, "benchmark.reader", "miniwob"),
+        ({"regeneration__k": 2}, "regeneration", "goes with `rule: k_of_n`"),
+        ({"regeneration__rule": "k_of_n"}, "regeneration", "goes with `rule: k_of_n`"),
+        ({"regeneration": {"rule": "k_of_n", "k": 3}}, "(whole file)", "lower k or add some"),
+        ({"sft__batch_size": 10}, "sft", "not a multiple of micro_batch_size 4"),
+        ({"grpo__micro_batch_size": 5}, "grpo", "does not divide the 294 rollouts"),
+        ({"grpo__group_size": 1}, "grpo.group_size", "greater than or equal to 2"),
+        ({"name": "other"}, "name", "named by its file; remove the key"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, change: dict[str, Any], key: str, remedy: str) -> None:
+    message = error(tmp_path, content(**change))
+    assert message.startswith(f"{tmp_path / 'exp.yaml'}: key `{key}`")
+    assert remedy in message
+
+
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    message = error(tmp_path, content(iterations="x", sed=1, models__base_planner=None))
+    assert {line.split("`")[1] for line in message.splitlines()} == {"iterations", "sed", "models.base_planner"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- a\n- b", "must hold a mapping"),
+        ("", "must hold a mapping"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("[" * 2000, "not valid YAML"),
+    ],
+)
+def test_what_is_no_experiment_file(tmp_path: Path, raw: str, said: str) -> None:
+    message = error(tmp_path, raw)
+    assert message.startswith(str(tmp_path / "exp.yaml"))
+    assert said in message
+
+
+def test_keys_that_are_no_names(tmp_path: Path) -> None:
+    assert "exp.yaml" in error(tmp_path, yaml.safe_dump(content()) + "\n1: 2\n")
+
+
+def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
+    assert "lower-case letters, digits and _" in error(tmp_path, content(), "My-Exp")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"nothing\.yaml: there is no such experiment file"):
+        load_experiment(tmp_path / "nothing.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ExperimentError, match=r"binary\.yaml: cannot be read"):
+        load_experiment(tmp_path / "binary.yaml")
+    with pytest.raises(ExperimentError, match="cannot be read"):
+        load_experiment(tmp_path)
+
+
+def test_values_cannot_be_changed_afterwards(tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path, content()))
+    with pytest.raises(ValueError, match="frozen"):
+        experiment.grpo.group_size = 3  # type: ignore[misc]
+
+
+def test_references(tmp_path: Path) -> None:
+    write(tmp_path, content(), "one")
+    write(tmp_path, content(seeds=[5]), "two")
+    experiments = find_experiments(tmp_path)
+    assert list(experiments) == ["one", "two"]
+    assert split_reference("one", experiments) == (experiments["one"], 1)
+    assert split_reference("one/s2", experiments) == (experiments["one"], 2)
+    with pytest.raises(ExperimentError, match="no experiment 'three'; known: one, two"):
+        split_reference("three", experiments)
+    for wrong in ("two/s1", "two/5", "two/s", "two/s5x", "two/s5/s5"):
+        with pytest.raises(ExperimentError, match="two/s5"):
+            split_reference(wrong, experiments)
+
+
+# code versions
+
+
+def versions(raw: dict[str, Any]) -> dict[str, str]:
+    experiment = Experiment.model_validate(raw | {"name": "exp"})
+    return {asset: code_version(experiment, asset) for asset in CODE}
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        ({"description": "another"}, set()),
+        ({"iterations": 9}, set()),
+        ({"seeds": [3]}, set()),
+        ({"sft__learning_rate": 1e-3}, {"planner_sft", "grounder"}),
+        ({"grpo__kl_beta": 0.5}, {"planner"}),
+        ({"regeneration__rule": "all"}, {"dataset"}),
+        ({"regeneration__temperature": 0.5}, {"candidate_plans"}),
+        ({"batch_size": 7}, {"candidate_plans"}),
+        ({"regeneration__max_point_tokens": 9}, {"planner", "verdicts", "evaluation"}),
+        ({"benchmark__max_train_steps": 5}, {"candidate_plans", "dataset"}),
+        ({"benchmark__max_eval_steps": 5}, {"evaluation"}),
+        ({"benchmark__test": ["a", "b"]}, {"evaluation"}),
+        (
+            {"models__prompts": "compact"},
+            {"open_models", "planner_sft", "grounder", "planner", "candidate_plans", "verdicts", "evaluation"},
+        ),
+    ],
+)
+def test_a_code_version_changes_with_what_its_asset_reads(change: dict[str, Any], changed: set[str]) -> None:
+    before, after = versions(content()), versions(content(**change))
+    assert {asset for asset in CODE if before[asset] != after[asset]} == changed
+
+
+@pytest.mark.parametrize("section", [Sft, Grpo, Regeneration])
+def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
+    """A setting that no code version covers could be changed with nothing becoming stale."""
+    name = {Sft: "sft", Grpo: "grpo", Regeneration: "regeneration"}[section]
+    others: dict[str, Any] = {
+        "rule": {"rule": "all"},
+        "k": {"rule": "k_of_n", "k": 1},
+        "carry_over": {"carry_over": "none"},
+        "confidence": {"confidence": "constant"},
+        "max_steps": {"max_steps": 4},
+        "batch_size": {"batch_size": 8},
+        "micro_batch_size": {"micro_batch_size": 2},
+        "prompts_per_step": {"prompts_per_step": 7},
+        "group_size": {"group_size": 14},
+    }
+    for key, default in section().model_dump().items():
+        if key in others:
+            value = others[key]
+        elif isinstance(default, bool):
+            value = {key: not default}
+        elif isinstance(default, int):
+            value = {key: default - 1}
+        else:
+            value = {key: default / 2 or 0.1}
+        if key == "micro_batch_size" and name == "grpo":
+            value = {key: 14}
+        assert versions(content(**{name: value})) != versions(content()), f"{name}.{key}"
