@@ -16,7 +16,7 @@ from coepg_dagster.evaluation.protocols import FAMILIES, PROTOCOLS, SOP_PREFIX, 
 from coepg_dagster.evaluation.result import Comparison, Result, compare_results, result_of, sop
 
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
-OPTIONAL_STEP_COLUMNS = ("episode_steps", "point")
+OPTIONAL_STEP_COLUMNS = ("episode_steps", "point", "view_rule")
 PREDICTION_COLUMNS = ("step_id", "action_type", "value", "x", "y")
 
 
@@ -45,7 +45,10 @@ def score_steps(protocol: str, steps: pa.Table, predictions: pa.Table, *, seed: 
         cases.append(_case(row, answer, protocol))
     if answers:
         raise ScoringError(f"predictions: step {next(iter(answers))!r} is not among the labelled steps")
-    return _score(protocol, cases, {}, seed)
+    notes: Notes = {}
+    if any(row.get("view_rule") not in (None, "page", "block 0") for row in labelled):
+        notes["view"] = "oracle: steps show the part of the page that holds the target; scrolling there is not judged"
+    return _score(protocol, cases, notes, seed)
 
 
 def score_file(
@@ -62,13 +65,11 @@ def score_file(
 
 def score_under_all(path: Path, format: str, family: str, *, seed: int = 0) -> dict[str, Result]:
     """The same predictions under every protocol of `family` ("android_control") that they hold enough for, by name."""
-    results = {}
-    for name, rule in PROTOCOLS.items():
-        if name.split("/")[0] == family and not rule.needs:
-            results[name] = score_file(path, format, name, seed=seed)
-    if not results:
+    names = [name for name, rule in PROTOCOLS.items() if name.split("/")[0] == family and not rule.needs]
+    if not names:
         raise ScoringError(f"there is no protocol of family {family!r}; families are {', '.join(FAMILIES)}")
-    return results
+    cases, notes = read_predictions(path, format, names[0])
+    return {name: _score(name, cases, notes, seed) for name in names}
 
 
 def _score(protocol: str, cases: list[Case], notes: Notes, seed: int) -> Result:

@@ -221,6 +221,12 @@ def load(out: Path) -> pa.Table:
     return pa.concat_tables([_mapped(file.with_suffix(".arrow")) for file in done])
 
 
+def load_benchmark(dataset: Dataset, source: Path, out: Path, options: Options | None = None) -> pa.Table:
+    """The steps of a dataset, imported into `out` where that is not done yet; memory-mapped, with READER_SCHEMA."""
+    import_dataset(dataset, source, out, options)
+    return load(out)
+
+
 def _mapped(path: Path) -> pa.Table:
     """The table of an Arrow file, memory-mapped: it costs address space and no memory."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
