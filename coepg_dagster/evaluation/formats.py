@@ -10,8 +10,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,9 +125,15 @@ def _open(path: Path) -> Iterator[str]:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """Every line of a JSON-lines file, gzipped or not, whatever its name; blank lines are passed over."""
-    rows = []
+    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are passed over."""
+    rows: list[Row] = []
     for i, line in enumerate(_open(path), start=1):
+        if i == 1 and line.lstrip().startswith("["):
+            entries = read_json(path)
+            if not all(isinstance(entry, dict) for entry in entries):
+                raise ScoringError(f"{path}: a JSON list must hold objects only")
+            rows = [Row(f"{path}: row {n}", entry) for n, entry in enumerate(entries, start=1)]
+            break
         if not line.strip():
             continue
         where = f"{path}: row {i}"
@@ -158,6 +165,13 @@ def _family(protocol: str) -> str:
 _GUI_R1_NAMES: Final = {"press_back": "back", "press_home": "home", "complete": "finish"}
 
 
+def _content_id(row: Row, fields: Iterable[str], seen: Counter[str]) -> str:
+    """An id for a row that has none: of the label's fields, so that runs in another order can be compared."""
+    digest = hashlib.sha256(repr([row.data.get(field) for field in fields]).encode()).hexdigest()[:16]
+    seen[digest] += 1
+    return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+
+
 def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     """GUI-R1's prediction files (JSON lines): label, image sizes, and the prediction in original pixels.
 
@@ -167,11 +181,11 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     """
     if _family(protocol) not in ("android_control", "screenspot"):
         raise ScoringError(f"{path}: gui_r1 files hold AndroidControl or ScreenSpot predictions, not {protocol}'s")
-    cases = []
-    for i, row in enumerate(read_jsonl(path)):
+    cases, ids = [], Counter[str]()
+    for row in read_jsonl(path):
         instruction = row.text("instruction")
-        key = (row.text("instruction"), str(row.data.get("gt_action")), str(row.data.get("gt_bbox")))
-        step_id = f"{i:05d}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}"
+        label_fields = ("instruction", "history", "gt_action", "gt_bbox", "gt_input_text", "group", "ui_type")
+        step_id = _content_id(row, label_fields, ids)
         predicted = row.leading_point("pred_coord")
         if _family(protocol) == "screenspot":
             (box,) = row.xyxy_boxes([row.get("gt_bbox", list)], "gt_bbox")
@@ -316,7 +330,8 @@ def read_uground(
     if family == "mind2web":
         return _read_uground_mind2web(read_jsonl(path), labels, answers)
     if family == "screenspot":
-        return [_uground_screenspot_case(i, row) for i, row in enumerate(read_jsonl(path))], {}
+        ids = Counter[str]()
+        return [_uground_screenspot_case(row, ids) for row in read_jsonl(path)], {}
     if family == "android_control":
         if labels is None or answers is None:
             raise ScoringError(f"{path}: {protocol} needs the sample file as labels and the grounder's answers")
@@ -324,11 +339,11 @@ def read_uground(
     raise ScoringError(f"{path}: uground files cannot be scored under {protocol}")
 
 
-def _uground_screenspot_case(i: int, row: Row) -> Case:
+def _uground_screenspot_case(row: Row, ids: Counter[str]) -> Case:
     boxes = row.xywh_boxes([row.get("bbox", list)], "bbox")
     image = row.get("img_filename" if "img_filename" in row.data else "image", str)
     return Case(
-        step_id=f"{i:05d}-{image}",
+        step_id=f"{image}-{_content_id(row, ('image', 'img_filename', 'instruction', 'bbox'), ids)}",
         episode_id=None,
         label=Action("click"),
         prediction=Action("click", "", _output_point(row)),
@@ -535,6 +550,27 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
             )
         )
     return cases, {}
+
+
+def own_row(case: Case) -> dict[str, Any]:
+    """`case` as an object of our own format, which `read_own` reads back."""
+    label: dict[str, Any] = {"action_type": case.label.type, "value": case.label.value, "point": case.label.point}
+    label["boxes"] = case.boxes
+    prediction: dict[str, Any] | None = None
+    if case.prediction is not None:
+        action = case.prediction
+        prediction = {"action_type": action.type, "value": action.value, "point": action.point}
+    row: dict[str, Any] = {"step_id": case.step_id, "episode_id": case.episode_id, "group": case.group}
+    row |= {"step_index": case.step_index, "episode_steps": case.episode_steps}
+    for prefix, size in (("", case.size), ("seen_", case.seen_size)):
+        row |= {f"{prefix}width": size and size[0], f"{prefix}height": size and size[1]}
+    if "positives" in case.facts:
+        label["positives"] = [list(pair) for pair in case.facts["positives"]]
+        if prediction is not None:
+            prediction["element"] = case.facts["element"]
+    if "nodes" in case.facts:
+        row["nodes"] = [asdict(node) for node in case.facts["nodes"]]
+    return row | {"label": label, "prediction": prediction}
 
 
 def _own_node(row: Row) -> Node:

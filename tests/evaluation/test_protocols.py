@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.android_control import Node, canonical, invert_scroll, os_atlas_text, smallest_node
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
+from coepg_dagster.evaluation.formats import own_row, read_predictions
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
 from coepg_dagster.evaluation.protocols import PROTOCOLS, find_protocol, protocols_markdown
 from coepg_dagster.evaluation.result import result_of, sop, summarise
@@ -375,11 +376,20 @@ def test_own_format(tmp_path: Path) -> None:
     assert score_file(written(tmp_path, tree), "coepg", "android_control/uground500").metrics["step_acc"].micro == 100
 
 
+def test_own_rows_come_back(tmp_path: Path) -> None:
+    facts = {"positives": [("7", 3)], "element": "7", "nodes": NODES}
+    first = case(tap(5, 5), tap(6, 6), boxes=(BOX,), seen_size=(500, 1000), facts=facts, step_index=2, group="g")
+    second = case(Action("wait"), None, step_id="t", episode_id=None, size=None)
+    path = written(tmp_path, own_row(first), own_row(second))
+    assert read_predictions(path, "coepg", "android_control/strict14")[0] == [first, second]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         (["{"], "row 1: invalid JSON"),
-        (["[]"], "row 1: must be a JSON object"),
+        (["5"], "row 1: must be a JSON object"),
+        (["[5]"], "objects only"),
         ([OWN, OWN | {"surprise": 1}], "row 2: field 'surprise' is not known"),
         ([OWN | {"label": {"action_type": "click", "boxes": [[1, 2, 3]]}}], "row 1: label: .*boxes"),
         ([OWN | {"width": "wide"}], "'width' must be int"),
@@ -432,6 +442,17 @@ def test_gui_r1_files_of_other_runs_are_read(tmp_path: Path) -> None:
     assert (metrics["step_acc"].micro, metrics["type_acc"].n) == (100, 0)
     with pytest.raises(ScoringError, match="width and height"):
         score_file(written(tmp_path, row), "gui_r1", "android_control/strict14")
+
+
+def test_runs_in_another_order_are_compared_step_by_step(tmp_path: Path) -> None:
+    item = {"group": "web", "ui_type": "icon", "gt_bbox": [0, 0, 10, 10], "image_size": [100, 100]}
+    rows = [item | {"instruction": f"i{n}", "pred_coord": [5, 5]} for n in range(6)] * 2
+    (tmp_path / "a").mkdir()
+    first = score_file(written(tmp_path / "a", *rows), "gui_r1", "screenspot/gui_r1")
+    other = [row | {"pred_coord": [50, 5]} for row in reversed(rows)]
+    (tmp_path / "b.json").write_text(json.dumps(other))
+    second = score_file(tmp_path / "b.json", "gui_r1", "screenspot/gui_r1")
+    assert compare(first, second).differences["acc"].micro == -100
 
 
 def test_screenspot_answers_of_uground(tmp_path: Path) -> None:
