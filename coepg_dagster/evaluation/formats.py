@@ -357,16 +357,16 @@ def _mind2web_id(row: Row) -> str:
 
 
 def _by_id(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Row]:
+    """Rows by key; of several with one key the first counts, as in UGround's scripts."""
     out: dict[Any, Row] = {}
     for row in rows:
-        if key(row) in out:
-            raise row.fail(f"{key(row)!r} comes twice, first in {out[key(row)].where}")
-        out[key(row)] = row
+        out.setdefault(key(row), row)
     return out
 
 
 def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: Path | None) -> tuple[list[Case], Notes]:
     by_id = _by_id(plans, _mind2web_id)
+    notes: Notes = {"plans that repeat a step, not counted": n} if (n := len(plans) - len(by_id)) else {}
     samples = list(by_id.values()) if labels is None else read_jsonl(labels)
     if labels is not None:
         known = {_mind2web_id(row) for row in samples}
@@ -401,7 +401,7 @@ def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: P
                 facts=facts,
             )
         )
-    return cases, {"grounder": ORACLE} if oracle else {}
+    return cases, notes | ({"grounder": ORACLE} if oracle else {})
 
 
 def _has_query(plan: Row) -> bool:
@@ -450,8 +450,10 @@ def _read_uground_android_control(plans: Sequence[Row], labels: Path, answers: P
         raise ScoringError(f"{labels}: must be one JSON list of steps")
     samples = _by_id((Row(f"{labels}: entry {i}", entry) for i, entry in enumerate(data, start=1)), key)
     answered = _by_id(read_jsonl(answers), key)
+    if not any(row.data.get("output") for row in answered.values()):
+        raise ScoringError(f"{answers}: no row has an output; give the grounder's answers, not its queries")
     cases = []
-    for plan in plans:
+    for plan in _by_id(plans, key).values():
         sample, answer = samples.get(key(plan)), answered.get(key(plan))
         if sample is None:
             continue

@@ -165,7 +165,8 @@ def mind2web_table(ours: Mapping[str, Mapping[str, Result]], *, average: Average
             raise ScoringError(f"{name}: split {min(unknown)!r} is none of {', '.join(MIND2WEB_SPLITS)}")
         values = [[_value(splits.get(s), m, average) for m in MIND2WEB_METRICS] for s in MIND2WEB_SPLITS]
         cells = [half_up(value) for split in values for value in split]
-        rows.append((name, f"{protocol}, {average}", *cells, half_up(mean([split[2] for split in values]))))
+        rule = f"{protocol}, {average}" + (", oracle view" if any("view" in r.notes for r in splits.values()) else "")
+        rows.append((name, rule, *cells, half_up(mean([split[2] for split in values]))))
     title = "Table 1: Multimodal-Mind2Web, per cent; Avg is the mean of the three Step SR"
     return Table(title, (*header, "Avg"), tuple(rows))
 

@@ -113,9 +113,9 @@ def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shri
     image = opened(source)
     candidates = wanted(row, "pos_candidates", list)
     boxes = list(dict.fromkeys(target_box(candidate, image.size) for candidate in candidates))
-    if not boxes and split in TRAINED:
-        raise RejectedRow("no_target", "no positive candidate")
     place, held, rule = choose(boxes, *image.size, view)
+    if not held and split in TRAINED:
+        raise RejectedRow("no_target", f"{len(boxes)} positive candidates, none of which fits into a view")
     ready = prepared(image, source, view=place, boxes=held, resize=resize if shrink else None)
     return step(
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",

@@ -3,16 +3,14 @@
 `target_block`: UGround's vertical blocks (1280 × 1000 px, overlap 200); the first block that holds a target box entirely.
 `target_crop`: a crop of the block size, centred on the first target box as far as the page allows.
 `page`: all of it.
-Without a target both rules give the first block. Where no block holds a target, `target_block` falls back to the crop
-(UGround crops at a random place there); the recorded rule says so.
+Without a target both rules give the first block; targets that fit into no view count as none. Where no block holds a
+target, `target_block` falls back to the crop (UGround crops at a random place there); the recorded rule says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final, Literal
-
-from coepg_dagster.readers.rows import RejectedRow
 
 BoxTuple = tuple[float, float, float, float]
 View = tuple[int, int, int, int]
@@ -46,7 +44,7 @@ def target_crop(box: BoxTuple, width: int, height: int) -> View:
 def choose(boxes: Sequence[BoxTuple], width: int, height: int, rule: Rule) -> tuple[View, list[BoxTuple], str]:
     """(view, the target boxes that lie in it entirely, the rule as recorded), all in page pixels.
 
-    Raises RejectedRow (`no_target`) where there are targets but none fits into a view.
+    Where no target fits into a view this is the first block without any.
     """
     if rule == "page":
         return (0, 0, width, height), list(boxes), "page"
@@ -63,4 +61,4 @@ def choose(boxes: Sequence[BoxTuple], width: int, height: int, rule: Rule) -> tu
         held = [box for box in boxes if _inside(box, view)]
         if held:
             return view, held, "target crop"
-    raise RejectedRow("no_target", f"no target box fits into a view of {BLOCK_WIDTH} x {BLOCK_HEIGHT} px")
+    return tiles[0], [], "block 0"

@@ -194,6 +194,10 @@ def test_a_target_in_no_block_gets_a_centred_crop() -> None:
     assert (view, held, rule) == ((1280, 0, 2560, 1000), [wide], "target crop")
 
 
+def test_a_target_larger_than_a_view_is_none() -> None:
+    assert choose([(0.0, 0.0, 1280.0, 1200.0)], 1280, 3000, "target_block") == ((0, 0, 1280, 1000), [], "block 0")
+
+
 def test_counts_add_up() -> None:
     counts = Counts()
     counts.rejected.update({"no_target": 2, "bad_json": 1})
