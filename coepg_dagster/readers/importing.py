@@ -192,7 +192,8 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
             counts.steps - before.steps, counts.rejected - before.rejected, counts.noticed - before.noticed
         )
         draft.replace(steps_file)
-        _write(counts_file, own_counts.to_json() | {"source": str(path), "options": asdict(options)})
+        facts = {"source": str(path), "options": asdict(options), "key": _chosen(dataset, options)}
+        _write(counts_file, own_counts.to_json() | facts)
     _judge(counts, options, out)
     return counts
 
@@ -204,27 +205,48 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:
-    """Names the outputs of one source file: its place, size and the options that change what is read."""
-    name = path.relative_to(source if source.is_dir() else source.parent).as_posix()
-    chosen = {k: v for k, v in asdict(options).items() if k not in ("workers", "max_bad_share")}
-    said = json.dumps([dataset, name, path.stat().st_size, chosen], sort_keys=True)
+    """Names the outputs of one source file: its place, version, and the options that change what is read."""
+    name, version = path.relative_to(source if source.is_dir() else source.parent).as_posix(), path.stat()
+    said = json.dumps([name, version.st_size, version.st_mtime_ns, _chosen(dataset, options)])
     return f"{path.stem}-{hashlib.sha256(said.encode()).hexdigest()[:10]}"
 
 
+def _chosen(dataset: Dataset, options: Options) -> str:
+    """The dataset and the options that change what is read, as one text."""
+    chosen = {name: value for name, value in asdict(options).items() if name not in ("workers", "max_bad_share")}
+    return json.dumps([dataset, chosen], sort_keys=True)
+
+
 def load(out: Path) -> pa.Table:
-    """The steps of an import (memory-mapped); ReaderError where there is none, or one that was not finished."""
+    """The steps of the one import that `out` holds, memory-mapped.
+
+    Raises ReaderError where there is none, one that was not finished, or several of different options or file versions.
+    """
     done = sorted(out.glob("*.json"))
     if not done:
         raise ReaderError(f"{out}: holds no finished import")
     if any(out.glob("*.draft")):
         raise ReaderError(f"{out}: the import was cut off; run it again, it goes on where it stopped")
+    facts = [json.loads(file.read_text()) for file in done]
+    if len({fact["source"] for fact in facts}) < len(facts) or any(f["key"] != facts[0]["key"] for f in facts):
+        raise ReaderError(
+            f"{out}: holds imports of different options or file versions; import each into its own folder"
+        )
     return pa.concat_tables([_mapped(file.with_suffix(".arrow")) for file in done])
 
 
-def load_benchmark(dataset: Dataset, source: Path, out: Path, options: Options | None = None) -> pa.Table:
-    """The steps of a dataset, imported into `out` where that is not done yet; memory-mapped, with READER_SCHEMA."""
-    import_dataset(dataset, source, out, options)
-    return load(out)
+def load_benchmark(
+    dataset: Dataset, source: Path, out: Path, options: Options | None = None
+) -> tuple[pa.Table, Counts]:
+    """The steps of a dataset (READER_SCHEMA, memory-mapped) and what its import counted.
+
+    Files are imported into `out`, those excepted that an earlier import with the same options has finished there; what
+    else lies in `out` is not looked at.
+    """
+    options = options or Options()
+    counts = import_dataset(dataset, source, out, options)
+    files = [out / f"{_key(dataset, path, source, options)}.arrow" for path in source_files(dataset, source)]
+    return pa.concat_tables([_mapped(file) for file in files]), counts
 
 
 def _mapped(path: Path) -> pa.Table:

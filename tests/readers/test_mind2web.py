@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from coepg_dagster.readers.importing import Counts, Options, ReaderError, import_dataset, load, rejects, stream
+from coepg_dagster.readers.importing import (
+    Counts,
+    Options,
+    ReaderError,
+    import_dataset,
+    load,
+    load_benchmark,
+    rejects,
+    stream,
+)
 from coepg_dagster.readers.views import blocks, choose
 
 from .samples import candidate, mind2web_row, picture, write_mind2web
@@ -157,6 +166,16 @@ def test_an_import_goes_on_after_the_last_finished_file(tmp_path: Path) -> None:
     assert again.to_json() == first.to_json() == again.to_json() | {"rows": 3}
     assert done.stat().st_mtime_ns == stamp
     assert load(tmp_path / "out")["step_id"].to_pylist() == ["t0_a0", "t1_a0"]
+
+
+def test_imports_of_other_options_are_kept_apart(tmp_path: Path) -> None:
+    write_mind2web(tmp_path / "data/train-0.parquet", [mind2web_row("t0")])
+    blocks_of, _ = load_benchmark("mind2web", tmp_path / "data", tmp_path / "out")
+    pages, counts = load_benchmark("mind2web", tmp_path / "data", tmp_path / "out", Options(view="page"))
+    assert (blocks_of["height"].to_pylist(), pages["height"].to_pylist()) == ([1000], [2600])
+    assert counts.steps == {"train": 1}
+    with pytest.raises(ReaderError, match="different options"):
+        load(tmp_path / "out")
 
 
 def test_validation_is_a_fixed_part_of_the_training_tasks(tmp_path: Path) -> None:
