@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from coepg_dagster.assets.about import about
 from coepg_dagster.assets.ledger import Loop
-from coepg_dagster.assets.loop import MAKERS
-from coepg_dagster.assets.making import Maker, materialize
+from coepg_dagster.assets.making import RESOURCES, Maker, materialize
 from coepg_dagster.assets.report import evolution_report
-from coepg_dagster.assets.shared import WEIGHTS, benchmark_steps, open_models
+from coepg_dagster.assets.shared import WEIGHTS
 
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Ref
 
-EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
 INPUTS_CURRENT = "inputs_current"
 
 DEPS: dict[Asset, tuple[str, ...]] = {
@@ -39,30 +38,8 @@ CHECKS: dict[Asset, tuple[str, ...]] = {
 }
 """Blocking checks: iteration k + 1 refuses an artifact on which one failed."""
 
-KINDS: dict[Asset, set[str]] = {
-    "benchmark_steps": {"parquet"},
-    "open_models": {"huggingface"},
-    "planner_sft": {"pytorch", "trl"},
-    "grounder": {"pytorch", "trl"},
-    "planner": {"pytorch", "trl"},
-    "candidate_plans": {"pytorch", "parquet"},
-    "verdicts": {"pytorch", "parquet"},
-    "dataset": {"parquet"},
-    "data_quality": {"json"},
-    "evaluation": {"pytorch", "json"},
-}
 LIGHT: frozenset[Asset] = frozenset({"dataset", "data_quality"})
 """Partitioned assets that run no model: they take no slot of the pool."""
-
-RESOURCES: dict[Asset, set[str]] = {
-    "planner_sft": {"sft"},
-    "grounder": {"sft"},
-    "planner": {"grpo_cdrem"},
-    "candidate_plans": {"regeneration"},
-    "verdicts": {"regeneration"},
-    "dataset": {"regeneration"},
-    "evaluation": {"regeneration"},
-}
 
 
 def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
@@ -70,61 +47,42 @@ def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
     return dg.StaticPartitionsDefinition([str(k) for k in range(experiment.iterations + 1)])
 
 
-def shared_assets(experiment: Experiment, root: Path) -> list[dg.AssetsDefinition]:
+def shared_assets(experiment: Experiment, root: Path, makers: Mapping[Asset, Maker]) -> list[dg.AssetsDefinition]:
     """`benchmark_steps` and `open_models`, which the seeds of an experiment share."""
     loop = Loop(experiment, experiment.seeds[0], root)
-    makers: dict[Asset, Maker] = {"benchmark_steps": benchmark_steps, "open_models": open_models}
     return [_asset(loop, asset, makers[asset]) for asset in SHARED]
 
 
-def loop_assets(loop: Loop, makers: Mapping[Asset, Maker] = MAKERS) -> list[Any]:
+def loop_assets(loop: Loop, makers: Mapping[Asset, Maker]) -> list[Any]:
     """The twins, the partitioned assets and the report of one experiment and seed."""
     return [*_twins(loop), *(_asset(loop, asset, makers[asset]) for asset in LOOP), evolution_report(loop)]
-
-
-def iteration_job(loop: Loop) -> Any:
-    """The job that makes one iteration; `coepg evolve`, sensors and schedules run it."""
-    return dg.define_asset_job(
-        job_name(loop),
-        selection=dg.AssetSelection.assets(*(loop.key(asset) for asset in LOOP)),
-        partitions_def=partitions(loop.experiment),
-        tags={EXPERIMENT_TAG: loop.name},
-        description=f"One iteration of {loop.name}: π_k, ϕ_k, π'_k, D_k, its quality, and the evaluation.",
-    )
-
-
-def job_name(loop: Loop) -> str:
-    """Name of the iteration job."""
-    return f"{loop.experiment.name}_s{loop.seed}_iteration"
 
 
 def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
     shared = asset in SHARED
     heavy = not shared and asset not in LIGHT
+    page = about(loop, asset)
 
     @dg.asset(
         key=loop.key(asset),
         partitions_def=None if shared else partitions(loop.experiment),
         deps=[_dep(loop, dep) for dep in DEPS.get(asset, ())],
-        description=maker.__doc__,
-        group_name=group(loop),
         code_version=code_version(loop.experiment, asset),
         check_specs=[dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())],
-        kinds=KINDS[asset],
-        tags={"coepg/experiment": loop.experiment.name} | ({} if shared else {"coepg/seed": str(loop.seed)}),
-        required_resource_keys={"store"} | RESOURCES.get(asset, set()),
+        required_resource_keys={"store"} | ({RESOURCES[asset]} if asset in RESOURCES else set()),
         pool=loop.experiment.pool if heavy else None,
         output_required=True,
+        group_name=loop.experiment.name,
+        description=page.description,
+        kinds=page.kinds,
+        owners=page.owners,
+        tags=page.tags,
+        metadata=page.metadata,
     )
-    def compute(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def compute(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]
         return materialize(context, loop, asset, maker)
 
     return compute
-
-
-def group(loop: Loop) -> str:
-    """One group per experiment."""
-    return loop.experiment.name
 
 
 def _dep(loop: Loop, name: str) -> dg.AssetKey:
@@ -137,7 +95,7 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
         dg.AssetSpec(
             loop.twin(asset),
             partitions_def=partitions(loop.experiment),
-            group_name=group(loop),
+            group_name=loop.experiment.name,
             description=f"`{asset}` of the iteration before: partition k stands for {asset}[k - 1], whose step emits it. "
             "The link to it is in each observation.",
             kinds={"previous"},

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
 from typing import Final
 
 import dagster as dg
-from coepg_dagster.assets.build import EXPERIMENT_TAG, ITERATION_TAG, job_name
-from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags
+from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
 from dagster._core.utils import make_new_run_id
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from coepg_dagster.provenance import SHARED, Ref, to_make
+from coepg_dagster.project import Project
 
 _PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
 _QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -28,21 +27,17 @@ def evolve_through(
     defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, through: int, console: Console
 ) -> int:
     """Makes what is missing or stale in iterations 0..`through`, and the report; returns the number of runs."""
-    runs = 0
-    stale = loop.stale(loop.records(instance))
-    shared = [asset for asset in SHARED if (r := loop.record(instance, Ref(asset))) is None or r.ref in stale]
-    if shared:
-        _run(defs, instance, loop, [loop.key(asset) for asset in shared], None, console)
-        runs += 1
-    for k in range(through + 1):
-        records = loop.records(instance)
-        assets = to_make(records, loop.stale(records), k).get(k, [])
-        if assets:
-            _run(defs, instance, loop, [loop.key(asset) for asset in assets], k, console)
-            runs += 1
-    if runs or loop.report(instance) is None:
-        _run(defs, instance, loop, [loop.key("evolution_report")], None, console)
-        runs += 1
+    for run_id in end_dead_runs(instance, Project(loop.root).store):
+        console.print(f"run {run_id[:8]} was killed; what it had finished is used")
+    runs, last = 0, None
+    while (todo := next_todo(instance, loop, through)) is not None:
+        if todo == last:
+            raise RunFailed(
+                f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "
+                f"look at `coepg results {loop.name}`"
+            )
+        _run(defs, instance, loop, todo, console)
+        runs, last = runs + 1, todo
     return runs
 
 
@@ -50,24 +45,20 @@ def _run(
     defs: dg.Definitions,
     instance: dg.DagsterInstance,
     loop: Loop,
-    keys: Sequence[dg.AssetKey],
-    iteration: int | None,
+    todo: Todo,
     console: Console,
 ) -> None:
-    job = (
-        defs.resolve_job_def(job_name(loop)) if iteration is not None else defs.resolve_implicit_global_asset_job_def()
-    )
+    iteration = todo.iteration
+    job = defs.resolve_job_def(f"{prefix(loop)}_{'unpartitioned' if iteration is None else 'iteration'}")
     run_id = make_new_run_id()
-    tags = {EXPERIMENT_TAG: loop.name}
-    if iteration is not None:
-        tags[ITERATION_TAG] = str(iteration)
-    with Watch(instance, run_id, f"{loop.name} k={'–' if iteration is None else iteration}", console):
+    title = f"{loop.name} k={'–' if iteration is None else iteration}"
+    with living_run(Project(loop.root).store, run_id), Watch(instance, run_id, title, console):
         result = job.execute_in_process(
             instance=instance,
             run_id=run_id,
             partition_key=None if iteration is None else str(iteration),
-            asset_selection=list(keys),
-            tags=tags,
+            asset_selection=[loop.key(asset) for asset in todo.assets],
+            tags=run_tags(loop, iteration) | {EVOLVE_TAG: "yes"},
             run_config=_QUIET,
             raise_on_error=False,
         )

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import dagster as dg
-from filelock import FileLock
+from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
+from filelock import FileLock, Timeout
 
-from coepg_dagster.experiment import Experiment, code_version
+from coepg_dagster.experiment import Experiment, code_version, fingerprint
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, NotUsable, Record, Ref, Stale, assert_usable, staleness
 
 BACKFILL_TAG = "dagster/backfill"
+EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
+"""Tags of every run."""
+EVOLVE_TAG = "coepg/evolve"
+"""Tag of the runs that live in the process of `coepg evolve`."""
 RECORD = "record"
 """Metadata key of the record."""
+SOURCE = "source"
+"""Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""
+REPORTED: Final[tuple[Asset, ...]] = ("evaluation", "data_quality")
+"""What the report reads, of every iteration."""
 
 
 def open_instance(project: Project) -> dg.DagsterInstance:
@@ -64,29 +75,65 @@ class Loop:
         found = instance.fetch_materializations(
             dg.AssetRecordsFilter(self.key(ref.asset), asset_partitions=[partition] if partition else None), limit=1
         ).records
-        if not found or found[0].asset_materialization is None:
-            return None
-        value = found[0].asset_materialization.metadata.get(RECORD)
-        if not isinstance(value, dg.JsonMetadataValue):
-            raise NotUsable(
-                f"{ref} was not made by this project (its metadata has no `{RECORD}`): materialize {ref} again"
-            )
-        return Record.model_validate(value.value)
+        return _record_of(ref, found[0]) if found else None
 
     def records(self, instance: dg.DagsterInstance) -> dict[Ref, Record]:
         """The records of everything that is there, but for the report."""
-        refs = [Ref(asset) for asset in SHARED]
-        refs += [Ref(asset, k) for k in range(self.experiment.iterations + 1) for asset in LOOP]
-        found = ((ref, self.record(instance, ref)) for ref in refs)
-        return {ref: record for ref, record in found if record is not None}
+        refs: list[Ref] = [Ref(asset) for asset in SHARED]
+        records = {ref: record for ref in refs if (record := self.record(instance, ref)) is not None}
+        for asset in LOOP:
+            latest = instance.event_log_storage.get_latest_storage_id_by_partition(
+                self.key(asset), dg.DagsterEventType.ASSET_MATERIALIZATION
+            )
+            if latest:
+                found = instance.fetch_materializations(
+                    dg.AssetRecordsFilter(self.key(asset), storage_ids=sorted(latest.values())), limit=len(latest)
+                ).records
+                for event in found:
+                    if event.partition_key is not None and int(event.partition_key) <= self.experiment.iterations:
+                        ref = Ref(asset, int(event.partition_key))
+                        records[ref] = _record_of(ref, event)
+        return records
 
     def report(self, instance: dg.DagsterInstance) -> Record | None:
         """The record of the report."""
         return self.record(instance, Ref("evolution_report"))
 
+    def report_is_current(self, instance: dg.DagsterInstance, records: Mapping[Ref, Record]) -> bool:
+        """Whether the report is there and shows exactly the numbers that are there now."""
+        report = self.report(instance)
+        if report is None or report.code_version != code_version(self.experiment, "evolution_report"):
+            return False
+        shown = {used.ref: used.data_version for used in report.inputs}
+        return shown == {ref: record.data_version for ref, record in records.items() if ref.asset in REPORTED}
+
     def code_versions(self) -> dict[Asset, str]:
         """What each asset's code and configuration are now."""
         return {asset: code_version(self.experiment, asset) for asset in (*SHARED, *LOOP)}
+
+    def source(self, asset: Asset) -> str:
+        """A fingerprint of the files that an unpartitioned asset is read from: names, sizes, times. Hub models have none."""
+        experiment = self.experiment
+        models = experiment.models
+        checkpoints = [
+            models.base_planner,
+            models.base_grounder,
+            *models.planners.values(),
+            *models.verifiers.values(),
+        ]
+        roots = [experiment.benchmark.path] if asset == "benchmark_steps" else [Path(name) for name in checkpoints]
+        found = []
+        for root in sorted(set(roots)):
+            place = self.root / root
+            for file in sorted([place] if place.is_file() else place.rglob("*")):
+                if file.is_file():
+                    about = file.stat()
+                    found.append([str(file.relative_to(self.root)), about.st_size, about.st_mtime_ns])
+        return fingerprint(found)
+
+    def source_changed(self, record: Record) -> bool:
+        """Whether the files of an unpartitioned asset are others than those it was made from."""
+        return bool(record.figures.get(SOURCE) != self.source(record.asset))
 
     def stale(self, records: Mapping[Ref, Record]) -> dict[Ref, Stale]:
         """The stale ones among `records`."""
@@ -119,6 +166,14 @@ class Loop:
         return f"was not made by backfill {backfill}, which contains it: it failed or was skipped there"
 
 
+def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:
+    materialization = event.asset_materialization
+    value = materialization.metadata.get(RECORD) if materialization else None
+    if not isinstance(value, dg.JsonMetadataValue):
+        raise NotUsable(f"{ref} was not made by this project (its metadata has no `{RECORD}`): materialize {ref} again")
+    return Record.model_validate(value.value)
+
+
 def _targets(instance: dg.DagsterInstance, backfill_id: str, key: dg.AssetKey) -> set[str]:
     """The partitions of `key` that a backfill is to make."""
     backfill = instance.get_backfill(backfill_id)
@@ -140,10 +195,58 @@ def claim(context: dg.AssetExecutionContext, folder: Path, iteration: int) -> No
     with FileLock(folder / f"{iteration}.lock", timeout=30):
         if holder_file.exists():
             holder = json.loads(holder_file.read_text())["run_id"]
-            run = context.instance.get_run_by_id(holder) if holder != context.run_id else None
+            run = context.instance.get_run_by_id(holder) if holder != context.run.run_id else None
             if run is not None and not run.is_finished:
                 raise NotUsable(
                     f"iteration {iteration} is being written by run {holder[:8]} ({run.status.value}): "
                     "wait for it, or cancel it, then run this again"
                 )
-        holder_file.write_text(json.dumps({"run_id": context.run_id}))
+        partial = holder_file.with_suffix(".partial")
+        partial.write_text(json.dumps({"run_id": context.run.run_id}))
+        partial.replace(holder_file)
+
+
+def tag_run(context: dg.AssetExecutionContext) -> None:
+    """Gives the running run its tags where it has none: those of a backfill or of the UI's buttons come without.
+
+    A run that makes several seeds of one iteration names them all.
+    """
+    if EXPERIMENT_TAG in context.run.tags:
+        return
+    keys = [key.path for key in context.job_def.asset_layer.executable_asset_keys]
+    names = {"/".join(path[:2]) if len(path) > 2 else path[0] for path in keys}
+    tags = {EXPERIMENT_TAG: ",".join(sorted(names))}
+    if context.has_partition_key:
+        tags[ITERATION_TAG] = context.partition_key
+    context.instance.add_run_tags(context.run.run_id, tags)
+
+
+@contextmanager
+def living_run(store: Path, run_id: str) -> Iterator[None]:
+    """Shows others, while it is open, that the process of the run is alive; a lock ends with its process."""
+    folder = store / ".claims" / "evolve"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / run_id):
+        try:
+            yield
+        finally:
+            (folder / run_id).unlink()
+
+
+def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
+    """Marks the runs of `coepg evolve` whose process is gone as failed, so that their claims and slots are free again.
+
+    Dagster does this for runs that it started itself. Returns their ids.
+    """
+    ended = []
+    for run in instance.get_runs(dg.RunsFilter(tags={EVOLVE_TAG: "yes"}, statuses=NOT_FINISHED_STATUSES)):
+        lock = FileLock(store / ".claims" / "evolve" / run.run_id, timeout=0)
+        try:
+            with lock:
+                instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
+                instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+        except Timeout:
+            continue
+        Path(lock.lock_file).unlink()
+        ended.append(run.run_id)
+    return ended

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pyarrow.parquet as pq
 from coepg_dagster.assets.making import Maker, Making, Outcome
-from coepg_dagster.assets.shared import WEIGHTS, checkpoint_of, copy_base, register_base
+from coepg_dagster.assets.shared import WEIGHTS, benchmark_steps, checkpoint_of, copy_base, open_models, register_base
 
 from coepg_dagster.experiment import Strict
 from coepg_dagster.pools.candidates import pool_members
@@ -203,6 +203,8 @@ def evaluation(work: Making) -> Outcome:
 
 
 MAKERS: dict[Asset, Maker] = {
+    "benchmark_steps": benchmark_steps,
+    "open_models": open_models,
     "planner_sft": planner_sft,
     "grounder": grounder,
     "planner": planner,

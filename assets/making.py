@@ -12,15 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from coepg_dagster.assets.ledger import RECORD, Loop, claim
+import pyarrow.parquet as pq
+from coepg_dagster.assets.ledger import RECORD, SOURCE, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 from coepg_dagster.experiment import Models, code_version, fingerprint
-from coepg_dagster.provenance import CROSSING, Asset, Input, NotUsable, Record, Ref, inputs_of
+from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Input, NotUsable, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store
 from coepg_dagster.workers import Work
+
+RESOURCES: dict[Asset, str] = {
+    "planner_sft": "sft",
+    "grounder": "sft",
+    "planner": "grpo_cdrem",
+    "candidate_plans": "regeneration",
+    "verdicts": "regeneration",
+    "dataset": "regeneration",
+    "evaluation": "regeneration",
+}
+"""Which resource an asset's process and hyper-parameters come from; none: no process."""
 
 
 @dataclass
@@ -113,10 +125,11 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
     """Claims the iteration, asserts that the inputs may be read, and opens a draft."""
     resource: StoreResource = context.resources.store
     ref = Ref(asset, int(context.partition_key) if context.has_partition_key else None)
-    store = resource.store()
-    if ref.iteration is not None:
-        claim(context, store.root / ".claims" / loop.experiment.name / f"s{loop.seed}", ref.iteration)
+    store = resource.store(loop.root)
+    tag_run(context)
     try:
+        if ref.iteration is not None:
+            claim(context, store.root / ".claims" / loop.experiment.name / f"s{loop.seed}", ref.iteration)
         inputs = loop.require(context, inputs_of(ref), ref.iteration or 0, resource.accept_stale_input)
     except NotUsable as error:
         raise dg.Failure(str(error), allow_retries=False) from None
@@ -124,9 +137,10 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
         yield Making(context, loop, ref, inputs, store, draft)
 
 
-def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Maker) -> dg.MaterializeResult:
+def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Maker) -> dg.MaterializeResult[None]:
     """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
     started = time.monotonic()
+    source = {SOURCE: loop.source(asset)} if asset in SHARED else {}  # before it is read: a later change is noticed
     with making(context, loop, asset) as work:
         outcome = make(work)
         seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
@@ -137,7 +151,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         asset=asset,
         iteration=work.ref.iteration,
         data_version=artifact.version,
-        run_id=context.run_id,
+        run_id=context.run.run_id,
         folder=str(artifact.folder.relative_to(work.store.root)),
         inputs=[used.as_input() for used in work.inputs.values()],
         code_version=code_version(loop.experiment, asset),
@@ -145,11 +159,11 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         seed=loop.seed,
         seconds=round(seconds, 3),
         device=outcome.device,
-        figures=outcome.figures,
+        figures=outcome.figures | source,
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
         accepted_stale_input=context.resources.store.accept_stale_input,
     )
-    if asset in CROSSING and work.k < loop.experiment.iterations:
+    if asset in CROSSING and is_read_next(work.ref):  # the last iteration too: K can be raised
         hand_over(context, loop, record)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
@@ -160,6 +174,8 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
             "seconds": record.seconds,
             **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
             **numbers(outcome.figures),
+            **_row_count(artifact.folder, outcome.content),
+            **_overrides(context, asset),
             **outcome.metadata,
         },
         check_results=[
@@ -167,6 +183,25 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
             for name, why in outcome.checks.items()
         ],
     )
+
+
+def is_read_next(ref: Ref) -> bool:
+    """Whether the iteration after that of `ref` reads it; the trained pools start at iteration 1."""
+    assert ref.iteration is not None
+    return any(ref in inputs_of(Ref(reader, ref.iteration + 1)) for reader in LOOP)
+
+
+def _row_count(folder: Path, content: list[str]) -> dict[str, int]:
+    """Dagster's row count, for artifacts whose first file is a table."""
+    table = folder / content[0]
+    return {"dagster/row_count": pq.read_metadata(table).num_rows} if table.suffix == ".parquet" else {}
+
+
+def _overrides(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, dg.MetadataValue[Any]]:
+    """What this run replaced of the experiment file, from the Launchpad."""
+    resource: Processes | None = getattr(context.resources, RESOURCES[asset]) if asset in RESOURCES else None
+    found = resource.overrides() if resource is not None else {}
+    return {"overrides": dg.MetadataValue.json(found)} if found else {}
 
 
 def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> None:

@@ -4,8 +4,8 @@ import json
 import time
 
 import dagster as dg
-from coepg_dagster.assets.ledger import Loop
-from coepg_dagster.assets.making import RECORD
+from coepg_dagster.assets.about import about
+from coepg_dagster.assets.ledger import RECORD, REPORTED, Loop, tag_run
 
 from coepg_dagster.experiment import code_version
 from coepg_dagster.provenance import Record
@@ -18,25 +18,29 @@ REPORT = "report.html"
 
 def evolution_report(loop: Loop) -> dg.AssetsDefinition:
     """The report asset of one experiment and seed; it reads every iteration that is there."""
+    page = about(loop, "evolution_report")
 
     @dg.asset(
         key=loop.key("evolution_report"),
         deps=[loop.key("evaluation"), loop.key("data_quality")],
-        description="Step SR, purity, diversity and coverage over the iterations, as a page with figures.",
-        group_name=loop.experiment.name,
         code_version=code_version(loop.experiment, "evolution_report"),
-        kinds={"html"},
-        tags={"coepg/experiment": loop.experiment.name, "coepg/seed": str(loop.seed)},
         required_resource_keys={"store"},
+        group_name=loop.experiment.name,
+        description=page.description,
+        kinds=page.kinds,
+        owners=page.owners,
+        tags=page.tags,
+        metadata=page.metadata,
     )
-    def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]
         started = time.monotonic()
+        tag_run(context)
         records = loop.records(context.instance)
-        read = [record for ref, record in records.items() if ref.asset in ("evaluation", "data_quality")]
+        read = [record for ref, record in records.items() if ref.asset in REPORTED]
         if not read:
             raise dg.Failure("there is no evaluation yet: materialize iteration 0 first", allow_retries=False)
         table = results(loop.experiment, loop.seed, records, loop.stale(records))
-        store = context.resources.store.store()
+        store = context.resources.store.store(loop.root)
         with store.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
             preview = write_report(table, draft / REPORT)
             (draft / "results.json").write_text(json.dumps(table, indent=1, sort_keys=True))
@@ -46,7 +50,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
             asset="evolution_report",
             iteration=None,
             data_version=artifact.version,
-            run_id=context.run_id,
+            run_id=context.run.run_id,
             folder=str(artifact.folder.relative_to(store.root)),
             inputs=[used.as_input() for used in read],
             code_version=code_version(loop.experiment, "evolution_report"),

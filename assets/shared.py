@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
-from coepg_dagster.readers.miniwob import load_snapshot
 from safetensors import SafetensorError, safe_open
 
 from coepg_dagster.experiment import Benchmark
+from coepg_dagster.readers.miniwob import load_snapshot
 from coepg_dagster.workers import STEPS, write_table
 
 WEIGHTS = "weights_are_whole"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
-from coepg_dagster.project import Project, find_project
+from coepg_dagster.project import ABLATIONS, Project, find_project
 
 if TYPE_CHECKING:
     from coepg_dagster.evaluation.result import Result
@@ -40,7 +42,7 @@ def _open(reference: str) -> tuple[Project, Experiment, int]:
     """The project, experiment and seed that the user named; ends with the message where that cannot be."""
     try:
         project = find_project()
-        return project, *split_reference(reference, project.experiments())
+        return project, *split_reference(reference, project.experiments() | project.experiments(ABLATIONS))
     except ExperimentError as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -66,7 +68,11 @@ def evolve(
 
     instance = open_instance(project)
     from coepg_dagster.assets.evolve import RunFailed, evolve_through
-    from coepg_dagster.definitions import defs
+
+    if experiment.name in project.experiments(ABLATIONS):
+        from coepg_dagster.reproductions import defs
+    else:
+        from coepg_dagster.definitions import defs
 
     loop = Loop(experiment, seed, project.root)
     try:
@@ -134,22 +140,54 @@ def plan(reference: Reference) -> None:
 
 
 @app.command()
-def ui(port: Annotated[int, typer.Option(help="on the loopback address")] = 3000) -> None:
-    """Starts Dagster's web server and daemon for this project, until Ctrl-C."""
+def lineage(reference: Reference) -> None:
+    """Writes the lineage map D_0 → π_1, ϕ_1 → π'_1 → D_1 → … as one HTML file and prints its path.
+
+    Every artifact with its data version, run, time and key number; stale ones are marked with their root cause. `coepg ui`
+    serves the same map, drawn anew each time it is opened.
+    """
+    project, experiment, seed = _open(reference)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.pages import write_lineage
+
+    typer.echo(write_lineage(project, Loop(experiment, seed, project.root), instance))
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address")] = 3000,
+    pages_port: Annotated[int, typer.Option(help="of lineage maps and reports, on the loopback address")] = 3001,
+) -> None:
+    """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
     try:
         project = find_project()
     except ExperimentError as error:
         raise typer.BadParameter(str(error)) from None
-    from coepg_dagster.assets.ledger import open_instance
+    from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
-    open_instance(project)
+    instance = open_instance(project)
+    from coepg_dagster.assets.about import PAGES
+    from coepg_dagster.assets.pages import page_server
+
+    end_dead_runs(instance, project.store)
+    dagster, address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{pages_port}"
+    try:
+        pages = page_server(project, instance, pages_port, dagster)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"port {pages_port} is taken ({error.strerror}): choose another --pages-port"
+        ) from None
+    threading.Thread(target=pages.serve_forever, daemon=True).start()
     tools = Path(sys.executable).parent
     commands = [
         [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],
         [str(tools / "dagster-webserver"), "-h", "127.0.0.1", "-p", str(port), "-w", "workspace.yaml"],
     ]
-    processes = [subprocess.Popen(command, cwd=project.root) for command in commands]
-    err.print(f"Dagster is at http://127.0.0.1:{port} when the lines below say so; Ctrl-C ends it")
+    env = os.environ | {PAGES: address}
+    processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
+    err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.5)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from coepg_dagster.assets.build import inputs_current, iteration_job, loop_assets, shared_assets
+from coepg_dagster.assets.automation import alert, automation
+from coepg_dagster.assets.build import inputs_current, loop_assets, shared_assets
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
 from coepg_dagster.assets.making import Maker
@@ -17,21 +18,35 @@ from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import default_resources
 
 
-def build(project: Project, makers: Mapping[Asset, Maker] = MAKERS) -> dg.Definitions:
-    """Every experiment of the project, with all its seeds; `makers` make the artifacts of the loop."""
+def build(
+    project: Project,
+    folder: str = "",
+    makers: Mapping[Asset, Maker] = MAKERS,
+    nightly: str = "0 2 * * *",
+    weekly: str = "0 3 * * 0",
+    seconds: int = 30,
+) -> dg.Definitions:
+    """Every experiment below `experiments/FOLDER` of the project, with all its seeds.
+
+    Args:
+        makers: the functions that make the artifacts of the loop.
+        nightly, weekly: when the schedules run (cron, UTC), once they are turned on.
+        seconds: between two looks of a sensor, once it is turned on.
+    """
     # asset checks per partition are in preview; the version range in pyproject.toml guards against changes
     warnings.filterwarnings("ignore", category=dg.PreviewWarning)
-    experiments = project.experiments().values()
+    experiments = project.experiments(folder).values()
     loops = [Loop(experiment, seed, project.root) for experiment in experiments for seed in experiment.seeds]
-    return dg.Definitions(
+    artifacts = dg.Definitions(
         assets=[
-            *(asset for experiment in experiments for asset in shared_assets(experiment, project.root)),
+            *(asset for experiment in experiments for asset in shared_assets(experiment, project.root, makers)),
             *(asset for loop in loops for asset in loop_assets(loop, makers)),
         ],
         asset_checks=[inputs_current(loop) for loop in loops],
-        jobs=[iteration_job(loop) for loop in loops],
-        resources={"store": StoreResource(root=str(project.store)), **default_resources()},
+        sensors=[alert(seconds)],
+        resources={"store": StoreResource(), **default_resources()},
     )
+    return dg.Definitions.merge(artifacts, *(automation(loop, nightly, weekly, seconds) for loop in loops))
 
 
 defs = build(find_project())

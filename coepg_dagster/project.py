@@ -8,6 +8,9 @@ from pathlib import Path
 
 from coepg_dagster.experiment import Experiment, ExperimentError, find_experiments
 
+ABLATIONS = "ablations"
+"""Folder below `experiments/` whose variants form a code location of their own."""
+
 
 @dataclass(frozen=True)
 class Project:
@@ -25,9 +28,9 @@ class Project:
         """The folder of the Dagster instance: runs, event log, schedules."""
         return self.root / ".dagster"
 
-    def experiments(self) -> dict[str, Experiment]:
-        """Every experiment of the project, by name."""
-        return find_experiments(self.root / "experiments")
+    def experiments(self, folder: str = "") -> dict[str, Experiment]:
+        """Every experiment in `experiments/` (in `experiments/FOLDER`), by name."""
+        return find_experiments(self.root / "experiments" / folder)
 
     def prepare_dagster_home(self) -> Path:
         """Makes the Dagster home with the project's dagster.yaml in it, unless it is there."""

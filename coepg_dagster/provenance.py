@@ -77,7 +77,13 @@ _BEFORE: Final[dict[Asset, tuple[Asset, ...]]] = {
 }
 
 
-_UNUSED_AT_START: Final = {("planner", "grounder"), ("candidate_plans", "planner"), ("verdicts", "grounder")}
+_UNUSED_AT_START: Final = {
+    ("planner_sft", "benchmark_steps"),
+    ("grounder", "benchmark_steps"),
+    ("planner", "grounder"),
+    ("candidate_plans", "planner"),
+    ("verdicts", "grounder"),
+}
 """Iteration 0 trains nothing and its pools hold open models only."""
 
 
@@ -88,10 +94,8 @@ def inputs_of(ref: Ref) -> list[Ref]:
         return []
     within: list[Ref] = []
     for asset in _WITHIN[ref.asset]:
-        if asset in SHARED:
-            within.append(Ref(asset))
-        elif k > 0 or (ref.asset, asset) not in _UNUSED_AT_START:
-            within.append(Ref(asset, k))
+        if k > 0 or (ref.asset, asset) not in _UNUSED_AT_START:
+            within.append(Ref(asset, None if asset in SHARED else k))
     # the pools of iteration 1 hold no trained model of iteration 0: there is none
     before = [Ref(a, k - 1) for a in _BEFORE.get(ref.asset, ()) if k > 1 or (k == 1 and a == "dataset")]
     return within + before

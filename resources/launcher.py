@@ -1,7 +1,8 @@
 """Runs a job in a process of its own and brings its progress into the run's log.
 
 Dagster Pipes carries the messages; the process is ours to end: it gets its own process group, and when the run is cancelled
-the whole group is told to stop, given time, and killed, so that no grandchild keeps a GPU.
+the whole group is told to stop, given time, and killed, so that no grandchild keeps a GPU. Where the run's process is killed
+outright, the worker notices that its parent is gone and ends its group itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ GRACE_SECONDS: Final = 20
 
 
 def run_work(
-    context: dg.AssetExecutionContext, work: Work, root: Path, *, threads: int, timeout_minutes: float
+    context: dg.AssetExecutionContext,
+    work: Work,
+    root: Path,
+    *,
+    threads: int,
+    timeout_minutes: float,
+    module: str = "coepg_dagster.resources.worker",
 ) -> dict[str, Any]:
     """The figures that `work` returns from another process. Raises dg.Failure with the end of its output.
 
@@ -31,6 +38,7 @@ def run_work(
         root: the project, from which relative paths start.
         threads: CPU threads of the process (more than 1 slows tiny models on few cores).
         timeout_minutes: a job that takes longer is ended.
+        module: what Python runs, with the files of the job and of its result as arguments.
     """
     job, result, log = (work.scratch / name for name in ("work.json", "result.json", "worker.log"))
     job.write_text(work.model_dump_json())
@@ -44,7 +52,7 @@ def run_work(
         log.open("ab") as output,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-m", "coepg_dagster.resources.worker", str(job), str(result)],
+            [sys.executable, "-m", module, str(job), str(result)],
             env=os.environ
             | session.get_bootstrap_env_vars()
             | {

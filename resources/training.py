@@ -36,12 +36,13 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
     def resolve(self, config: Config) -> Config:
         """`config` with the fields that this resource replaces."""
         fields = type(config).model_fields
-        replaced = {name: value for name, value in self._overrides().items() if value is not None and name in fields}
+        replaced = {name: value for name, value in self.overrides().items() if name in fields}
         return type(config).model_validate(config.model_dump() | replaced)
 
-    def _overrides(self) -> dict[str, Any]:
-        own = set(type(self).model_fields) - set(Processes.model_fields)
-        return {name: getattr(self, name) for name in own}
+    def overrides(self) -> dict[str, Any]:
+        """What this resource replaces of the experiment file, by field."""
+        own = sorted(set(type(self).model_fields) - set(Processes.model_fields))
+        return {name: getattr(self, name) for name in own if getattr(self, name) is not None}
 
 
 class SftResource(Processes):

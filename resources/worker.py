@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +20,7 @@ REPORT_EVERY_SECONDS = 2.0
 
 def main(work_file: Path, result_file: Path) -> None:
     """Runs the job of `work_file`, tells Dagster how far it is, and leaves its figures in `result_file`."""
+    end_with_parent()
     work = read_work(work_file)
     with open_dagster_pipes() as pipes:
         reporter = Reporter(pipes)
@@ -24,6 +28,18 @@ def main(work_file: Path, result_file: Path) -> None:
         figures = work.run(reporter)
         seconds = time.monotonic() - started
         result_file.write_text(json.dumps({"figures": figures, "device": work.device_name(), "seconds": seconds}))
+
+
+def end_with_parent() -> None:
+    """From now on this process and its group are killed when the process that started it is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Reporter:

@@ -6,14 +6,12 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
-mpl.use("Agg")
-mpl.rcParams["svg.hashsalt"] = "coepg"  # equal figures give equal bytes
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ name }}</title>
@@ -78,7 +76,7 @@ def _number(value: float | None) -> str:
 
 def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
     """Step SR (macro, with its interval) over k, a line per test split."""
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure = _figure()
     axes = figure.subplots()
     for split in iterations[0]["splits"]:
         points = [(row["iteration"], row["splits"][split]["step_sr"]) for row in iterations if row["splits"][split]]
@@ -96,7 +94,7 @@ def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
 
 def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
     """Purity and coverage (left axis, per cent) and diversity (right axis, plans per step) of D_k over k."""
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure = _figure()
     axes = figure.subplots()
     right = axes.twinx()
     for name, target, style in (("purity", axes, "o-"), ("coverage", axes, "s-"), ("diversity", right, "^--")):
@@ -107,6 +105,12 @@ def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
     right.legend(frameon=False, loc="lower right")
     _over_k(axes, iterations, "%")
     return figure
+
+
+def _figure() -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(7, 3.6), layout="constrained")
 
 
 def _over_k(axes: Any, iterations: Sequence[Mapping[str, Any]], label: str) -> None:

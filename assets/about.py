@@ -1,0 +1,135 @@
+"""What the pages of the assets say in Dagster's web UI: description with its equation, kinds, owners, columns, links."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+from coepg_dagster.assets.ledger import Loop
+
+from coepg_dagster.provenance import SHARED, Asset
+from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA
+
+PAGES = "COEPG_PAGES"
+"""Environment variable with the address of the page server that `coepg ui` starts; unset where there is none."""
+
+ABOUT: dict[Asset, str] = {
+    "benchmark_steps": """Every labelled step of the benchmark: screenshot, task, history, label action, target box, split.
+
+`train` makes D_k, `validation` is for every choice, the test splits are read by `evaluation` only.""",
+    "open_models": """The base pair M_0 and the open members of the planner pool Π and the verifier pool Φ, each with the hash
+of its weights.""",
+    "planner_sft": """**π_k**, the planner after supervised fine-tuning of the base planner on D_{k-1}. Partition 0 is the base
+planner as it is.
+
+Eq. 1: `(p, a^type, a^value) = π(o, Q, h)`. The planner says what to do: a plan in words, an action type, a value.""",
+    "grounder": """**ϕ_k**, the grounder after supervised fine-tuning of the base grounder on D_{k-1}. Partition 0 is the base
+grounder as it is.
+
+Eq. 2: `a^coor = ϕ(o^vision, p)`. The grounder says where; it sees the screenshot and the plan only.""",
+    "planner": """**π'_k**, the planner after GRPO from π_k with the confidence-weighted reward ensemble (C-DREM) of ϕ_k and
+the open verifiers. Partition 0 is π_0.
+
+- Eq. 3: `Acc_j = 1` if grounder j's point lies in the target box, else 0
+- Eq. 4: `r^plan = Σ_j w_j Acc_j`
+- Eq. 5: `w_j = exp(σ_j c_j) / Σ_n exp(σ_n c_n)`, with prior σ and confidence c
+- Eq. 6: `c_j = exp((1/L) Σ_l log P_j(y_l))`, over the L coordinate tokens (`confidence: probability`)
+- Eq. 9: `r = 0` unless type and value are right, else `r^plan`
+- Eq. 10: `A_i = (r_i - mean r) / std r` within the group""",
+    "candidate_plans": """Plans for every training step by every member of the planner pool Π: the open planners, π'_k, and
+π'_{k-1} from k = 2 on. Each is kept with what the gate (Eq. 7, 8) says of its action type and value.""",
+    "verdicts": """Where every member of the verifier pool Φ (the open verifiers, ϕ_k, and ϕ_{k-1} from k = 2 on) finds every
+candidate, with its confidence.
+
+Eq. 3: `Acc_j = 1` if the point lies in the target box. Eq. 6: the mean log-probability of the coordinate tokens. Every
+verdict is kept, so that each selection rule is another way to read the same table.""",
+    "dataset": """**D_k**: rows (o, h, p, a) whose plan was verified, a being the *label* action; and for every other candidate
+the reason why it was dropped. D_0 comes from open models only. Iteration k + 1 trains on it.""",
+    "data_quality": """Purity, diversity and coverage of D_k (the paper's Fig. 6), the reasons of its drops, and its drift since
+D_{k-1}.
+
+`purity`: share of judged candidates that the verifiers accept. `diversity`: verified plans per step. `coverage`: share
+of steps with at least one verified plan.""",
+    "evaluation": """The agent **M_k = {π'_k, ϕ_k}** on validation and on every test split, greedy, under the experiment's named
+protocol, with 95 % intervals clustered by task.""",
+    "evolution_report": """Step SR per split, purity, diversity and coverage over the iterations, as a page with figures.""",
+}
+
+KINDS: dict[Asset, set[str]] = {
+    "benchmark_steps": {"parquet"},
+    "open_models": {"huggingface"},
+    "planner_sft": {"pytorch", "trl"},
+    "grounder": {"pytorch", "trl"},
+    "planner": {"pytorch", "trl"},
+    "candidate_plans": {"pytorch", "parquet"},
+    "verdicts": {"pytorch", "parquet"},
+    "dataset": {"parquet"},
+    "data_quality": {"json"},
+    "evaluation": {"pytorch", "json"},
+    "evolution_report": {"html"},
+}
+
+ROLES: dict[Asset, str] = {
+    "benchmark_steps": "input",
+    "open_models": "input",
+    "planner_sft": "planner",
+    "planner": "planner",
+    "grounder": "grounder",
+    "candidate_plans": "data",
+    "verdicts": "data",
+    "dataset": "data",
+    "data_quality": "data",
+    "evaluation": "evaluation",
+    "evolution_report": "evaluation",
+}
+"""What an asset is for: a tag and its owning team, by which the UI filters."""
+
+COLUMNS: dict[Asset, pa.Schema] = {
+    "benchmark_steps": STEP_SCHEMA,
+    "candidate_plans": CANDIDATE_SCHEMA,
+    "verdicts": VERDICT_SCHEMA,
+    "dataset": DATASET_SCHEMA,
+}
+
+
+@dataclass(frozen=True)
+class About:
+    """The arguments of `dg.asset` that people read."""
+
+    description: str
+    kinds: set[str]
+    owners: list[str]
+    tags: dict[str, str]
+    metadata: dict[str, Any]
+
+
+def about(loop: Loop, asset: Asset) -> About:
+    """What the page of an asset says."""
+    metadata: dict[str, Any] = {"lineage map": lineage_link(loop)}
+    if asset in COLUMNS:
+        metadata["dagster/column_schema"] = table_schema(COLUMNS[asset])
+    tags = {"coepg/experiment": loop.experiment.name, "coepg/role": ROLES[asset]}
+    if asset not in SHARED:
+        tags["coepg/seed"] = str(loop.seed)
+    return About(ABOUT[asset], KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata)
+
+
+def lineage_link(loop: Loop) -> dg.MetadataValue[Any]:
+    """A link to the lineage map where a page server runs, else the command that writes it."""
+    pages = os.environ.get(PAGES)
+    if pages:
+        return dg.MetadataValue.url(f"{pages}/lineage/{loop.name}")
+    return dg.MetadataValue.text(f"coepg lineage {loop.name}")
+
+
+def table_schema(schema: pa.Schema) -> dg.TableSchema:
+    """The columns of an Arrow schema, as Dagster shows them."""
+    return dg.TableSchema(
+        [
+            dg.TableColumn(
+                field.name, str(field.type), constraints=dg.TableColumnConstraints(nullable=bool(field.nullable))
+            )
+            for field in schema
+        ]
+    )

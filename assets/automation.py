@@ -1,0 +1,287 @@
+"""Sensors and schedules of a loop. All are off until somebody turns them on, in the UI or in a deployment.
+
+`refresh` makes whatever is stale or missing, one run at a time; `evolve` starts iteration k + 1 when D_k has landed; a nightly
+schedule evaluates again, a weekly one regenerates the newest D_k; `alert` tells a webhook about failed runs.
+"""
+
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import dagster as dg
+from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, Loop
+from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
+
+from coepg_dagster.experiment import fingerprint
+from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref, to_make
+
+WEBHOOK = "COEPG_ALERT_WEBHOOK"
+"""Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
+REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
+
+
+@dataclass(frozen=True)
+class Todo:
+    """What one run has to make: assets of one iteration, or unpartitioned ones (None)."""
+
+    iteration: int | None
+    assets: tuple[Asset, ...]
+
+
+def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int) -> Todo | None:
+    """The first run that is needed to have everything there and current through an iteration; None: all is.
+
+    In order: the benchmark and the open models, whose files are looked at too; the iterations from the first stale one; the
+    report.
+    """
+    records = loop.records(instance)
+    stale = loop.stale(records)
+    shared = tuple(
+        asset
+        for asset in SHARED
+        if (record := records.get(Ref(asset))) is None or record.ref in stale or loop.source_changed(record)
+    )
+    if shared:
+        return Todo(None, shared)
+    plan = to_make(records, stale, through)
+    if plan:
+        first = min(plan)
+        return Todo(first, tuple(plan[first]))
+    return None if loop.report_is_current(instance, records) else Todo(None, ("evolution_report",))
+
+
+def running(instance: dg.DagsterInstance, loop: Loop, iteration: int | None = None) -> str | None:
+    """A run that is queued or going on and makes something of the loop (of one iteration, where it is given); its id."""
+    keys = {loop.key(asset) for asset in LOOP}
+    for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES)):
+        here = run.tags.get("dagster/partition")
+        mine = loop.name in run.tags.get(EXPERIMENT_TAG, "").split(",") or bool(keys & (run.asset_selection or set()))
+        if mine and (iteration is None or here == str(iteration)):
+            return run.run_id
+    return None
+
+
+def prefix(loop: Loop) -> str:
+    """The beginning of the names of a loop's jobs, sensors and schedules."""
+    return f"{loop.experiment.name}_s{loop.seed}"
+
+
+def jobs(loop: Loop) -> dict[str, dg.JobDefinition]:
+    """The jobs of one experiment and seed, by what they make: `iteration`, `unpartitioned`, `evaluation`, `regeneration`."""
+
+    def job(what: str, assets: tuple[Asset, ...], description: str) -> dg.JobDefinition:
+        return dg.define_asset_job(  # type: ignore[return-value]
+            f"{prefix(loop)}_{what}",
+            selection=dg.AssetSelection.assets(*(loop.key(asset) for asset in assets)),
+            tags={EXPERIMENT_TAG: loop.name},
+            description=f"{loop.name}: {description}",
+        )
+
+    return {
+        "iteration": job("iteration", LOOP, "one iteration: π_k, ϕ_k, π'_k, D_k, its quality, and the evaluation."),
+        "unpartitioned": job(
+            "unpartitioned", (*SHARED, "evolution_report"), "the benchmark, the open models, and the report."
+        ),
+        "evaluation": job("evaluation", ("evaluation",), "M_k on validation and on the test splits, again."),
+        "regeneration": job("regeneration", REGENERATION, "D_k again, with the models that are there."),
+    }
+
+
+def automation(loop: Loop, nightly: str, weekly: str, seconds: int) -> dg.Definitions:
+    """Jobs, sensors and schedules of one experiment and seed.
+
+    Args:
+        nightly, weekly: cron strings.
+        seconds: between two looks of a sensor.
+    """
+    made = jobs(loop)
+    return dg.Definitions(
+        jobs=list(made.values()),
+        sensors=[refresh(loop, made, seconds), evolve(loop, made, seconds)],
+        schedules=[evaluate_nightly(loop, made, nightly), regenerate_weekly(loop, made, weekly)],
+    )
+
+
+def refresh(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.SensorDefinition:
+    """Makes, in order, whatever is stale or missing; one run at a time, and a run that failed only once."""
+
+    @dg.sensor(
+        name=f"{prefix(loop)}_refresh",
+        jobs=[made["iteration"], made["unpartitioned"]],
+        minimum_interval_seconds=seconds,
+        description=f"Makes what is stale or missing in {loop.name}, in order, one run at a time: new benchmark rows lead "
+        "to D_0 and everything after it. A run that failed is not tried again until something else changed.",
+    )
+    def sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+        busy = running(context.instance, loop)
+        if busy is not None:
+            return dg.SkipReason(f"run {busy[:8]} is making something of {loop.name}")
+        todo = next_todo(context.instance, loop, loop.experiment.iterations)
+        if todo is None:
+            return dg.SkipReason("everything is there and current")
+        return _request(context.instance, loop, made, todo)
+
+    return sensor
+
+
+def _request(instance: dg.DagsterInstance, loop: Loop, made: dict[str, dg.JobDefinition], todo: Todo) -> dg.RunRequest:
+    """A run whose key changes with everything that is there, so that the same attempt is not made twice."""
+    records = loop.records(instance)
+    there = [[str(ref), record.run_id] for ref, record in records.items()]
+    sources = [loop.source(asset) for asset in SHARED]
+    return dg.RunRequest(
+        run_key=fingerprint([todo.iteration, todo.assets, there, loop.code_versions(), sources]),
+        job_name=made["unpartitioned" if todo.iteration is None else "iteration"].name,
+        partition_key=None if todo.iteration is None else str(todo.iteration),
+        asset_selection=[loop.key(asset) for asset in todo.assets],
+        tags=run_tags(loop, todo.iteration),
+    )
+
+
+def run_tags(loop: Loop, iteration: int | None) -> dict[str, str]:
+    """The tags of every run of a loop."""
+    return {EXPERIMENT_TAG: loop.name} | ({} if iteration is None else {ITERATION_TAG: str(iteration)})
+
+
+def evolve(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.SensorDefinition:
+    """Starts iteration k + 1 when D_k has landed and its blocking checks passed."""
+
+    @dg.asset_sensor(
+        asset_key=loop.key("dataset"),
+        name=f"{prefix(loop)}_evolve",
+        job=made["iteration"],
+        minimum_interval_seconds=seconds,
+        description=f"Starts iteration k + 1 of {loop.name} when D_k has landed, its blocking checks passed, and it is not "
+        "stale; makes what is missing or stale there.",
+    )
+    def sensor(context: dg.SensorEvaluationContext, event: dg.EventLogEntry) -> dg.RunRequest | dg.SkipReason:
+        assert event.dagster_event is not None
+        k = int(event.dagster_event.partition or 0)
+        if k >= loop.experiment.iterations:
+            return dg.SkipReason(f"D_{k} is the last one")
+        records = loop.records(context.instance)
+        stale = loop.stale(records)
+        ref = Ref("dataset", k)
+        if records[ref].failed_checks:
+            return dg.SkipReason(f"{ref}: blocking check failed: {', '.join(records[ref].failed_checks)}")
+        if ref in stale:
+            return dg.SkipReason(f"{ref} is stale ({stale[ref]})")
+        busy = running(context.instance, loop, k + 1)
+        if busy is not None:
+            return dg.SkipReason(f"run {busy[:8]} is making iteration {k + 1}")
+        assets = to_make(records, stale, k + 1).get(k + 1)
+        if not assets:
+            return dg.SkipReason(f"iteration {k + 1} is there and current")
+        return dg.RunRequest(
+            run_key=f"{k + 1}:{event.run_id}",
+            partition_key=str(k + 1),
+            asset_selection=[loop.key(asset) for asset in assets],
+            tags=run_tags(loop, k + 1),
+        )
+
+    return sensor
+
+
+def evaluate_nightly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -> dg.ScheduleDefinition:
+    """Evaluates the agent of every iteration that is there, again."""
+
+    @dg.schedule(
+        name=f"{prefix(loop)}_evaluate_nightly",
+        job=made["evaluation"],
+        cron_schedule=cron,
+        execution_timezone="UTC",
+        description=f"Evaluates every agent M_k of {loop.name} that is there, again.",
+    )
+    def schedule(context: dg.ScheduleEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
+        records = loop.records(context.instance)
+        there = [
+            k
+            for k in range(loop.experiment.iterations + 1)
+            if Ref("planner", k) in records and Ref("grounder", k) in records
+        ]
+        if not there:
+            yield dg.SkipReason("there is no agent yet")
+        for k in there:
+            yield _scheduled(context, loop, k)
+
+    return schedule
+
+
+def regenerate_weekly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -> dg.ScheduleDefinition:
+    """Regenerates the newest D_k with the models that are there."""
+
+    @dg.schedule(
+        name=f"{prefix(loop)}_regenerate_weekly",
+        job=made["regeneration"],
+        cron_schedule=cron,
+        execution_timezone="UTC",
+        description=f"Regenerates the newest D_k of {loop.name}: candidates, verdicts, selection, quality.",
+    )
+    def schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+        records = loop.records(context.instance)
+        there = [ref.iteration for ref in records if ref.asset == "dataset" and ref.iteration is not None]
+        return _scheduled(context, loop, max(there)) if there else dg.SkipReason("there is no D_k yet")
+
+    return schedule
+
+
+def _scheduled(context: dg.ScheduleEvaluationContext, loop: Loop, k: int) -> dg.RunRequest:
+    return dg.RunRequest(
+        run_key=f"{k}:{context.scheduled_execution_time.isoformat()}", partition_key=str(k), tags=run_tags(loop, k)
+    )
+
+
+def alert(seconds: int) -> dg.SensorDefinition:
+    """Posts each failed run of the code location to a webhook."""
+
+    @dg.run_failure_sensor(
+        name="alert",
+        minimum_interval_seconds=seconds,
+        description=f"Posts each failed run as JSON to the address in the environment variable {WEBHOOK}.",
+    )
+    def sensor(context: dg.RunFailureSensorContext) -> None:
+        run = context.dagster_run
+        failed = [{"step": event.step_key, "why": _first_line(event)} for event in context.get_step_failure_events()]
+        name = run.tags.get(EXPERIMENT_TAG, run.job_name)
+        iteration = run.tags.get(ITERATION_TAG)
+        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed"
+        post({"text": text, "run_id": run.run_id, "tags": dict(run.tags), "failed": failed})
+
+    return sensor
+
+
+def _first_line(event: dg.DagsterEvent) -> str:
+    data = event.step_failure_data
+    if data.user_failure_data and data.user_failure_data.description:
+        return data.user_failure_data.description.splitlines()[0]
+    error = data.error.cause or data.error if data.error else None
+    return error.message.splitlines()[0] if error else "failed"
+
+
+class AlertFailed(RuntimeError):
+    """The webhook did not take an alert; the message does not name its address."""
+
+
+def post(message: dict[str, object]) -> None:
+    """Posts `message` as JSON to the webhook. Raises AlertFailed, which never holds the address."""
+    address = os.environ.get(WEBHOOK)
+    if not address:
+        raise AlertFailed(f"{WEBHOOK} is not set: set it where the daemon and the code server run, or turn `alert` off")
+    url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise AlertFailed(f"{WEBHOOK} is no http or https address: correct it")
+    connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    server = connect(url.hostname, url.port, timeout=10)
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    try:
+        server.request("POST", path, json.dumps(message).encode(), {"Content-Type": "application/json"})
+        status = server.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise AlertFailed(f"the address in {WEBHOOK} cannot be reached: {type(error).__name__}") from None
+    finally:
+        server.close()
+    if status >= 300:
+        raise AlertFailed(f"the address in {WEBHOOK} answered with status {status}")

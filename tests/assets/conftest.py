@@ -1,0 +1,89 @@
+"""Projects with light makers, and the tools to run them in process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from coepg_dagster.assets.automation import WEBHOOK
+from coepg_dagster.assets.ledger import Loop
+
+from coepg_dagster.project import Project
+from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
+from tests.assets.light import light_definitions, light_project
+from tests.deployment import Deployment, Webhook
+
+
+@dataclass
+class InProcess:
+    """A light project with an instance of its own, run in this process."""
+
+    project: Project
+    instance: dg.DagsterInstance
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def loop(self) -> Loop:
+        experiment = self.project.experiments()["light"]
+        return Loop(experiment, experiment.seeds[0], self.project.root)
+
+    @property
+    def defs(self) -> dg.Definitions:
+        return light_definitions(self.project, **self.settings)
+
+    def run(
+        self, iteration: int | None, *assets: Asset, loop: Loop | None = None, config: dict[str, Any] | None = None
+    ) -> dg.ExecuteInProcessResult:
+        """Runs assets of one iteration (all of it, without any named), or unpartitioned ones."""
+        loop = loop or self.loop
+        names = assets or (SHARED if iteration is None else LOOP)
+        return self.defs.resolve_implicit_global_asset_job_def().execute_in_process(
+            instance=self.instance,
+            partition_key=None if iteration is None else str(iteration),
+            asset_selection=[loop.key(asset) for asset in names],
+            run_config=config or {},
+            raise_on_error=False,
+        )
+
+    def version(self, asset: Asset, iteration: int | None) -> str:
+        record = self.loop.record(self.instance, Ref(asset, iteration))
+        assert record is not None
+        return record.data_version
+
+    def why(self, result: dg.ExecuteInProcessResult) -> str:
+        """The message of the first failed step."""
+        failed = next(event for event in result.all_events if event.is_step_failure)
+        data = failed.step_failure_data
+        if data.user_failure_data and data.user_failure_data.description:
+            return data.user_failure_data.description
+        assert data.error is not None
+        return (data.error.cause or data.error).message
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> Iterator[InProcess]:
+    """A fresh light project in which nothing was made yet."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield InProcess(light_project(tmp_path / "project"), instance)
+
+
+@pytest.fixture(scope="session")
+def webhook() -> Iterator[Webhook]:
+    """Where the alerts of the deployment go."""
+    with Webhook() as server:
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> Iterator[Deployment]:
+    """A running daemon and web server over three light experiments, each with a pool of its own."""
+    project = light_project(tmp_path_factory.mktemp("deployment") / "project", "other", "driven", seconds=0.3)
+    location = Path(__file__).with_name("light_location.py")
+    deployment = Deployment(project, location, **{WEBHOOK: webhook.url})
+    yield deployment
+    deployment.close()

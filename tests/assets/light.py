@@ -1,0 +1,143 @@
+"""A project whose artifacts are small JSON files, for tests of everything around them.
+
+The graph, twins, ledger, claims, checks, pools, job, sensors and schedules are the real ones. Files in the project's folder
+`control/` plant what a test needs, each named KIND-LOOP-ASSET-PARTITION: `salt` changes the content, `fail` fails the step,
+`check` fails its blocking checks, `worker` runs a real worker process that has a child and hangs. `control/seconds` is how
+long each step takes.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from coepg_dagster.assets.build import CHECKS
+from coepg_dagster.assets.making import Maker, Making, Outcome
+from coepg_dagster.resources.launcher import run_work
+
+from coepg_dagster.project import Project
+from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
+from coepg_dagster.workers import EvaluationWork
+from tests.project import REPOSITORY
+
+CONTENT = "content.json"
+
+EXPERIMENT = """
+description: a loop of small JSON files
+iterations: 2
+seeds: [1, 2]
+pool: gpu
+benchmark: {reader: miniwob, path: data, test: [test_seed], protocol: miniwob/point}
+models:
+  base_planner: models/base
+  base_grounder: models/base
+  planners: {planner_a: models/base}
+  verifiers: {verifier_a: models/base}
+"""
+
+
+def light_project(root: Path, *others: str, seconds: float = 0) -> Project:
+    """A fresh project in `root`, with the experiment `light` and smaller others, each with a pool of its own."""
+    for folder in ("experiments", "control", "data", "models/base"):
+        (root / folder).mkdir(parents=True)
+    (root / "control" / "seconds").write_text(str(seconds))
+    (root / "data" / "rows").write_text("1")
+    (root / "models" / "base" / "model.safetensors").write_text("1")
+    (root / "experiments" / "light.yaml").write_text(EXPERIMENT)
+    for name in others:
+        text = EXPERIMENT.replace("pool: gpu", f"pool: {name}").replace("iterations: 2", "iterations: 1")
+        (root / "experiments" / f"{name}.yaml").write_text(text)
+    shutil.copy(REPOSITORY / "dagster.yaml", root)
+    return Project(root)
+
+
+def plant(project: Project, kind: str, loop: str, ref: Ref, text: str = "planted") -> Path:
+    """Makes a file in `control/` for a loop like `light/s1`; unlink it to take the plant away."""
+    path = _planted(project.root, kind, loop, ref)
+    path.write_text(text)
+    return path
+
+
+def steps_log(project: Project) -> list[dict[str, Any]]:
+    """Every step that began to make an artifact, in order: asset, k, loop, run, start, end (seconds)."""
+    log = project.root / "control" / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return sorted(lines, key=lambda step: step["start"])
+
+
+def _planted(root: Path, kind: str, loop: str, ref: Ref) -> Path:
+    return root / "control" / f"{kind}-{loop.replace('/', '-')}-{ref.asset}-{ref.iteration}"
+
+
+def _maker(asset: Asset) -> Maker:
+    def make(work: Making) -> Outcome:
+        root, loop, ref = work.loop.root, work.loop.name, work.ref
+        start = time.time()
+        if _planted(root, "worker", loop, ref).exists():
+            hang(work)
+        time.sleep(float((root / "control" / "seconds").read_text()))
+        if _planted(root, "fail", loop, ref).exists():
+            raise RuntimeError("planted failure")
+        salt = _planted(root, "salt", loop, ref)
+        content = {
+            "inputs": {str(used): record.data_version for used, record in sorted(work.inputs.items(), key=str)},
+            "salt": salt.read_text() if salt.exists() else "",
+            "rows": (root / "data" / "rows").read_text() if asset == "benchmark_steps" else "",
+        }
+        (work.draft / CONTENT).write_text(json.dumps(content))
+        step = {"asset": asset, "k": ref.iteration, "loop": loop, "run": work.context.run.run_id}
+        with (root / "control" / "log.jsonl").open("a") as log:
+            log.write(json.dumps(step | {"start": start, "end": time.time()}) + "\n")
+        bad = _planted(root, "check", loop, ref).exists()
+        return Outcome(
+            [CONTENT], _figures(asset, work), {name: "planted" if bad else None for name in CHECKS.get(asset, ())}
+        )
+
+    make.__doc__ = f"`{asset}`, as a small JSON file."
+    return make
+
+
+def _figures(asset: Asset, work: Making) -> dict[str, Any]:
+    if asset == "evaluation":
+        value = {"macro": 40.0 + 5 * work.k, "micro": 41.0, "ci95": [35.0, 60.0]}
+        score = {"rows": 10, "metrics": dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)}
+        return {"validation": score, "test_seed": score}
+    if asset == "data_quality":
+        return {"purity": 70.0 + work.k, "diversity": 1.5, "coverage": 60.0}
+    return {}
+
+
+def hang(work: Making) -> None:
+    """Starts tests.assets.hanging_worker through the real launcher; it never ends by itself."""
+    loop = work.loop
+    job = EvaluationWork(
+        out=work.draft,
+        scratch=work.store.scratch("hanging"),
+        steps=loop.root / "none",
+        models=work.models,
+        device="cpu",
+        batch_size=1,
+        seed=0,
+        planner="none",
+        grounder="none",
+        splits=[],
+        max_steps=None,
+        protocol="none",
+        max_plan_tokens=1,
+        max_point_tokens=1,
+    )
+    run_work(work.context, job, REPOSITORY, threads=1, timeout_minutes=5, module="tests.assets.hanging_worker")
+
+
+LIGHT_MAKERS: dict[Asset, Maker] = {asset: _maker(asset) for asset in (*SHARED, *LOOP)}
+
+
+def light_definitions(project: Project, **settings: Any) -> dg.Definitions:
+    """The real definitions, with light makers and all steps of a run in one process."""
+    from coepg_dagster.definitions import build
+
+    return dg.Definitions.merge(
+        build(project, makers=LIGHT_MAKERS, **settings), dg.Definitions(executor=dg.in_process_executor)
+    )

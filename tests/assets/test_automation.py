@@ -1,0 +1,237 @@
+"""Sensors and schedules: each decision in process with real events, and each ticked by a real daemon."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+import pytest
+from coepg_dagster.assets.automation import WEBHOOK, AlertFailed, Todo, next_todo, post
+from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
+
+from coepg_dagster.provenance import LOOP, SHARED, Ref
+from tests.assets.conftest import InProcess
+from tests.assets.light import plant, steps_log
+from tests.deployment import Deployment, Webhook
+
+
+def tick(light: InProcess, name: str, cursor: str | None = None) -> Any:
+    """What a sensor decides now."""
+    repository = light.defs.get_repository_def()
+    with dg.build_sensor_context(light.instance, cursor=cursor, repository_def=repository) as context:
+        return repository.get_sensor_def(name).evaluate_tick(context)
+
+
+def requested(decision: Any) -> list[tuple[str | None, list[str]]]:
+    """(partition, asset names) of each run that was asked for."""
+    return [
+        (request.partition_key, [key.path[-1] for key in request.asset_selection or []])
+        for request in decision.run_requests
+    ]
+
+
+def make_all(light: InProcess) -> None:
+    assert light.run(None).success
+    for k in range(3):
+        assert light.run(k).success
+    assert light.run(None, "evolution_report").success
+
+
+def test_everything_is_off_until_it_is_turned_on(light: InProcess) -> None:
+    repository = light.defs.get_repository_def()
+    for found in (*repository.sensor_defs, *repository.schedule_defs):
+        assert found.default_status.value == "STOPPED" and found.description
+
+
+def test_refresh_makes_what_is_missing_in_order(light: InProcess) -> None:
+    made = []
+    while runs := requested(tick(light, "light_s1_refresh")):
+        ((partition, assets),) = runs
+        made.append((partition, assets))
+        assert light.run(None if partition is None else int(partition), *assets).success
+    assert made == [
+        (None, list(SHARED)), ("0", list(LOOP)), ("1", list(LOOP)), ("2", list(LOOP)), (None, ["evolution_report"])
+    ]  # fmt: skip
+    assert "everything is there and current" in tick(light, "light_s1_refresh").skip_message
+
+
+def test_new_rows_lead_to_the_start_and_everything_after_it(light: InProcess) -> None:
+    make_all(light)
+    (light.project.root / "data" / "rows").write_text("1, 2")
+    assert requested(tick(light, "light_s1_refresh")) == [(None, ["benchmark_steps"])]
+    light.run(None, "benchmark_steps")
+    ((partition, assets),) = requested(tick(light, "light_s1_refresh"))
+    # the base models of iteration 0 do not depend on the rows
+    assert partition == "0" and assets == ["candidate_plans", "verdicts", "dataset", "data_quality", "evaluation"]
+    light.run(0, *assets)
+    assert requested(tick(light, "light_s1_refresh")) == [("1", list(LOOP))]
+
+
+def test_touched_files_with_the_same_rows_make_nothing_stale(light: InProcess) -> None:
+    make_all(light)
+    (light.project.root / "data" / "rows").write_text("1")
+    assert requested(tick(light, "light_s1_refresh")) == [(None, ["benchmark_steps"])]
+    light.run(None, "benchmark_steps")
+    assert tick(light, "light_s1_refresh").run_requests == []
+
+
+def test_refresh_does_not_repeat_what_failed_until_something_changed(light: InProcess) -> None:
+    light.run(None)
+    plant(light.project, "fail", "light/s1", Ref("planner", 0))
+    first = tick(light, "light_s1_refresh").run_requests[0]
+    assert first.tags[EXPERIMENT_TAG] == "light/s1" and first.tags[ITERATION_TAG] == "0"
+    light.run(0, "planner")
+    assert tick(light, "light_s1_refresh").run_requests[0].run_key == first.run_key
+    light.run(0, "grounder")
+    assert tick(light, "light_s1_refresh").run_requests[0].run_key != first.run_key
+
+
+def test_refresh_waits_for_a_run_that_goes_on(light: InProcess) -> None:
+    light.run(None)
+    job = light.defs.resolve_implicit_global_asset_job_def()
+    light.instance.create_run_for_job(
+        job, status=dg.DagsterRunStatus.STARTED, asset_selection=frozenset({light.loop.key("planner")})
+    )
+    assert "is making something of light/s1" in tick(light, "light_s1_refresh").skip_message
+
+
+def test_evolve_starts_the_next_iteration_when_a_dataset_has_landed(light: InProcess) -> None:
+    light.run(None)
+    assert tick(light, "light_s1_evolve").run_requests == []
+    light.run(0)
+    decision = tick(light, "light_s1_evolve")
+    assert requested(decision) == [("1", list(LOOP))]
+    assert decision.run_requests[0].tags == {
+        EXPERIMENT_TAG: "light/s1", ITERATION_TAG: "1",
+        **{k: v for k, v in decision.run_requests[0].tags.items() if k.startswith("dagster/")},
+    }  # fmt: skip
+    assert tick(light, "light_s1_evolve", decision.cursor).run_requests == []
+    light.run(1)
+    light.run(2)
+    assert "D_2 is the last one" in tick(light, "light_s1_evolve", decision.cursor).skip_message
+
+
+def test_evolve_does_not_go_on_from_a_failed_check(light: InProcess) -> None:
+    light.run(None)
+    plant(light.project, "check", "light/s1", Ref("dataset", 0))
+    light.run(0)
+    assert "blocking check failed" in tick(light, "light_s1_evolve").skip_message
+
+
+def test_evolve_does_not_go_on_from_something_stale(light: InProcess) -> None:
+    light.run(None)
+    light.run(0)
+    plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
+    light.run(0, "verdicts")
+    assert "dataset[0] is stale" in tick(light, "light_s1_evolve").skip_message
+
+
+def test_schedules_ask_for_what_is_there(light: InProcess) -> None:
+    def due(name: str) -> list[Any]:
+        now = datetime.datetime(2030, 1, 6, 3, tzinfo=datetime.UTC)
+        with dg.build_schedule_context(light.instance, scheduled_execution_time=now) as context:
+            decided = light.defs.get_repository_def().get_schedule_def(name)(context)
+            return list(decided) if isinstance(decided, Iterator) else [decided]
+
+    assert "no agent yet" in due("light_s1_evaluate_nightly")[0].skip_message
+    assert "no D_k yet" in due("light_s1_regenerate_weekly")[0].skip_message
+    light.run(None)
+    light.run(0)
+    light.run(1)
+    assert [request.partition_key for request in due("light_s1_evaluate_nightly")] == ["0", "1"]
+    assert [request.partition_key for request in due("light_s1_regenerate_weekly")] == ["1"]
+
+
+def test_the_command_line_makes_the_same_runs_as_refresh(light: InProcess) -> None:
+    assert next_todo(light.instance, light.loop, 0) == Todo(None, SHARED)
+    light.run(None)
+    light.run(0)
+    assert next_todo(light.instance, light.loop, 0) == Todo(None, ("evolution_report",))
+    assert next_todo(light.instance, light.loop, 1) == Todo(1, LOOP)
+
+
+def test_an_alert_says_what_failed(light: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    webhook = Webhook()
+    monkeypatch.setenv(WEBHOOK, webhook.url)
+    plant(light.project, "fail", "light/s1", Ref("planner_sft", 0))
+    light.run(None)
+    result = light.run(0)
+    context = dg.build_run_status_sensor_context(
+        "alert",
+        next(event for event in result.all_events if event.is_failure and not event.is_step_failure),
+        light.instance,
+        light.instance.get_run_by_id(result.run_id),
+    ).for_run_failure()
+    repository = light.defs.get_repository_def()
+    repository.get_sensor_def("alert")(context)
+    webhook.shutdown()
+    (message,) = webhook.taken
+    assert message["text"] == f"light/s1, iteration 0: run {result.run_id[:8]} failed"
+    assert {"step": "light__s1__planner_sft", "why": "RuntimeError: planted failure"} in message["failed"]
+
+
+def test_a_failed_alert_never_shows_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WEBHOOK, raising=False)
+    with pytest.raises(AlertFailed, match=f"{WEBHOOK} is not set"):
+        post({})
+    with Webhook(status=500) as refusing:
+        secret = refusing.url
+        monkeypatch.setenv(WEBHOOK, secret)
+        with pytest.raises(AlertFailed, match="status 500"):
+            post({})
+        refusing.shutdown()
+    for address, says in ((secret, "cannot be reached"), ("file:///etc/secret", "no http or https")):
+        monkeypatch.setenv(WEBHOOK, address)
+        with pytest.raises(AlertFailed, match=says) as failed:
+            post({})
+        assert "secret" not in str(failed.value)
+
+
+@pytest.fixture(scope="module")
+def refreshed(deployment: Deployment) -> Deployment:
+    """A loop that was made by `refresh` alone, while the other sensors and the schedules of it are on."""
+    deployment.switch_on("driven_s1_refresh", "driven_s2_evolve", "alert")
+    deployment.wait(
+        lambda: "current" in _last(deployment, "driven_s1_refresh")["skipReason"], "refresh to be done", 900
+    )
+    return deployment
+
+
+def _last(deployment: Deployment, name: str) -> dict[str, Any]:
+    ticks = [tick for tick in deployment.ticks(name) if tick["status"] != "STARTED"]
+    assert not ticks or ticks[0]["error"] is None, ticks[0]
+    return {"skipReason": "", "runIds": []} | {k: v for tick in ticks[:1] for k, v in tick.items() if v is not None}
+
+
+@pytest.mark.slow
+def test_the_daemon_refreshes_in_order(refreshed: Deployment) -> None:
+    runs = refreshed.runs(dagster__sensor_name="driven_s1_refresh")
+    assert [run["status"] for run in runs] == ["SUCCESS"] * 4
+    assert [run["tags"].get(ITERATION_TAG) for run in runs] == [None, "0", "1", None]
+    assert {run["tags"][EXPERIMENT_TAG] for run in runs} == {"driven/s1"}
+    steps = [step for step in steps_log(refreshed.project) if step["loop"] == "driven/s1"]
+    assert [step["k"] for step in steps] == [None, None] + [0] * len(LOOP) + [1] * len(LOOP)
+
+
+@pytest.mark.slow
+def test_the_daemon_evolves_alerts_and_keeps_its_schedules(refreshed: Deployment, webhook: Webhook) -> None:
+    schedules = ["driven_s1_evaluate_nightly", "driven_s1_regenerate_weekly"]
+    refreshed.switch_on(schedules=schedules)
+    failing = refreshed.launch([["driven", "s2", "data_quality"]], "1")
+    first = refreshed.launch([["driven", "s2", asset] for asset in LOOP], "0")
+    refreshed.wait_run(failing, "FAILURE")
+    refreshed.wait_run(first, "SUCCESS")
+    evolved = refreshed.wait(lambda: refreshed.runs(dagster__sensor_name="driven_s2_evolve"), "evolve to start a run")
+    assert [run["tags"]["dagster/partition"] for run in evolved] == ["1"]
+    assert refreshed.wait_run(evolved[0]["runId"], "SUCCESS")
+    for name, partitions in zip(schedules, (["0", "1"], ["1"]), strict=True):
+        runs = refreshed.wait(lambda name=name: refreshed.runs(dagster__schedule_name=name), f"{name} to run")
+        assert sorted(run["tags"]["dagster/partition"] for run in runs)[: len(partitions)] == partitions
+    refreshed.wait(lambda: any(failing == message["run_id"] for message in webhook.taken), "the alert")
+    message = next(message for message in webhook.taken if message["run_id"] == failing)
+    assert message["text"].startswith("driven/s2, iteration 1: run ")
+    assert "does not exist: materialize" in message["failed"][0]["why"]
+    log = "".join(path.read_text(errors="replace") for path in refreshed.home.glob("*.log"))
+    assert "token=secret" not in log

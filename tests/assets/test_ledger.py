@@ -1,0 +1,121 @@
+"""Claims, dead runs, and what a loop remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import dagster as dg
+from coepg_dagster.assets.ledger import EVOLVE_TAG, claim, end_dead_runs, living_run
+from filelock import FileLock
+
+from coepg_dagster.provenance import Ref
+from tests.assets.conftest import InProcess
+from tests.assets.light import EXPERIMENT, plant
+from tests.assets.test_graph import stale_in_dagster
+
+
+def begin(light: InProcess, status: dg.DagsterRunStatus, **tags: str) -> dg.DagsterRun:
+    job = light.defs.resolve_implicit_global_asset_job_def()
+    return light.instance.create_run_for_job(job, status=status, tags=tags)
+
+
+@dataclasses.dataclass
+class Running:
+    """As much of an execution context as a claim looks at."""
+
+    instance: dg.DagsterInstance
+    run: dg.DagsterRun
+
+
+def test_a_claim_lasts_as_long_as_its_run(light: InProcess) -> None:
+    folder = light.project.store / "claims"
+    first = begin(light, dg.DagsterRunStatus.STARTED)
+    second = begin(light, dg.DagsterRunStatus.STARTED)
+    claim(Running(light.instance, first), folder, 1)
+    claim(Running(light.instance, first), folder, 1)
+    claim(Running(light.instance, second), folder, 2)
+    try:
+        claim(Running(light.instance, second), folder, 1)
+        raise AssertionError("the second run took the claim of the first")
+    except RuntimeError as refused:
+        assert f"is being written by run {first.run_id[:8]} (STARTED): wait for it" in str(refused)
+    light.instance.report_run_canceled(first)
+    claim(Running(light.instance, second), folder, 1)
+    assert json.loads((folder / "1.json").read_text()) == {"run_id": second.run_id}
+
+
+def test_a_killed_evolve_gives_its_run_back(light: InProcess) -> None:
+    store = light.project.store
+    dead = begin(light, dg.DagsterRunStatus.STARTED, **{EVOLVE_TAG: "yes"})
+    alive = begin(light, dg.DagsterRunStatus.STARTED, **{EVOLVE_TAG: "yes"})
+    other = begin(light, dg.DagsterRunStatus.STARTED)
+    with living_run(store, alive.run_id):
+        assert end_dead_runs(light.instance, store) == [dead.run_id]
+    statuses = [light.instance.get_run_by_id(run.run_id).status.value for run in (dead, alive, other)]
+    assert statuses == ["FAILURE", "STARTED", "STARTED"]
+    assert list((store / ".claims" / "evolve").iterdir()) == []
+    FileLock(store / ".claims" / "evolve" / alive.run_id, timeout=0).acquire().lock.release()
+
+
+def test_a_failed_blocking_check_keeps_the_next_iteration_from_training(light: InProcess) -> None:
+    light.run(None)
+    plant(light.project, "check", "light/s1", Ref("dataset", 0))
+    assert not light.run(0).success
+    result = light.run(1)
+    assert not result.success
+    assert "dataset[0]: blocking check failed: has_rows, train_split_only" in light.why(result)
+
+
+def test_a_stale_input_is_refused_unless_it_is_accepted(light: InProcess) -> None:
+    light.run(None)
+    light.run(0)
+    plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
+    light.run(0, "verdicts")
+    result = light.run(1)
+    assert "dataset[0] is stale (verdicts[0] is now" in light.why(result)
+    assert "materialize iteration 0 first, or set accept_stale_input" in light.why(result)
+    accepted = {"resources": {"store": {"config": {"accept_stale_input": True}}}}
+    assert light.run(1, config=accepted).success
+    record = light.loop.record(light.instance, Ref("planner_sft", 1))
+    assert record is not None and record.accepted_stale_input
+
+
+def test_raising_k_keeps_what_is_there(light: InProcess) -> None:
+    light.run(None)
+    for k in range(3):
+        light.run(k)
+    before = light.loop.records(light.instance)
+    (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT.replace("iterations: 2", "iterations: 3"))
+    after = light.loop.records(light.instance)
+    assert after == before and light.loop.stale(after) == {}
+    assert light.run(3).success
+    made = light.loop.record(light.instance, Ref("planner_sft", 3))
+    assert made is not None and made.input("dataset").data_version == light.version("dataset", 2)
+    # D_2 was the last one when it was made; its twin knew the iteration that did not exist yet
+    assert stale_in_dagster(light) == {}
+    plant(light.project, "salt", "light/s1", Ref("dataset", 2))
+    assert light.run(2, "dataset").success
+    assert {"planner_sft[3]", "grounder[3]"} <= set(stale_in_dagster(light))
+
+
+def test_another_seed_or_experiment_leaves_the_first_alone(light: InProcess) -> None:
+    light.run(None)
+    light.run(0)
+    before = light.loop.records(light.instance)
+    (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT.replace("[1, 2]", "[1, 2, 3]"))
+    (light.project.root / "experiments" / "more.yaml").write_text(EXPERIMENT)
+    third = dataclasses.replace(light.loop, seed=3)
+    assert light.run(0, loop=third).success
+    assert light.loop.records(light.instance) == before and light.loop.stale(before) == {}
+
+
+def test_a_changed_configuration_marks_what_reads_it(light: InProcess) -> None:
+    light.run(None)
+    for k in range(2):
+        light.run(k)
+    (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT + "grpo: {kl_beta: 0.5}\n")
+    stale = light.loop.stale(light.loop.records(light.instance))
+    assert "code or configuration changed" in stale[Ref("planner", 0)].cause
+    # the pools of iteration 0 hold open models only: D_0 and what was trained on it stay
+    assert Ref("dataset", 0) not in stale and Ref("planner_sft", 1) not in stale and Ref("dataset", 1) in stale

@@ -1,0 +1,301 @@
+"""A Dagster deployment for tests: real daemon, web server and page server over one project, driven through GraphQL.
+
+The daemon's loop over backfills is shortened from 30 seconds to 3; nothing else differs from `make ui`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+import dagster as dg
+import yaml
+from coepg_dagster.assets.about import PAGES
+from coepg_dagster.assets.pages import page_server
+
+from coepg_dagster.project import Project
+from tests.project import REPOSITORY
+
+LOCATION: Final = "coepg"
+_DAEMON: Final = (
+    "import dagster._daemon.controller as c; c.DEFAULT_DAEMON_INTERVAL_SECONDS = 3; "
+    "from dagster._daemon.cli import main; main()"
+)
+FINISHED: Final = {"SUCCESS", "FAILURE", "CANCELED"}
+Key = Sequence[str]
+
+
+class Deployment:
+    """A running daemon and web server; `close` ends both and all that they started."""
+
+    def __init__(self, project: Project, location: Path, **env: str) -> None:
+        self.project = project
+        self.home = project.prepare_dagster_home()
+        workspace = project.root / "workspace.yaml"
+        place = {"relative_path": str(location), "location_name": LOCATION, "working_directory": str(REPOSITORY)}
+        workspace.write_text(yaml.safe_dump({"load_from": [{"python_file": place}]}))
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.pages_port = free_port()
+        self.pages_url = f"http://127.0.0.1:{self.pages_port}"
+        self._env = os.environ | {"DAGSTER_HOME": str(self.home), "COEPG_ROOT": str(project.root)} | env
+        self._env[PAGES] = self.pages_url
+        self._logs = [(self.home / name).open("wb") for name in ("daemon.log", "webserver.log")]
+        tools = Path(sys.executable).parent
+        commands: list[list[str | Path]] = [
+            [sys.executable, "-c", _DAEMON, "run", "-w", workspace],
+            [tools / "dagster-webserver", "-h", "127.0.0.1", "-p", str(self.port), "-w", workspace],
+        ]
+        self._processes = [
+            subprocess.Popen(command, cwd=REPOSITORY, env=self._env, stdout=log, stderr=log, start_new_session=True)
+            for command, log in zip(commands, self._logs, strict=True)
+        ]
+        self._instance = dg.DagsterInstance.from_config(str(self.home))
+        self._pages = page_server(project, self._instance, self.pages_port, self.url)
+        threading.Thread(target=self._pages.serve_forever, daemon=True).start()
+        try:
+            self.wait(self._is_up, "the web server to load the code location", 180)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the daemon, the web server, and every run of theirs."""
+        for process in self._processes:
+            process.send_signal(signal.SIGINT)
+        for process in self._processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for log in self._logs:
+            log.close()
+        self._pages.shutdown()
+        self._pages.server_close()
+        self._instance.dispose()
+
+    def _is_up(self) -> bool:
+        dead = [process.args for process in self._processes if process.poll() is not None]
+        assert not dead, f"{dead} ended: see {self.home}"
+        try:
+            found = self.graphql("{ workspaceOrError { ... on Workspace { locationEntries { locationOrLoadError {"
+                                 " __typename ... on PythonError { message } } } } } }")  # fmt: skip
+        except ConnectionError:
+            return False
+        entries = found["workspaceOrError"]["locationEntries"]
+        loaded = [entry["locationOrLoadError"] for entry in entries if entry["locationOrLoadError"]]
+        assert all(entry["__typename"] == "RepositoryLocation" for entry in loaded), loaded
+        return len(loaded) == 1
+
+    def graphql(self, query: str, **variables: Any) -> Any:
+        """The data of a GraphQL answer."""
+        body = json.dumps({"query": query, "variables": variables}).encode()
+        server = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            server.request("POST", "/graphql", body, {"Content-Type": "application/json"})
+            found = json.loads(server.getresponse().read())
+        finally:
+            server.close()
+        assert "errors" not in found, found["errors"]
+        return found["data"]
+
+    def wait(self, ready: Callable[[], Any], what: str, seconds: float = 500) -> Any:
+        """What `ready` returns as soon as that is true."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = ready()
+            if found:
+                return found
+            time.sleep(0.5)
+        raise AssertionError(f"waited {seconds} s for {what}; logs are in {self.home}")
+
+    def backfill(self, keys: Iterable[Key], partitions: Sequence[str]) -> str:
+        """Launches a backfill of assets, as the UI's button does; returns its id."""
+        found = self.graphql(
+            "mutation($p: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $p) { __typename"
+            " ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }",
+            p={"assetSelection": [{"path": list(key)} for key in keys], "partitionNames": list(partitions)},
+        )["launchPartitionBackfill"]
+        assert "backfillId" in found, found
+        return str(found["backfillId"])
+
+    def backfill_status(self, backfill_id: str) -> str:
+        """REQUESTED, COMPLETED_SUCCESS, COMPLETED_FAILED, FAILED, …"""
+        found = self.graphql(
+            "query($id: String!) { partitionBackfillOrError(backfillId: $id) { ... on PartitionBackfill { status } } }",
+            id=backfill_id,
+        )
+        return str(found["partitionBackfillOrError"]["status"])
+
+    def wait_backfill(self, backfill_id: str, seconds: float = 900) -> str:
+        """The status of a backfill when it is done."""
+
+        def done() -> str | None:
+            status = self.backfill_status(backfill_id)
+            return None if status in ("REQUESTED", "CANCELING", "FAILING") else status
+
+        return str(self.wait(done, f"backfill {backfill_id}", seconds))
+
+    def launch(
+        self,
+        keys: Iterable[Key],
+        partition: str | None,
+        config: dict[str, Any] | None = None,
+        tags: dict[str, str] | None = None,
+        parent: str | None = None,
+    ) -> str:
+        """Launches one run of assets, as the UI's button does; returns its id. `parent`: again from its failure."""
+        tags = dict(tags or {}) | ({"dagster/partition": partition} if partition is not None else {})
+        metadata: dict[str, Any] = {"tags": [{"key": key, "value": value} for key, value in tags.items()]}
+        if parent is not None:
+            metadata |= {"parentRunId": parent, "rootRunId": parent}
+            metadata["tags"].append({"key": "dagster/is_resume_retry", "value": "true"})
+        found = self.graphql(
+            "mutation($p: ExecutionParams!) { launchPipelineExecution(executionParams: $p) { __typename"
+            " ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }"
+            " ... on RunConfigValidationInvalid { errors { message } } } }",
+            p={
+                "selector": self.repository
+                | {"pipelineName": "__ASSET_JOB", "assetSelection": [{"path": list(key)} for key in keys]},
+                "runConfigData": config or {},
+                "mode": "default",
+                "executionMetadata": metadata,
+            },
+        )["launchPipelineExecution"]
+        assert "run" in found, found
+        return str(found["run"]["runId"])
+
+    @property
+    def repository(self) -> dict[str, str]:
+        return {"repositoryLocationName": LOCATION, "repositoryName": "__repository__"}
+
+    def terminate(self, run_id: str) -> None:
+        """Cancels a run, as the UI's button does."""
+        self.graphql(
+            "mutation($id: String!) { terminateRun(runId: $id, terminatePolicy: SAFE_TERMINATE) { __typename } }",
+            id=run_id,
+        )
+
+    def status(self, run_id: str) -> str:
+        found = self.graphql("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
+        return str(found["runOrError"]["status"])
+
+    def wait_run(self, run_id: str, *statuses: str, seconds: float = 500) -> str:
+        """The status of a run when it is one of `statuses` (none named: when it is finished)."""
+        wanted = set(statuses) or FINISHED
+
+        def reached() -> str | None:
+            status = self.status(run_id)
+            assert status in wanted or status not in FINISHED, f"{run_id} is {status}: {self.why(run_id)}"
+            return status if status in wanted else None
+
+        return str(self.wait(reached, f"run {run_id} to be {wanted}", seconds))
+
+    def runs(self, **tags: str) -> list[dict[str, Any]]:
+        """Runs that carry `tags` (`__` in a name stands for `/`), oldest first: runId, status, tags, assets."""
+        found = self.graphql(
+            "query($f: RunsFilter!) { runsOrError(filter: $f) { ... on Runs { results { runId status creationTime"
+            " tags { key value } assetSelection { path } } } } }",
+            f={"tags": [{"key": key.replace("__", "/"), "value": value} for key, value in tags.items()]},
+        )["runsOrError"]["results"]
+        for run in found:
+            run["tags"] = {tag["key"]: tag["value"] for tag in run["tags"]}
+        return sorted(found, key=lambda run: run["creationTime"])
+
+    def why(self, run_id: str) -> str:
+        """The messages of the failed steps of a run."""
+        found = self.graphql(
+            "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events { __typename"
+            " ... on ExecutionStepFailureEvent { stepKey failureMetadata { description }"
+            " error { message cause { message } } } } } } }",
+            id=run_id,
+        )["logsForRun"]["events"]
+        failures = [event for event in found if event["__typename"] == "ExecutionStepFailureEvent"]
+        return "\n".join(json.dumps(failure) for failure in failures)
+
+    def stale(self, keys: Iterable[Key], partition: str) -> dict[str, list[str]]:
+        """Last part of the key → reasons, for the assets that Dagster marks as stale in `partition`."""
+        nodes = self.graphql(
+            "query($k: [AssetKeyInput!]!, $p: String!) { assetNodes(assetKeys: $k) { assetKey { path }"
+            " staleStatus(partition: $p) staleCauses(partition: $p) { reason } } }",
+            k=[{"path": list(key)} for key in keys],
+            p=partition,
+        )["assetNodes"]
+        return {
+            node["assetKey"]["path"][-1]: [cause["reason"] for cause in node["staleCauses"]]
+            for node in nodes
+            if node["staleStatus"] == "STALE"
+        }
+
+    def switch_on(self, *sensors: str, schedules: Sequence[str] = ()) -> None:
+        """Turns sensors and schedules on."""
+        for kind, names in (("Sensor", sensors), ("Schedule", schedules)):
+            start = "startSensor" if kind == "Sensor" else "startRunningSchedule"
+            for name in names:
+                found = self.graphql(
+                    f"mutation($s: {kind}Selector!) {{ {start}({kind.lower()}Selector: $s) {{ __typename }} }}",
+                    s=self.repository | {f"{kind.lower()}Name": name},
+                )
+                assert found[start]["__typename"] in ("Sensor", "ScheduleStateResult"), found
+
+    def ticks(self, name: str) -> list[dict[str, Any]]:
+        """The ticks of a sensor or schedule, newest first: status, runIds, skipReason, error."""
+        found = self.graphql(
+            "query($s: InstigationSelector!) { instigationStateOrError(instigationSelector: $s) {"
+            " ... on InstigationState { ticks { status runIds skipReason error { message } } } } }",
+            s=self.repository | {"name": name},
+        )
+        ticks: list[dict[str, Any]] = found["instigationStateOrError"]["ticks"]
+        return ticks
+
+
+class Webhook(HTTPServer):
+    """Takes posts on the loopback address and keeps them."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.taken: list[dict[str, Any]] = []
+        taken = self.taken
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(status)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/hook?token=secret"
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and is not a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
