@@ -44,8 +44,16 @@ def fingerprint(value: Any) -> str:
 class Benchmark(Strict):
     """Where the labelled steps come from and how they are split and scored."""
 
-    reader: Literal["miniwob"] = Field(description="which reader understands the files")
+    reader: Literal["miniwob", "mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"] = Field(
+        description="which reader understands the files"
+    )
     path: Path = Field(description="folder or file, relative to the project root")
+    view: Literal["target_block", "target_crop", "page"] = Field(
+        "target_block", description="which part of a web page is the screenshot"
+    )
+    level: Literal["high", "low"] = Field(
+        "high", description="AndroidControl: with the step's own instruction, or without"
+    )
     train: str = Field("train", description="the split from which D_k is made")
     validation: str = Field("validation", description="the split for every choice")
     test: list[str] = Field(min_length=1, description="splits that only `evaluation` reads")
@@ -68,7 +76,7 @@ class Models(Strict):
     base_grounder: str
     planners: dict[Name, str] = Field(description="members of the planner pool Π besides the trained ones")
     verifiers: dict[Name, str] = Field(description="members of the verifier pool Φ besides the trained ones")
-    prompts: Style = Field("instruct", description="`compact` for models trained on nothing else")
+    prompts: Style = Field("web", description="`web`, `mobile`, or `compact` for models trained on nothing else")
     coordinates: Space = Field(Space.RESIZED, description="space in which grounders answer (Qwen2.5-VL: resized)")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -272,7 +280,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
     """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
     pools, eyes = experiment.regeneration, {"prompts", "coordinates", "dtype"}
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
-        "benchmark_steps": [(experiment.benchmark, {"reader", "path"})],
+        "benchmark_steps": [(experiment.benchmark, {"reader", "path", "view", "level"})],
         "open_models": [(experiment.models, None)],
         "planner_sft": [(experiment.sft, None), (experiment.models, eyes)],
         "grounder": [(experiment.sft, None), (experiment.models, eyes)],

@@ -1,8 +1,8 @@
 """What planner and grounder are asked, and how their answers are read.
 
-Two styles: `instruct` spells the task out for pretrained chat models; `compact` is for models that were trained on
-nothing else. Both put the image before the text, so that all plans of one screenshot share a prefix, and both expect
-the same answers: the planner one JSON object {"plan", "action_type", "value"} (Eq. 1), the grounder "(x,y)" (Eq. 2).
+Three styles: `web` and `mobile` spell the task and the action types out for pretrained chat models; `compact` is for models
+that were trained on nothing else. All put the image before the text, so that all plans of one screenshot share a prefix, and
+all expect the same answers: the planner one JSON object {"plan", "action_type", "value"} (Eq. 1), the grounder "(x,y)" (Eq. 2).
 The grounder sees screenshot and plan only, never type, value or label.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from coepg_dagster.steps import NO_VALUE
 
-Style = Literal["compact", "instruct"]
+Style = Literal["compact", "web", "mobile"]
 Message = dict[str, Any]
 
 ACTION_TYPES: Final[Mapping[str, str]] = {
@@ -25,11 +25,23 @@ ACTION_TYPES: Final[Mapping[str, str]] = {
     "TYPE": "type the value into the element",
     "SELECT": "choose the value in the drop-down list",
 }
-"""The action types of element actions on web pages, as they are explained to the planner."""
+"""Every action type of the web action space, as it is explained to the planner."""
 
-_PLANNER_INSTRUCT: Final = """You operate a web page to complete a task.
+MOBILE_ACTION_TYPES: Final[Mapping[str, str]] = {
+    "CLICK": "tap the element; no value",
+    "LONG_PRESS": "press and hold the element; no value",
+    "TYPE": "type the value into the field that has the focus",
+    "SCROLL": "move the content on; the value is up, down, left or right, the direction in which the view moves",
+    "OPEN_APP": "open an app; the value is its name",
+    "BACK": "go back; no value",
+    "HOME": "go to the home screen; no value",
+    "WAIT": "wait for the screen to change; no value",
+}
+"""Every action type of AndroidControl, in canonical names."""
+
+_PLANNER_INSTRUCT: Final = """You operate a {device} to complete a task.
 Task: {goal}
-Previous actions:
+{instruction}Previous actions:
 {history}
 Decide on the single next action. Describe in "plan" which element to act on, so precisely that somebody who sees only \
 the screenshot and your description finds it.
@@ -61,15 +73,22 @@ def assistant(text: str) -> list[Message]:
     return [{"role": "assistant", "content": [{"type": "text", "text": plain(text)}]}]
 
 
-def planner_messages(goal: str, history: Sequence[str], style: Style) -> list[Message]:
-    """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text."""
+def planner_messages(goal: str, history: Sequence[str], style: Style, instruction: str | None = None) -> list[Message]:
+    """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text.
+
+    `instruction` is the step's own, where the benchmark gives one (AndroidControl low level).
+    """
     if style == "compact":
-        return _user(_PLANNER_COMPACT.format(goal=goal, history=" ; ".join(history) or "none"))
+        asked = goal if instruction is None else f"{goal}\nNow: {instruction}"
+        return _user(_PLANNER_COMPACT.format(goal=asked, history=" ; ".join(history) or "none"))
+    actions = ACTION_TYPES if style == "web" else MOBILE_ACTION_TYPES
     return _user(
         _PLANNER_INSTRUCT.format(
+            device="web page" if style == "web" else "phone",
             goal=goal,
+            instruction="" if instruction is None else f"Instruction for this step: {instruction}\n",
             history="\n".join(f"{i + 1}. {action}" for i, action in enumerate(history)) or "none",
-            actions="\n".join(f"- {name}: {use}" for name, use in ACTION_TYPES.items()),
+            actions="\n".join(f"- {name}: {use}" for name, use in actions.items()),
         )
     )
 

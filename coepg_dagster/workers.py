@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft, Strict
 from coepg_dagster.progress import Report
 from coepg_dagster.steps import VERDICT_SCHEMA
 
-STEPS, CANDIDATES, VERDICTS, DATASET = "steps.parquet", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
+STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
 DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
 
 
@@ -31,10 +32,27 @@ def write_table(table: pa.Table, path: Path) -> None:
     partial.rename(path)
 
 
+def write_steps(table: pa.Table, path: Path, splits: Sequence[str]) -> None:
+    """Steps as an Arrow file, one split after the other, so that each is read back as a slice of mapped memory."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        for split in splits:
+            for batch in table.filter(pc.field("split") == split).to_batches(max_chunksize=64):
+                writer.write_batch(batch)
+
+
+def all_steps(path: Path) -> pa.Table:
+    """Every step of a file of `write_steps`, memory-mapped: screenshots cost no memory until they are looked at."""
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
-    """The steps of one split, in file order, at most `limit`."""
-    table = pq.read_table(path, filters=pc.field("split") == split)
-    return table if limit is None else table.slice(0, limit)
+    """The steps of one split, in file order, at most `limit`. Raises ValueError where there are none."""
+    table = all_steps(path)
+    start = pc.index(table["split"], split).as_py()
+    if start < 0:
+        raise ValueError(f"{path} holds no step of split {split!r}")
+    rows = pc.sum(pc.equal(table["split"], split)).as_py()
+    return table.slice(start, rows if limit is None else min(rows, limit))
 
 
 class Work(Strict):

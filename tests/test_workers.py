@@ -28,6 +28,7 @@ from coepg_dagster.workers import (
     Work,
     read_work,
     steps_of,
+    write_steps,
     write_table,
 )
 from tests.conftest import quiet, step, step_table
@@ -35,7 +36,7 @@ from tests.conftest import quiet, step, step_table
 COMMON: dict[str, Any] = {
     "out": Path("out"),
     "scratch": Path("scratch"),
-    "steps": Path("steps.parquet"),
+    "steps": Path("steps.arrow"),
     "models": Models(base_planner="a", base_grounder="b", planners={"p": "a"}, verifiers={"v": "b"}),
     "device": "cpu",
     "batch_size": 8,
@@ -136,9 +137,9 @@ def test_a_table_appears_in_one_piece(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_steps_of_a_split_in_file_order(tmp_path: Path) -> None:
     rows = [step(f"s{i}", split="train" if i % 2 else "test") for i in range(6)]
-    write_table(step_table(*rows), tmp_path / "steps.parquet")
-    assert steps_of(tmp_path / "steps.parquet", "train")["step_id"].to_pylist() == ["s1", "s3", "s5"]
-    assert steps_of(tmp_path / "steps.parquet", "train", 2)["step_id"].to_pylist() == ["s1", "s3"]
+    write_steps(step_table(*rows), tmp_path / "steps.arrow", ["train", "test"])
+    assert steps_of(tmp_path / "steps.arrow", "train")["step_id"].to_pylist() == ["s1", "s3", "s5"]
+    assert steps_of(tmp_path / "steps.arrow", "train", 2)["step_id"].to_pylist() == ["s1", "s3"]
 
 
 # found again after a kill
@@ -173,14 +174,14 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     counted: dict[str, int],
 ) -> None:
     """Candidates, then their verdicts: whole; with some chunks there; and the results are the same bytes."""
-    write_table(steps, tmp_path / "steps.parquet")
+    write_steps(steps, tmp_path / "steps.arrow", ["train"])
     config = Regeneration(plans_per_planner=2, max_plan_tokens=24, max_point_tokens=8)
 
     def folders(name: str) -> dict[str, Any]:
         places = {"out": tmp_path / name / "out", "scratch": tmp_path / name / "scratch"}
         for place in places.values():
             place.mkdir(parents=True, exist_ok=True)
-        return COMMON | places | {"models": models, "steps": tmp_path / "steps.parquet"}
+        return COMMON | places | {"models": models, "steps": tmp_path / "steps.arrow"}
 
     def candidates(name: str) -> dict[str, Any]:
         members = {"learnt": str(trained("planner", 0)), "random": str(random_checkpoint(5))}

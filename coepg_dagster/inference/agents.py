@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.inference.engine import Engine, Failure, Generation, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import (
+    Message,
     PlannerAnswer,
     Style,
     coordinate_span,
@@ -28,6 +31,20 @@ class Task:
     step_id: str
     goal: str
     history: tuple[str, ...]
+    instruction: str | None = None  # the step's own, where the benchmark gives one
+
+    def messages(self, style: Style) -> list[Message]:
+        """The chat that asks π for this step's plan."""
+        return planner_messages(self.goal, self.history, style, self.instruction)
+
+
+def tasks_of(steps: pa.Table) -> list[Task]:
+    """What planners are told of each step, in the order of the table."""
+    names = [name for name in ("step_id", "goal", "history", "instruction") if name in steps.column_names]
+    return [
+        Task(row["step_id"], row["goal"], tuple(row["history"]), row.get("instruction"))
+        for row in steps.select(names).to_pylist()
+    ]
 
 
 @dataclass(frozen=True)
@@ -66,10 +83,7 @@ class Planner:
 
     def plan(self, tasks: Sequence[Task], sampling: Sampling, report: Report | None = None) -> list[list[Plan]]:
         """`sampling.samples` plans for each task, in order. Raises RuntimeError where the engine fails on one."""
-        requests = [
-            Request(self._screens.image(task.step_id), planner_messages(task.goal, task.history, self._style))
-            for task in tasks
-        ]
+        requests = [Request(self._screens.image(task.step_id), task.messages(self._style)) for task in tasks]
         result: list[list[Plan]] = []
         for task, answers in zip(tasks, self._engine.generate(requests, sampling, report), strict=True):
             plans = []

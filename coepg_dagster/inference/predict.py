@@ -7,10 +7,9 @@ from typing import Any
 import pyarrow as pa
 
 from coepg_dagster.experiment import Models
-from coepg_dagster.inference.agents import Grounder, Planner
+from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
 from coepg_dagster.inference.engine import Engine, Sampling
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.pools.candidates import tasks_of
 from coepg_dagster.progress import Report
 
 PREDICTION_SCHEMA = pa.schema(

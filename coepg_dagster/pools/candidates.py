@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from coepg_dagster.experiment import Regeneration
-from coepg_dagster.inference.agents import Plan, Planner, Task
+from coepg_dagster.inference.agents import Plan, Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.progress import Report
 from coepg_dagster.rewards.cdrem import type_reward, value_reward
@@ -19,12 +19,6 @@ from coepg_dagster.steps import (
     GATE_WRONG_TYPE,
     GATE_WRONG_VALUE,
 )
-
-
-def tasks_of(steps: pa.Table) -> list[Task]:
-    """What planners are told of each step, in the order of the table."""
-    columns = steps.select(["step_id", "goal", "history"]).to_pylist()
-    return [Task(row["step_id"], row["goal"], tuple(row["history"])) for row in columns]
 
 
 def gate_of(plan: Plan, action_type: str, value: str) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
-from datasets import Image as ImageFeature
 
 from coepg_dagster.geometry import Box, Space
+from coepg_dagster.inference.agents import tasks_of
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.prompts import (
     Message,
@@ -17,7 +17,6 @@ from coepg_dagster.prompts import (
     grounder_answer,
     grounder_messages,
     planner_answer,
-    planner_messages,
 )
 
 _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
@@ -37,16 +36,16 @@ def _chat(messages: list[Message]) -> list[Message]:
 
 def planner_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style) -> Dataset:
     """One example per row of D_k: (screenshot, Q, h_t) → plan, label type, label value."""
-    told = {row["step_id"]: row for row in steps.select(["step_id", "goal", "history"]).to_pylist()}
+    tasks = {task.step_id: task for task in tasks_of(steps)}
     rows = [
         {
-            "images": [screens.image(row["step_id"])],
-            "prompt": _chat(planner_messages(told[row["step_id"]]["goal"], told[row["step_id"]]["history"], style)),
+            "step_id": row["step_id"],
+            "prompt": _chat(tasks[row["step_id"]].messages(style)),
             "completion": _chat(assistant(planner_answer(row["plan"], row["action_type"], row["value"]))),
         }
         for row in dataset.to_pylist()
     ]
-    return _examples(rows, completion=True)
+    return _examples(rows, screens)
 
 
 def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: Space) -> Dataset:
@@ -55,37 +54,38 @@ def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: 
     for row in dataset.to_pylist():
         if row["box"] is None:
             continue
-        centre = screens.viewport(row["step_id"]).point(Box(*row["box"], Space.ORIGINAL).centre, space)
+        x1, y1, x2, y2 = row["box"]
+        centre = screens.viewport(row["step_id"]).point(Box(x1, y1, x2, y2, Space.ORIGINAL).centre, space)
         rows.append(
             {
-                "images": [screens.image(row["step_id"])],
+                "step_id": row["step_id"],
                 "prompt": _chat(grounder_messages(row["plan"], style)),
                 "completion": _chat(assistant(grounder_answer(round(centre.x), round(centre.y)))),
             }
         )
-    return _examples(rows, completion=True)
+    return _examples(rows, screens)
 
 
 def grpo_prompts(dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style) -> Dataset:
     """One prompt per step that has a row in D_k, in the order of `steps`, with its step_id for the reward."""
     covered = set(dataset["step_id"].to_pylist())
     rows = [
-        {
-            "images": [screens.image(row["step_id"])],
-            "prompt": _chat(planner_messages(row["goal"], row["history"], style)),
-            "step_id": row["step_id"],
-        }
-        for row in steps.select(["step_id", "goal", "history"]).to_pylist()
-        if row["step_id"] in covered
+        {"step_id": task.step_id, "prompt": _chat(task.messages(style))}
+        for task in tasks_of(steps)
+        if task.step_id in covered
     ]
-    return _examples(rows, completion=False)
+    return _examples(rows, screens)
 
 
-def _examples(rows: list[dict[str, Any]], *, completion: bool) -> Dataset:
+def _examples(rows: list[dict[str, Any]], screens: Screens) -> Dataset:
+    """The rows as a dataset that looks its screenshots up when it is read: a screenshot is held once, not once per plan."""
     if not rows:
         raise NothingToTrainOn(
             "D_{k-1} has no usable row: look at the decisions beside it for why its candidates were dropped"
         )
-    features = {"images": List(ImageFeature()), "prompt": _CHAT}
-    features |= {"completion": _CHAT} if completion else {"step_id": Value("string")}
-    return Dataset.from_list(rows, features=Features(features))
+
+    def with_images(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {**batch, "images": [[screens.image(step_id)] for step_id in batch["step_id"]]}
+
+    features = {name: Value("string") if name == "step_id" else _CHAT for name in rows[0]}
+    return Dataset.from_list(rows, features=Features(features)).with_transform(with_images)

@@ -64,6 +64,7 @@ def train_sft(
             logging_steps=5,
             save_strategy="no",
             report_to="none",
+            remove_unused_columns=False,  # the examples find their images by step_id
             disable_tqdm=True,
             seed=seed,
             data_seed=seed,

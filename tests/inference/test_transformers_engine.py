@@ -37,7 +37,7 @@ def requests() -> list[Request]:
         Request(WIDE, grounder_messages("Next", "compact")),
         Request(RED, planner_messages("Click Cancel", ["Click OK", "Enter red into Name"], "compact")),
         Request(RED, grounder_messages("Cancel é <|im_end|>", "compact")),
-        Request(BLUE, planner_messages("Click OK", [], "instruct")),
+        Request(BLUE, planner_messages("Click OK", [], "web")),
     ]
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.inference.agents import Plan
-from coepg_dagster.pools.candidates import gate_of, jaccard, mark_duplicates, plan_tokens, pool_members, tasks_of
+from coepg_dagster.inference.agents import Plan, tasks_of
+from coepg_dagster.pools.candidates import gate_of, jaccard, mark_duplicates, plan_tokens, pool_members
 from coepg_dagster.prompts import PlannerAnswer
 from coepg_dagster.rewards.cdrem import gated, type_reward, value_reward
 from tests.conftest import step, step_table

@@ -140,7 +140,7 @@ def test_grpo_prompts_are_the_covered_steps_once_without_their_labels(steps: pa.
     twice = pa.concat_tables([dataset.slice(1, 3), dataset.slice(1, 2)])
     prompts = grpo_prompts(twice, steps, Screens(steps, RESIZE), "compact")
     assert prompts["step_id"][:] == ["s1", "s2", "s3"]
-    assert set(prompts.column_names) == {"images", "prompt", "step_id"}
+    assert set(prompts[0]) == {"images", "prompt", "step_id"}
 
 
 def test_nothing_to_learn_from_is_said(steps: pa.Table, dataset: pa.Table) -> None:
