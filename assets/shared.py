@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 from safetensors import SafetensorError, safe_open
 
-from coepg_dagster.experiment import Benchmark
+from coepg_dagster.experiment import Benchmark, fingerprint
+from coepg_dagster.readers.importing import Options, load_benchmark
 from coepg_dagster.readers.miniwob import load_snapshot
-from coepg_dagster.workers import STEPS, write_table
+from coepg_dagster.workers import STEPS, write_steps
 
 WEIGHTS = "weights_are_whole"
 """Blocking check on every model artifact."""
@@ -24,18 +27,28 @@ BASE = "base.json"
 def benchmark_steps(work: Making) -> Outcome:
     """Every split's labelled steps in one table, train, validation and test disjoint by episode."""
     config: Benchmark = work.loop.experiment.benchmark
-    table = load_snapshot(work.loop.root / config.path)
-    write_table(table, work.draft / STEPS)
+    table, counted = read_benchmark(config, work.loop.root, work.store.root / ".imports")
     counts = {row["values"]: row["counts"] for row in pc.value_counts(table["split"]).to_pylist()}
     wanted = [config.train, config.validation, *config.test]
     missing = [split for split in wanted if not counts.get(split)]
     why = f"no steps in split {', '.join(missing)} (there are: {', '.join(sorted(counts))})" if missing else None
+    write_steps(table, work.draft / STEPS, [split for split in wanted if split not in missing])
     return Outcome(
         [STEPS],
-        {"steps": dict(sorted(counts.items()))},
+        {"steps": {split: counts.get(split, 0) for split in wanted}, **counted},
         {"splits_are_there": why},
         config=config.model_dump(mode="json"),
     )
+
+
+def read_benchmark(config: Benchmark, root: Path, imports: Path) -> tuple[pa.Table, dict[str, Any]]:
+    """The steps of a benchmark, and what its import left out or noticed; imported files are kept under `imports`."""
+    if config.reader == "miniwob":
+        return load_snapshot(root / config.path), {}
+    out = imports / fingerprint([config.reader, str(config.path), config.view, config.level])
+    options = Options(view=config.view, level=config.level)
+    table, counts = load_benchmark(config.reader, root / config.path, out, options)
+    return table, {"rejected": dict(sorted(counts.rejected.items())), "noticed": dict(sorted(counts.noticed.items()))}
 
 
 def open_models(work: Making) -> Outcome:

@@ -345,14 +345,14 @@ def _result_of(name: str, protocol: str) -> Result:
 
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
-    from coepg_dagster.workers import PREDICTIONS, STEPS
+    from coepg_dagster.workers import PREDICTIONS, STEPS, all_steps
 
     record = Loop(experiment, seed, project.root).record(open_instance(project), Ref("evaluation", int(k)))
     if record is None:
         err.print(f"{name} has no evaluation: run `coepg evolve {reference} --through {k}` first")
         raise typer.Exit(2)
     predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
-    steps = pq.read_table(project.store / record.input("benchmark_steps").folder / STEPS)
+    steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
     tests = [split in experiment.benchmark.test for split in steps["split"].to_pylist()]
     scored = set(predictions["step_id"].to_pylist())
     steps = steps.filter(pa.array(t and s in scored for t, s in zip(tests, steps["step_id"].to_pylist(), strict=True)))
