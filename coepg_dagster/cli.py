@@ -276,20 +276,21 @@ def score(
         interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
         view.add_row(name, _two(metric.micro), _two(metric.macro), interval, str(metric.n))
     Console().print(view)
-    for reason, count in result.skipped.items():
-        typer.echo(f"skipped {reason}: {count}")
+    for reason, count in (*result.skipped.items(), *result.notes.items()):
+        typer.echo(f"{reason}: {count}")
 
 
 @app.command()
 def compare(
-    a: Annotated[str, typer.Argument(help="a file of predictions (format coepg), or EXPERIMENT@k")],
+    a: Annotated[str, typer.Argument(help="a file of predictions, or EXPERIMENT@k")],
     b: Annotated[str, typer.Argument(help="another one, of the same steps")],
     protocol: Annotated[str, typer.Option(help="for files; experiments have their own")] = "miniwob/point",
+    format: Annotated[str, typer.Option(help="of the files: coepg (our own), gui_r1, ui_genie or uground")] = "coepg",
 ) -> None:
     """Says whether two results differ: paired by step, with a 95 % interval clustered by task."""
     from coepg_dagster.evaluation.score import compare as compare_results
 
-    first, second = (_result_of(name, protocol) for name in (a, b))
+    first, second = (_result_of(name, protocol, format) for name in (a, b))
     typer.echo(_scored(lambda: compare_results(first, second)).to_json())
 
 
@@ -333,13 +334,13 @@ def _scored(make: Callable[[], T]) -> T:
         raise typer.Exit(2) from None
 
 
-def _result_of(name: str, protocol: str) -> Result:
+def _result_of(name: str, protocol: str, format: str) -> Result:
     """The result of a prediction file, or of an experiment's test splits at iteration k."""
     from coepg_dagster.evaluation.score import score_file, score_steps
 
     reference, at, k = name.rpartition("@")
     if not at or Path(name).exists():
-        return _scored(lambda: score_file(Path(name), "coepg", protocol))
+        return _scored(lambda: score_file(Path(name), format, protocol))
     project, experiment, seed = _open(reference)
     import pyarrow.parquet as pq
 
