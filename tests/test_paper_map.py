@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
@@ -11,6 +12,7 @@ MAP = (REPOSITORY / "docs" / "paper_map.md").read_text("utf-8")
 PLACE = re.compile(r"`([\w/]+\.py)(?:(::?)([\w.]+))?`")
 
 
+@lru_cache
 def names_of(path: Path) -> set[str]:
     """Functions, classes, their methods, and constants at the top of a module."""
     names: set[str] = set()

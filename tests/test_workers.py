@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -111,6 +112,7 @@ VERDICTS = st.lists(
 )
 
 
+@settings(max_examples=30)
 @given(rows=VERDICTS, cuts=st.sets(st.integers(0, 12), max_size=4))
 def test_equal_tables_give_equal_bytes_however_they_are_cut(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], cuts: set[int]
@@ -123,6 +125,15 @@ def test_equal_tables_give_equal_bytes_however_they_are_cut(
     write_table(pa.concat_tables([VERDICT_SCHEMA.empty_table(), *pieces]), folder / "cut.parquet")
     assert (folder / "whole.parquet").read_bytes() == (folder / "cut.parquet").read_bytes()
     assert pq.read_table(folder / "whole.parquet").to_pylist() == whole.to_pylist()
+
+
+def test_also_where_a_column_takes_several_pages(tmp_path: Path) -> None:
+    """Parquet cuts pages along the chunks of a large column: screenshots are such a column."""
+    noise = random.Random(0)
+    whole = step_table(*(step(f"s{i}", screenshot=noise.randbytes(3000)) for i in range(1000)))
+    write_table(whole, tmp_path / "whole.parquet")
+    write_table(pa.concat_tables([whole.slice(i, 97) for i in range(0, 1000, 97)]), tmp_path / "cut.parquet")
+    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "cut.parquet").read_bytes()
 
 
 def test_a_table_appears_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
