@@ -71,8 +71,8 @@ def select(
         ranked = sorted(verified[step_id], key=lambda row: (-row["score"], row["candidate_id"]))
         for row in ranked[config.max_plans_per_step :]:
             decisions[row["candidate_id"]] = OVER_CAP
-        kept = ranked[: config.max_plans_per_step]
-        kept_rows += kept + _carried(kept, old[step_id], config)
+        stay = ranked[: config.max_plans_per_step]
+        kept_rows += stay + _carried(stay, old[step_id], config)
     return (
         pa.Table.from_pylist(kept_rows, DATASET_SCHEMA),
         pa.Table.from_pylist(
@@ -89,7 +89,7 @@ def _verify(
     row: dict[str, Any], label: dict[str, Any], votes: Sequence[dict[str, Any]], config: Regeneration, iteration: int
 ) -> dict[str, Any] | None:
     """The D_k row of a candidate, or None if it is not verified."""
-    boxes = [Box(*box, Space.ORIGINAL) for box in label["boxes"]]
+    boxes = [Box(*box, space=Space.ORIGINAL) for box in label["boxes"]]
     answered = [vote for vote in votes if vote["failure"] is None]
     hitting = [vote for vote in answered if vote["hit"]]
     score, box = 1.0, None
