@@ -78,4 +78,4 @@ class Screens:
 
     def boxes(self, step_id: str) -> list[Box]:
         """The target boxes of a step, in pixels of the stored screenshot; empty: the action has no target."""
-        return [Box(*box, space=Space.ORIGINAL) for box in self._boxes[self._rows[step_id]]]
+        return [Box(x1, y1, x2, y2, Space.ORIGINAL) for x1, y1, x2, y2 in self._boxes[self._rows[step_id]]]

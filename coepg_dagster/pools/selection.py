@@ -89,7 +89,7 @@ def _verify(
     row: dict[str, Any], label: dict[str, Any], votes: Sequence[dict[str, Any]], config: Regeneration, iteration: int
 ) -> dict[str, Any] | None:
     """The D_k row of a candidate, or None if it is not verified."""
-    boxes = [Box(*box, space=Space.ORIGINAL) for box in label["boxes"]]
+    boxes = [Box(x1, y1, x2, y2, Space.ORIGINAL) for x1, y1, x2, y2 in label["boxes"]]
     answered = [vote for vote in votes if vote["failure"] is None]
     hitting = [vote for vote in answered if vote["hit"]]
     score, box = 1.0, None

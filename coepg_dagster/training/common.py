@@ -13,7 +13,7 @@ from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, lo
 from coepg_dagster.progress import Report
 
 
-class ReportProgress(TrainerCallback):
+class ReportProgress(TrainerCallback):  # type: ignore[misc]
     """Passes a trainer's logs on to `report` and keeps them as JSON lines in `log`."""
 
     def __init__(self, report: Report, log: Path) -> None:

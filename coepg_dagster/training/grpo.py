@@ -141,7 +141,8 @@ class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, reward: CdremReward, rollouts: Path, **kwargs: Any) -> None:
-        self._reward, self._rollouts, self._writer = reward, rollouts, None
+        self._reward, self._rollouts = reward, rollouts
+        self._writer: Any = None  # a ParquetWriter from the first rollouts to `close`
         super().__init__(*args, reward_funcs=reward, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
