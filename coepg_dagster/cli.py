@@ -256,6 +256,78 @@ def pretrain(
 
 
 @app.command()
+def play(
+    agent: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="planner and grounder of iteration k")],
+    split: Annotated[str, typer.Option(help="whose episodes are played")] = "test_seed",
+    episodes: Annotated[int, typer.Option(help="of each family", min=1)] = 3,
+    family: Annotated[list[str] | None, typer.Option(help="only this one; again for more")] = None,
+    first_seed: Annotated[int | None, typer.Option(help="fresh episodes, from this seed on", min=0)] = None,
+    max_steps: Annotated[int, typer.Option(help="of an episode", min=1)] = 16,
+    shown: Annotated[int, typer.Option(help="episodes of each family on the page", min=0)] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="folder to write to instead of the store")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Lets the agent of iteration k act on MiniWoB++ pages in headless Chromium; the page says whether it succeeded.
+
+    Plays the first episodes of a split that is scored offline, or fresh ones of the same families, which need not be
+    solvable. Prints success rates; keeps every frame, plan and point, and a page to look at. Needs Chromium, ChromeDriver
+    and the extra `miniwob`.
+    """
+    reference, _, k = agent.rpartition("@")
+    if not (reference and k.isdecimal()):
+        raise typer.BadParameter(f"{agent!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@0")
+    project, experiment, seed = _open(reference)
+    try:
+        from coepg_dagster.assets.live import play_iteration
+        from coepg_dagster.miniwob.browser import BrowserMissing
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"the package {error.name} is not installed: pip install 'coepg-dagster[miniwob]'"
+        ) from None
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.provenance import NotUsable
+    from coepg_dagster.reports.play import rate, why
+
+    def show(done: int, of: int, figures: Mapping[str, float]) -> None:
+        if done % 10 == 0 or done == of:
+            err.print(f"{done}/{of} episodes, {figures['solved']:g} solved", highlight=False)
+
+    try:
+        about = play_iteration(
+            project,
+            Loop(experiment, seed, project.root),
+            open_instance(project),
+            int(k),
+            split=split,
+            per_family=episodes,
+            families=family,
+            first_seed=first_seed,
+            max_steps=max_steps,
+            shown=shown,
+            device=device,
+            out=out,
+            report=show,
+        )
+    except (BrowserMissing, NotUsable) as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    for ref, reason in about["stale"].items():
+        err.print(f"stale: {ref}: {reason}", style="yellow", highlight=False)
+    if as_json:
+        typer.echo(json.dumps(about))
+        return
+    view = Table("family", "solved", "episodes", "steps", "why not", title=f"{agent}, live on MiniWoB++")
+    for name, row in about["families"].items():
+        view.add_row(name, *(str(row[key]) for key in ("solved", "episodes", "steps")), why(row["failures"]))
+    console = Console()
+    console.print(view)
+    typer.echo(f"solved: {about['solved']} of {about['episodes']}, {rate(about['success'])} (95 % over episodes)")
+    typer.echo(f"macro over families: {rate(about['macro'])} (95 % over families)")
+    console.print(f"page: {about['page']}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def score(
     file: Annotated[Path, typer.Argument(help="predictions that somebody made")],
     format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, ui_genie or uground")],

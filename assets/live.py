@@ -1,0 +1,100 @@
+"""`coepg play`: the models of one iteration, found in the store, act live; what they did is kept in the store.
+
+No asset: nothing of the loop reads it. The playing itself is `coepg_dagster.miniwob.play`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.assets.shared import checkpoint_of
+
+from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.miniwob.browser import Browser, find_pages, find_programs
+from coepg_dagster.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_tasks, play, tasks_of, write_play
+from coepg_dagster.progress import Report
+from coepg_dagster.project import Project
+from coepg_dagster.provenance import NotUsable, Record, Ref
+from coepg_dagster.store import Store
+from coepg_dagster.workers import STEPS, all_steps
+
+
+def play_iteration(
+    project: Project,
+    loop: Loop,
+    instance: dg.DagsterInstance,
+    k: int,
+    *,
+    split: str,
+    per_family: int,
+    families: Sequence[str] | None,
+    first_seed: int | None,
+    max_steps: int,
+    shown: int,
+    device: str,
+    out: Path | None,
+    report: Report,
+) -> dict[str, Any]:
+    """Plays with M_k and writes the result to `out`, or else below the store; returns its summary.
+
+    Played are the first `per_family` episodes of each family of `split`, as scored offline, or, from `first_seed` on,
+    fresh ones of the same families. Raises NotUsable where there are no models or no such split or family, and
+    BrowserMissing.
+    """
+    if loop.experiment.benchmark.reader != "miniwob":
+        raise NotUsable(f"{loop.name} is not about MiniWoB++: choose another experiment, its agents cannot act live")
+    find_programs()
+    find_pages()
+    records = loop.records(instance)
+    planner, grounder, steps = (
+        records.get(ref) for ref in (Ref("planner", k), Ref("grounder", k), Ref("benchmark_steps"))
+    )
+    if planner is None or grounder is None or steps is None:
+        raise NotUsable(f"{loop.name}@{k} has no models yet: run `coepg evolve {loop.name} --through {k}` first")
+    try:
+        tasks = tasks_of(all_steps(project.store / steps.folder / STEPS), split, per_family, families)
+    except ValueError as error:
+        raise NotUsable(f"{loop.name}: {error}") from None
+    if first_seed is not None:
+        tasks = fresh_tasks([family for family, _ in tasks], first_seed, per_family)
+
+    def engine(record: Record) -> TransformersEngine:
+        checkpoint = checkpoint_of(project.store / record.folder)
+        local = project.root / checkpoint
+        path = local if local.is_dir() else checkpoint
+        return TransformersEngine(path, dtype=loop.experiment.models.dtype, device=device, batch_size=1)
+
+    limits = loop.experiment.regeneration
+    agent = Agent(
+        engine(planner), engine(grounder), loop.experiment.models, limits.max_plan_tokens, limits.max_point_tokens
+    )
+    with Browser() as browser:
+        started = time.monotonic()
+        table = play(browser, agent, tasks, report, max_steps)
+        seconds = time.monotonic() - started
+        made_from = {
+            "experiment": loop.name,
+            "iteration": k,
+            "planner": planner.data_version,
+            "grounder": grounder.data_version,
+            "families of": split,
+            "episodes": f"of benchmark_steps {steps.data_version}" if first_seed is None else f"from seed {first_seed}",
+            "step limit": max_steps,
+            "Chromium": browser.version,
+        }
+    title = f"{loop.name}@{k}, live on MiniWoB++"
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        about = write_play(table, made_from, title, shown, out)
+    else:
+        store, place = Store(project.store), (loop.experiment.name, f"s{loop.seed}", "play", str(k))
+        with store.draft(*place) as draft:
+            about = write_play(table, made_from, title, shown, draft)
+            out = store.commit(draft, place, list(CONTENT)).folder
+    stale = {str(ref): str(why) for ref, why in loop.stale(records).items() if ref in (planner.ref, grounder.ref)}
+    return about | {"stale": stale, "seconds_per_step": seconds / table.num_rows, "page": str(out / PAGE_FILE)}
