@@ -97,6 +97,7 @@ COLUMNS: dict[Asset, pa.Schema] = {
 class About:
     """The arguments of `dg.asset` that people read."""
 
+    group: str
     description: str
     kinds: set[str]
     owners: list[str]
@@ -106,21 +107,26 @@ class About:
 
 def about(loop: Loop, asset: Asset) -> About:
     """What the page of an asset says."""
-    metadata: dict[str, Any] = {"lineage map": lineage_link(loop)}
+    metadata: dict[str, Any] = {}
     if asset in COLUMNS:
         metadata["dagster/column_schema"] = table_schema(COLUMNS[asset])
     tags = {"coepg/experiment": loop.experiment.name, "coepg/role": ROLES[asset]}
     if asset not in SHARED:
         tags["coepg/seed"] = str(loop.seed)
-    return About(ABOUT[asset], KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata)
+    # a node of Dagster's graph shows the last part of its key only: a group for each seed tells them apart
+    group = loop.experiment.name if asset in SHARED else f"{loop.experiment.name}_s{loop.seed}"
+    return About(
+        group, f"{ABOUT[asset]}\n\n{_links(loop, asset)}", KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata
+    )
 
 
-def lineage_link(loop: Loop) -> dg.MetadataValue[Any]:
-    """A link to the lineage map where a page server runs, else the command that writes it."""
+def _links(loop: Loop, asset: Asset) -> str:
+    """Links to the pages of the loop where a page server runs, else the commands that make them."""
     pages = os.environ.get(PAGES)
-    if pages:
-        return dg.MetadataValue.url(f"{pages}/lineage/{loop.name}")
-    return dg.MetadataValue.text(f"coepg lineage {loop.name}")
+    if not pages:
+        return f"Lineage map: `coepg lineage {loop.name}`"
+    lineage = f"[lineage map]({pages}/lineage/{loop.name})"
+    return f"[report]({pages}/report/{loop.name}), {lineage}" if asset == "evolution_report" else lineage
 
 
 def table_schema(schema: pa.Schema) -> dg.TableSchema:

@@ -72,7 +72,7 @@ def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
         required_resource_keys={"store"} | ({RESOURCES[asset]} if asset in RESOURCES else set()),
         pool=loop.experiment.pool if heavy else None,
         output_required=True,
-        group_name=loop.experiment.name,
+        group_name=page.group,
         description=page.description,
         kinds=page.kinds,
         owners=page.owners,
@@ -95,7 +95,7 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
         dg.AssetSpec(
             loop.twin(asset),
             partitions_def=partitions(loop.experiment),
-            group_name=loop.experiment.name,
+            group_name=about(loop, asset).group,
             description=f"`{asset}` of the iteration before: partition k stands for {asset}[k - 1], whose step emits it. "
             "The link to it is in each observation.",
             kinds={"previous"},

@@ -21,7 +21,7 @@ from dagster._core.definitions.data_version import DATA_VERSION_TAG
 from coepg_dagster.experiment import Models, code_version, fingerprint
 from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Input, NotUsable, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store
-from coepg_dagster.workers import Work
+from coepg_dagster.workers import ChunkedWork, Work
 
 RESOURCES: dict[Asset, str] = {
     "planner_sft": "sft",
@@ -85,7 +85,7 @@ class Making:
         """Where the version of `asset` lies that the input `reader` was made from."""
         return self.store.root / self.record(reader).input(asset).folder
 
-    def launch(self, processes: Processes, kind: type[Work], **settings: Any) -> dict[str, Any]:
+    def launch(self, resource: Processes, kind: type[Work], **settings: Any) -> dict[str, Any]:
         """Runs a job that fills the draft; {"figures", "device", "seconds"}.
 
         Its scratch folder is found again by a re-run with the same inputs and settings, and goes when the job is done.
@@ -93,14 +93,16 @@ class Making:
         experiment = self.loop.experiment
         common = {
             "models": self.models.model_dump(mode="json"),
-            "device": processes.device,
+            "device": resource.device,
             "batch_size": experiment.batch_size,
             "seed": seed_of(self.loop.seed, self.ref),
         }
         key = fingerprint([kind.__name__, common, {name: _plain(value) for name, value in settings.items()}])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
+        if issubclass(kind, ChunkedWork):  # how many processes share the work does not change what it finds
+            settings["processes"] = resource.processes
         work = kind(**common, **settings, out=self.draft, scratch=scratch)
-        result = processes.launch(self.context, work, self.loop.root)
+        result = resource.launch(self.context, work, self.loop.root)
         shutil.rmtree(scratch)
         return result
 
@@ -168,15 +170,15 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
         metadata={
-            RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
-            "folder": dg.MetadataValue.path(str(artifact.folder)),
-            "inputs": _inputs_table(record.inputs),
-            "seconds": record.seconds,
-            **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
-            **numbers(outcome.figures),
-            **_row_count(artifact.folder, outcome.content),
             **_overrides(context, asset),
             **outcome.metadata,
+            **numbers(outcome.figures),
+            **_row_count(artifact.folder, outcome.content),
+            "seconds": record.seconds,
+            **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
+            "inputs": _inputs_table(record.inputs),
+            "folder": dg.MetadataValue.path(str(artifact.folder)),
+            RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
         },
         check_results=[
             dg.AssetCheckResult(check_name=name, passed=why is None, description=why)

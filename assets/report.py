@@ -25,7 +25,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         deps=[loop.key("evaluation"), loop.key("data_quality")],
         code_version=code_version(loop.experiment, "evolution_report"),
         required_resource_keys={"store"},
-        group_name=loop.experiment.name,
+        group_name=page.group,
         description=page.description,
         kinds=page.kinds,
         owners=page.owners,
@@ -63,9 +63,9 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(artifact.version),
             metadata={
-                RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
-                "page": dg.MetadataValue.path(str(artifact.folder / REPORT)),
                 "figures": dg.MetadataValue.md(preview),
+                "page": dg.MetadataValue.path(str(artifact.folder / REPORT)),
+                RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
             },
         )
 

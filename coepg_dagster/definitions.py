@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import dagster as dg
 
@@ -22,6 +23,7 @@ def build(
     project: Project,
     folder: str = "",
     makers: Mapping[Asset, Maker] = MAKERS,
+    resources: Mapping[str, dg.ConfigurableResource[Any]] | None = None,
     nightly: str = "0 2 * * *",
     weekly: str = "0 3 * * 0",
     seconds: int = 30,
@@ -30,6 +32,7 @@ def build(
 
     Args:
         makers: the functions that make the artifacts of the loop.
+        resources: in place of those that are there by default, by key: `sft`, `grpo_cdrem`, `regeneration`, `store`.
         nightly, weekly: when the schedules run (cron, UTC), once they are turned on.
         seconds: between two looks of a sensor, once it is turned on.
     """
@@ -44,7 +47,7 @@ def build(
         ],
         asset_checks=[inputs_current(loop) for loop in loops],
         sensors=[alert(seconds)],
-        resources={"store": StoreResource(), **default_resources()},
+        resources={"store": StoreResource(), **default_resources(), **(resources or {})},
     )
     return dg.Definitions.merge(artifacts, *(automation(loop, nightly, weekly, seconds) for loop in loops))
 

@@ -242,7 +242,7 @@ class Deployment:
     def switch_on(self, *sensors: str, schedules: Sequence[str] = ()) -> None:
         """Turns sensors and schedules on."""
         for kind, names in (("Sensor", sensors), ("Schedule", schedules)):
-            start = "startSensor" if kind == "Sensor" else "startRunningSchedule"
+            start = "startSensor" if kind == "Sensor" else "startSchedule"
             for name in names:
                 found = self.graphql(
                     f"mutation($s: {kind}Selector!) {{ {start}({kind.lower()}Selector: $s) {{ __typename }} }}",

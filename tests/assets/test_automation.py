@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -13,7 +14,7 @@ from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
 
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.conftest import InProcess
-from tests.assets.light import plant, steps_log
+from tests.assets.light import light_project, plant, steps_log
 from tests.deployment import Deployment, Webhook
 
 
@@ -128,7 +129,12 @@ def test_evolve_does_not_go_on_from_something_stale(light: InProcess) -> None:
     assert "dataset[0] is stale" in tick(light, "light_s1_evolve").skip_message
 
 
-def test_schedules_ask_for_what_is_there(light: InProcess) -> None:
+def test_schedules_ask_for_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    # a schedule opens its instance by reference: one in memory has none
+    instance = dg.DagsterInstance.local_temp(str(tmp_path / "home"))
+    light = InProcess(light_project(tmp_path / "project"), instance)
+
     def due(name: str) -> list[Any]:
         now = datetime.datetime(2030, 1, 6, 3, tzinfo=datetime.UTC)
         with dg.build_schedule_context(light.instance, scheduled_execution_time=now) as context:

@@ -48,16 +48,10 @@ class OtherMachine(SftResource):
 
 
 def test_one_resource_is_swapped_and_one_is_overridden_at_launch(light: InProcess) -> None:
-    light.run(None)
-    job = light.defs.resolve_implicit_global_asset_job_def()
-    result = job.execute_in_process(
-        instance=light.instance,
-        partition_key="0",
-        asset_selection=[light.loop.key(asset) for asset in ("planner_sft", "candidate_plans", "verdicts")],
-        resources={"sft": OtherMachine(max_steps=5)},
-        run_config={"resources": {"regeneration": {"config": {"plans_per_planner": 3, "rule": "all"}}}},
-    )
-    assert result.success
+    light.settings["resources"] = {"sft": OtherMachine(max_steps=5)}
+    assert light.run(None).success
+    config = {"resources": {"regeneration": {"config": {"plans_per_planner": 3, "rule": "all"}}}}
+    assert light.run(0, config=config).success
 
     def overrides(asset: Any) -> Any:
         event = light.instance.get_latest_materialization_event(light.loop.key(asset))

@@ -1,0 +1,116 @@
+"""What a user does in the web UI, in real Chromium."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coepg_dagster.provenance import LOOP, SHARED, Ref
+from tests.assets.light import plant
+from tests.deployment import Deployment
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright (extra `dev`)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs Chromium at {CHROMIUM}: apt-get install chromium"),
+]
+LOOP_NAME = "other/s2"
+PATIENCE = 240_000
+"""Milliseconds; two busy cores start a run slowly."""
+
+
+@pytest.fixture(scope="module")
+def page(deployment: Deployment) -> Iterator[playwright.Page]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1500, "height": 950})
+        page.set_default_timeout(PATIENCE)
+        yield page
+        browser.close()
+
+
+def picture(page: playwright.Page, name: str) -> None:
+    """Leaves a screenshot where COEPG_PICTURES asks for it."""
+    folder = os.environ.get("COEPG_PICTURES")
+    if folder:
+        page.screenshot(path=f"{folder}/ui-{name}.png")
+
+
+def keys(*assets: str) -> list[list[str]]:
+    return [["other", asset] if asset in SHARED else ["other", "s2", asset] for asset in assets]
+
+
+def test_a_user_materializes_an_iteration_and_watches_it(deployment: Deployment, page: playwright.Page) -> None:
+    assert deployment.wait_run(deployment.launch(keys(*SHARED), None), "SUCCESS")
+    page.goto(f"{deployment.url}/asset-groups")
+    page.get_by_text("other_s2", exact=True).first.wait_for()
+    page.goto(f"{deployment.url}/locations/coepg/asset-groups/other_s2")
+    for asset in LOOP:
+        page.get_by_text(asset, exact=True).first.wait_for()
+    page.goto(f"{deployment.url}/locations/coepg/jobs/other_s2_iteration")
+    page.get_by_role("button", name="Materialize all").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("Select a partition").click()
+    page.get_by_role("menuitem").get_by_text("0", exact=True).click()
+    page.keyboard.press("Escape")
+    dialog.get_by_role("button", name=re.compile("Launch")).click()
+    found = deployment.wait(lambda: deployment.runs(dagster__partition="0", coepg__experiment=LOOP_NAME), "the run")
+    page.goto(f"{deployment.url}/runs/{found[-1]['runId']}")
+    page.get_by_text("Success", exact=True).first.wait_for()
+    page.get_by_text("other__s2__evaluation").first.wait_for()
+
+
+def test_a_user_reads_a_partition_and_why_it_is_stale(deployment: Deployment, page: playwright.Page) -> None:
+    if not (deployment.project.store / "other" / "s2" / "evaluation" / "0").exists():
+        assert deployment.wait_run(deployment.launch(keys(*SHARED, *LOOP), "0"), "SUCCESS")
+    assert deployment.wait_run(deployment.launch(keys(*LOOP), "1"), "SUCCESS")
+    plant(deployment.project, "salt", LOOP_NAME, Ref("dataset", 0))
+    assert deployment.wait_run(deployment.launch(keys("dataset", "data_quality"), "0"), "SUCCESS")
+    page.goto(f"{deployment.url}/assets/other/s2/planner_sft?view=partitions&partition=1")
+    page.get_by_text("seconds", exact=True).first.wait_for()
+    stale = page.get_by_text(re.compile(r"Unsynced"))
+    stale.first.hover()
+    page.get_by_text("has a new data version").wait_for()
+    page.get_by_text("other / s2 / previous / dataset").wait_for()
+    picture(page, "partition")
+
+
+def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page: playwright.Page) -> None:
+    page.goto(f"{deployment.url}/assets/other/s2/planner_sft?view=overview")
+    page.get_by_text("Eq. 1").first.wait_for()
+    page.get_by_text("coepg/role: planner").wait_for()
+    link = page.get_by_role("link", name="lineage map").first
+    link.wait_for()
+    picture(page, "asset")
+    page.goto(str(link.get_attribute("href")))
+    page.get_by_text("Lineage of other/s2").wait_for()
+    assert page.locator("g.stale#planner_sft-1").count() == 1 and page.locator("g.current#planner_sft-0").count() == 1
+    page.get_by_text(re.compile(r"dataset\[0\] is now \w+, it read \w+")).first.wait_for()
+    picture(page, "lineage-map")
+    page.locator("g#planner_sft-1 a").first.click()
+    page.wait_for_url(re.compile("/assets/other/s2/planner_sft"))
+
+
+def test_pages_answer_this_machine_only(deployment: Deployment) -> None:
+    def status(path: str, host: str) -> int:
+        server = http.client.HTTPConnection("127.0.0.1", deployment.pages_port)
+        server.request("GET", path, headers={"Host": host})
+        found = server.getresponse().status
+        server.close()
+        return found
+
+    here = f"127.0.0.1:{deployment.pages_port}"
+    assert status("/", here) == 200 and status("/lineage/other/s2", here) == 200
+    assert status("/lineage/other/s2", "example.com:80") == 403
+    assert status("/lineage/nothing", here) == 404 and status("/../../etc/passwd", here) == 404

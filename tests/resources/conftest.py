@@ -1,0 +1,5 @@
+"""The light project, as in the tests of the assets."""
+
+from tests.assets.conftest import light
+
+__all__ = ["light"]
