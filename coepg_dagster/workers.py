@@ -6,9 +6,13 @@ it returns are figures. Work that was finished before a kill is found again in `
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import multiprocessing.connection
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -133,47 +137,138 @@ class GrpoWork(Work):
 
 
 CHUNK = 256
-"""Steps (candidates) or candidates (verdicts) that a killed run can lose."""
+"""Rows of input that one chunk of pool work or evaluation takes, and that a killed run can lose."""
 
 
-class CandidatesWork(Work):
+@dataclass(frozen=True)
+class Chunk:
+    """Rows start .. start + CHUNK of the input, for one model (or pair of models)."""
+
+    member: str
+    start: int
+
+
+class ChunkedWork(Work):
+    """Inference over many rows: cut into chunks, spread over processes, each chunk kept as soon as it is done.
+
+    The result does not depend on the number of processes, nor on what was found from a killed run: each chunk has its own
+    seed and file. Each process holds one model at a time. On GPUs there is one process per GPU.
+    """
+
+    kind: str
+    processes: int
+
+    @abstractmethod
+    def chunks(self) -> list[Chunk]:
+        """All chunks, those of one member together."""
+
+    @abstractmethod
+    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
+        """Loads what `member` needs; returns the function that makes the chunk from a start row."""
+
+    @abstractmethod
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        """Writes the result from the chunks of each member; returns the figures."""
+
+    def _file(self, chunk: Chunk) -> Path:
+        return self.scratch / f"{self.kind}-{chunk.member}-{chunk.start}.parquet"
+
+    def run(self, report: Report) -> dict[str, Any]:
+        chunks = self.chunks()
+        missing = [chunk for chunk in chunks if not self._file(chunk).exists()]
+        devices = self._devices()[: len(missing)]
+        if len(devices) > 1:
+            self._spread(missing, devices, chunks, report)
+        elif missing:
+            self._make(missing, devices[0], lambda: self._tell(chunks, report))
+        parts: dict[str, list[pa.Table]] = {}
+        for chunk in chunks:
+            parts.setdefault(chunk.member, []).append(pq.read_table(self._file(chunk)))
+        return self.finish(parts)
+
+    def _devices(self) -> list[str]:
+        """The device of each process."""
+        if self.device != "cuda":
+            return [self.device] * self.processes
+        import torch
+
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+    def _tell(self, chunks: list[Chunk], report: Report) -> None:
+        report(sum(self._file(chunk).exists() for chunk in chunks), len(chunks), {})
+
+    def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
+        member, make = None, None
+        for chunk in chunks:
+            if member != chunk.member or make is None:
+                member, make = chunk.member, None  # the model before it goes before the next one comes
+                make = self.open(chunk.member, device)
+            write_table(make(chunk.start), self._file(chunk))
+            done()
+
+    def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
+        # a forked process need not import torch again; CUDA cannot be used after a fork
+        context = multiprocessing.get_context("fork" if devices[0] == "cpu" else "spawn")
+        running = [
+            context.Process(target=self._make, args=(missing[i :: len(devices)], device))  # type: ignore[attr-defined]
+            for i, device in enumerate(devices)
+        ]
+        for process in running:
+            process.start()
+        try:
+            while any(process.is_alive() for process in running):
+                multiprocessing.connection.wait([process.sentinel for process in running if process.is_alive()], 1.0)
+                self._tell(chunks, report)
+                failed = next((process for process in running if process.exitcode), None)
+                if failed is not None:
+                    raise RuntimeError(
+                        f"a process of this work ended with code {failed.exitcode}; its traceback is above"
+                    )
+        finally:
+            for process in running:
+                process.terminate()
+                process.join()
+
+
+def starts(rows: int) -> range:
+    """The first rows of the chunks of `rows` rows."""
+    return range(0, rows, CHUNK)
+
+
+class CandidatesWork(ChunkedWork):
     kind: Literal["candidates"] = "candidates"
     members: dict[str, str]
     train_split: str
     max_steps: int | None
     config: Regeneration
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def _steps(self) -> pa.Table:
+        return steps_of(self.steps, self.train_split, self.max_steps)
+
+    def chunks(self) -> list[Chunk]:
+        return [Chunk(name, start) for name in self.members for start in starts(self._steps().num_rows)]
+
+    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
         from coepg_dagster.inference.agents import Planner
         from coepg_dagster.inference.screens import Screens
-        from coepg_dagster.pools.candidates import mark_duplicates, write_candidates
+        from coepg_dagster.pools.candidates import write_candidates
+
+        steps = self._steps()
+        engine = _engine(self, self.members[member], device)
+        planner = Planner(engine, Screens(steps, engine.resize), self.models.prompts)
+
+        def make(start: int) -> pa.Table:
+            seed = zlib.crc32(f"{self.seed}/{member}/{start}".encode())
+            return write_candidates(planner, member, steps.slice(start, CHUNK), self.config, seed)
+
+        return make
+
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        from coepg_dagster.pools.candidates import mark_duplicates
         from coepg_dagster.pools.verdicts import to_verify
 
-        steps = steps_of(self.steps, self.train_split, self.max_steps)
-        of = steps.num_rows * len(self.members)
-
-        def member(name: str, checkpoint: str, before: int) -> list[pa.Table]:
-            agent = None
-            parts = []
-            for start in range(0, steps.num_rows, CHUNK):
-                path = self.scratch / f"candidates-{name}-{start}.parquet"
-                if not path.exists():
-                    if agent is None:
-                        engine = _engine(self, checkpoint)
-                        agent = Planner(engine, Screens(steps, engine.resize), self.models.prompts)
-                    chunk = steps.slice(start, CHUNK)
-                    seed = zlib.crc32(f"{self.seed}/{name}/{start}".encode())
-                    write_table(write_candidates(agent, name, chunk, self.config, seed), path)
-                parts.append(pq.read_table(path))
-                report(before + min(start + CHUNK, steps.num_rows), of, {})
-            return parts
-
-        tables = [
-            part
-            for i, (name, checkpoint) in enumerate(self.members.items())
-            for part in member(name, checkpoint, i * steps.num_rows)
-        ]
-        table = mark_duplicates(pa.concat_tables(tables), self.config.similar)
+        table = pa.concat_tables([part for tables in parts.values() for part in tables])
+        table = mark_duplicates(table, self.config.similar)
         write_table(table, self.out / CANDIDATES)
         gates = pc.value_counts(table["gate"]).to_pylist()
         return {
@@ -183,49 +278,50 @@ class CandidatesWork(Work):
         }
 
 
-class VerdictsWork(Work):
+class VerdictsWork(ChunkedWork):
     kind: Literal["verdicts"] = "verdicts"
     members: dict[str, str]
     candidates: Path
     train_split: str
     config: Regeneration
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def _asked(self) -> pa.Table:
+        """The candidates to verify, those of one screenshot together."""
+        from coepg_dagster.pools.verdicts import to_verify
+
+        return to_verify(pq.read_table(self.candidates)).sort_by(
+            [("step_id", "ascending"), ("candidate_id", "ascending")]
+        )
+
+    def chunks(self) -> list[Chunk]:
+        return [Chunk(name, start) for name in self.members for start in starts(self._asked().num_rows)]
+
+    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
         from coepg_dagster.inference.agents import Grounder
         from coepg_dagster.inference.screens import Screens
-        from coepg_dagster.pools.verdicts import give_verdicts, to_verify
+        from coepg_dagster.pools.verdicts import give_verdicts
 
-        steps = steps_of(self.steps, self.train_split)
-        asked = to_verify(pq.read_table(self.candidates)).sort_by("step_id")
-        of = asked.num_rows * len(self.members)
-        tables, figures = [], {}
-        for i, (name, checkpoint) in enumerate(self.members.items()):
-            grounder = None
-            parts = []
-            for start in range(0, asked.num_rows, CHUNK):
-                path = self.scratch / f"verdicts-{name}-{start}.parquet"
-                if not path.exists():
-                    if grounder is None:
-                        engine = _engine(self, checkpoint)
-                        screens = Screens(steps, engine.resize)
-                        grounder = Grounder(
-                            engine, screens, self.models.prompts, self.models.coordinates, self.config.max_point_tokens
-                        )
-                    write_table(give_verdicts(grounder, name, asked.slice(start, CHUNK), screens), path)
-                parts.append(pq.read_table(path))
-                report(i * asked.num_rows + min(start + CHUNK, asked.num_rows), of, {})
-            verdicts = pa.concat_tables(parts) if parts else None
-            if verdicts is not None:
-                tables.append(verdicts)
-                answered = verdicts.filter(pc.is_null(verdicts["failure"]))
-                figures[f"hit_rate_{name}"] = 100 * (pc.mean(answered["hit"]).as_py() or 0.0)
-                figures[f"failed_{name}"] = verdicts.num_rows - answered.num_rows
+        asked = self._asked()
+        engine = _engine(self, self.members[member], device)
+        screens = Screens(steps_of(self.steps, self.train_split), engine.resize)
+        grounder = Grounder(engine, screens, self.models.prompts, self.models.coordinates, self.config.max_point_tokens)
+        return lambda start: give_verdicts(grounder, member, asked.slice(start, CHUNK), screens)
+
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        tables = []
+        for name, part in parts.items():
+            verdicts = pa.concat_tables(part)
+            tables.append(verdicts)
+            answered = verdicts.filter(pc.is_null(verdicts["failure"]))
+            figures[f"hit_rate_{name}"] = 100 * (pc.mean(answered["hit"]).as_py() or 0.0)
+            figures[f"failed_{name}"] = verdicts.num_rows - answered.num_rows
         table = pa.concat_tables(tables) if tables else VERDICT_SCHEMA.empty_table()
         write_table(table, self.out / VERDICTS)
         return {"rows": table.num_rows, **figures}
 
 
-class EvaluationWork(Work):
+class EvaluationWork(ChunkedWork):
     kind: Literal["evaluation"] = "evaluation"
     planner: str
     grounder: str
@@ -235,36 +331,41 @@ class EvaluationWork(Work):
     max_plan_tokens: int
     max_point_tokens: int
 
-    def run(self, report: Report) -> dict[str, Any]:
-        import json
+    def _splits(self) -> dict[str, pa.Table]:
+        return {split: steps_of(self.steps, split, self.max_steps) for split in self.splits}
 
-        from coepg_dagster.evaluation.score import score_steps
+    def _steps(self) -> pa.Table:
+        return pa.concat_tables(self._splits().values())
+
+    def chunks(self) -> list[Chunk]:
+        return [Chunk("agent", start) for start in starts(self._steps().num_rows)]
+
+    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
         from coepg_dagster.inference.predict import predict
 
-        tables = [steps_of(self.steps, split, self.max_steps) for split in self.splits]
-        steps = pa.concat_tables(tables)
-        predictions = predict(
-            _engine(self, self.planner),
-            _engine(self, self.grounder),
-            steps,
-            self.models,
-            self.max_plan_tokens,
-            self.max_point_tokens,
-            report,
-        )
+        steps = self._steps()
+        planner, grounder = (_engine(self, checkpoint, device) for checkpoint in (self.planner, self.grounder))
+        tokens = self.max_plan_tokens, self.max_point_tokens
+        return lambda start: predict(planner, grounder, steps.slice(start, CHUNK), self.models, *tokens)
+
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        from coepg_dagster.evaluation.score import score_steps
+
+        predictions = pa.concat_tables(parts["agent"])
         write_table(predictions, self.out / PREDICTIONS)
-        scores = {}
-        for split, table in zip(self.splits, tables, strict=True):
-            of_split = predictions.filter(pc.is_in(predictions["step_id"], table["step_id"].combine_chunks()))
-            scores[split] = json.loads(score_steps(self.protocol, table, of_split).to_json())
+        scores, start = {}, 0
+        for split, table in self._splits().items():
+            result = score_steps(self.protocol, table, predictions.slice(start, table.num_rows))
+            scores[split] = json.loads(result.to_json())
+            start += table.num_rows
         (self.out / SCORES).write_text(json.dumps(scores, indent=1, sort_keys=True))
         return scores
 
 
-def _engine(work: Work, checkpoint: str) -> Any:
+def _engine(work: Work, checkpoint: str, device: str) -> Any:
     from coepg_dagster.inference.transformers_engine import TransformersEngine
 
-    return TransformersEngine(checkpoint, dtype=work.models.dtype, device=work.device, batch_size=work.batch_size)
+    return TransformersEngine(checkpoint, dtype=work.models.dtype, device=device, batch_size=work.batch_size)
 
 
 AnyWork = Annotated[SftWork | GrpoWork | CandidatesWork | VerdictsWork | EvaluationWork, Field(discriminator="kind")]

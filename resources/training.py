@@ -27,6 +27,9 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
     threads: int = Field(
         default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores."
     )
+    processes: int = Field(
+        default=2, ge=1, description="Processes that share inference over many rows on a CPU; with GPUs, one per GPU."
+    )
     timeout_minutes: float = Field(default=7 * 24 * 60, gt=0, description="A job that takes longer is ended.")
 
     def launch(self, context: dg.AssetExecutionContext, work: Work, root: Path) -> dict[str, Any]:

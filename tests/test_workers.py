@@ -55,8 +55,12 @@ WORK = [
         max_point_tokens=8,
         config=Grpo(),
     ),
-    CandidatesWork(**COMMON, members={"p": "a"}, train_split="train", max_steps=None, config=Regeneration()),
-    VerdictsWork(**COMMON, members={"v": "b"}, candidates=Path("c"), train_split="train", config=Regeneration()),
+    CandidatesWork(
+        **COMMON, members={"p": "a"}, train_split="train", max_steps=None, config=Regeneration(), processes=2
+    ),
+    VerdictsWork(
+        **COMMON, members={"v": "b"}, candidates=Path("c"), train_split="train", config=Regeneration(), processes=2
+    ),
     EvaluationWork(
         **COMMON,
         planner="a",
@@ -66,6 +70,7 @@ WORK = [
         protocol="miniwob/point",
         max_plan_tokens=8,
         max_point_tokens=8,
+        processes=2,
     ),
 ]
 
@@ -194,9 +199,10 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
             place.mkdir(parents=True, exist_ok=True)
         return COMMON | places | {"models": models, "steps": tmp_path / "steps.arrow"}
 
-    def candidates(name: str) -> dict[str, Any]:
+    def candidates(name: str, processes: int = 1) -> dict[str, Any]:
         members = {"learnt": str(trained("planner", 0)), "random": str(random_checkpoint(5))}
-        work = CandidatesWork(**folders(name), members=members, train_split="train", max_steps=5, config=config)
+        settings = {"members": members, "train_split": "train", "max_steps": 5, "config": config}
+        work = CandidatesWork(**folders(name), **settings, processes=processes)
         return work.run(report)
 
     progress: list[tuple[int, int]] = []
@@ -207,7 +213,7 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     figures = candidates("whole")
     assert counted["plan"] == 2 * 5
     assert progress == sorted(progress)
-    assert progress[-1] == (10, 10)
+    assert progress[-1] == (6, 6)
     table = pq.read_table(tmp_path / "whole" / "out" / "candidates.parquet")
     assert table.schema.names == CANDIDATE_SCHEMA.names
     assert table.num_rows == figures["rows"] == 5 * 2 * 2
@@ -222,8 +228,9 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     counted["plan"] = 0
     assert candidates("killed") == figures
     assert counted["plan"] == 10 - 4
-    results = [(tmp_path / name / "out" / "candidates.parquet").read_bytes() for name in ("whole", "killed")]
-    assert results[0] == results[1]
+    assert candidates("shared", processes=2) == figures
+    results = [(tmp_path / n / "out" / "candidates.parquet").read_bytes() for n in ("whole", "killed", "shared")]
+    assert results[0] == results[1] == results[2]
 
     def verdicts(name: str) -> dict[str, Any]:
         members = {"learnt": str(trained("grounder", 0)), "random": str(random_checkpoint(3))}
@@ -233,6 +240,7 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
             candidates=tmp_path / "whole" / "out" / "candidates.parquet",
             train_split="train",
             config=config,
+            processes=1,
         ).run(quiet)
 
     n = figures["to_verify"]

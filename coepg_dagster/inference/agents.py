@@ -10,7 +10,6 @@ import pyarrow as pa
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.inference.engine import Engine, Failure, Generation, Request, Sampling
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.progress import Report
 from coepg_dagster.prompts import (
     Message,
     PlannerAnswer,
@@ -81,11 +80,11 @@ class Planner:
     def __init__(self, engine: Engine, screens: Screens, style: Style) -> None:
         self._engine, self._screens, self._style = engine, screens, style
 
-    def plan(self, tasks: Sequence[Task], sampling: Sampling, report: Report | None = None) -> list[list[Plan]]:
+    def plan(self, tasks: Sequence[Task], sampling: Sampling) -> list[list[Plan]]:
         """`sampling.samples` plans for each task, in order. Raises RuntimeError where the engine fails on one."""
         requests = [Request(self._screens.image(task.step_id), task.messages(self._style)) for task in tasks]
         result: list[list[Plan]] = []
-        for task, answers in zip(tasks, self._engine.generate(requests, sampling, report), strict=True):
+        for task, answers in zip(tasks, self._engine.generate(requests, sampling), strict=True):
             plans = []
             for answer in answers:
                 if isinstance(answer, Failure):
@@ -102,11 +101,11 @@ class Grounder:
         self._engine, self._screens, self._style, self._space = engine, screens, style, space
         self._sampling = Sampling(max_tokens=max_tokens)
 
-    def ground(self, plans: Sequence[tuple[str, str]], report: Report | None = None) -> list[Reading]:
+    def ground(self, plans: Sequence[tuple[str, str]]) -> list[Reading]:
         """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row."""
         unique = sorted(set(plans))
         requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
-        answers = self._engine.generate(requests, self._sampling, report)
+        answers = self._engine.generate(requests, self._sampling)
         readings = {
             (step_id, plan): self._read(step_id, answer[0])
             for (step_id, plan), answer in zip(unique, answers, strict=True)

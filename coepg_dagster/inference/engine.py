@@ -12,7 +12,6 @@ from typing import Literal, Protocol
 
 from PIL import Image
 
-from coepg_dagster.progress import Report
 from coepg_dagster.prompts import Message
 
 
@@ -68,8 +67,6 @@ class Engine(Protocol):
         """(factor, min_pixels, max_pixels) of the model's image processor, for `geometry.smart_resize`."""
         ...
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
-    ) -> list[list[Generation | Failure]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
         """For each request, in order, `sampling.samples` answers."""
         ...

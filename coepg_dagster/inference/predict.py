@@ -10,7 +10,6 @@ from coepg_dagster.experiment import Models
 from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
 from coepg_dagster.inference.engine import Engine, Sampling
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.progress import Report
 
 PREDICTION_SCHEMA = pa.schema(
     [
@@ -34,19 +33,14 @@ def predict(
     models: Models,
     max_plan_tokens: int,
     max_point_tokens: int,
-    report: Report,
 ) -> pa.Table:
     """One prediction per step, in order (PREDICTION_SCHEMA). Raises RuntimeError where a model gives no answer."""
-    of = 2 * steps.num_rows
     pi = Planner(planner, Screens(steps, planner.resize), models.prompts)
     phi = Grounder(grounder, Screens(steps, grounder.resize), models.prompts, models.coordinates, max_point_tokens)
     tasks = tasks_of(steps)
-    plans = [
-        answers[0]
-        for answers in pi.plan(tasks, Sampling(max_plan_tokens), lambda done, _, figures: report(done, of, figures))
-    ]
+    plans = [answers[0] for answers in pi.plan(tasks, Sampling(max_plan_tokens))]
     asked = [(task.step_id, plan.answer.plan) for task, plan in zip(tasks, plans, strict=True) if plan.answer]
-    readings = iter(phi.ground(asked, lambda done, _, figures: report(steps.num_rows + done, of, figures)))
+    readings = iter(phi.ground(asked))
     rows: list[dict[str, Any]] = []
     for task, plan in zip(tasks, plans, strict=True):
         reading = next(readings) if plan.answer else None

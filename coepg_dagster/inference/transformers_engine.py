@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
-from coepg_dagster.progress import Report
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 """Never sampled: a model that writes one breaks the count of image features when its answer is scored again."""
@@ -105,9 +104,7 @@ class TransformersEngine:
         size = images.size
         return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
-    ) -> list[list[Generation | Failure]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
         prompts = [self._split_prompt(request) for request in requests]
         # A batch holds screenshots of one size, whose prefixes are equally long; those of one screenshot stay together.
         seen: dict[int, int] = {}
@@ -127,8 +124,6 @@ class TransformersEngine:
                 for position, i in enumerate(batch):
                     answers[i] = list(outputs[position * sampling.samples : (position + 1) * sampling.samples])
                 done += len(batch)
-                if report:
-                    report(done, len(order), {})
         return answers
 
     def _split_prompt(self, request: Request) -> tuple[str, list[int]]:

@@ -10,7 +10,6 @@ import pyarrow as pa
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.inference.agents import Plan, Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
-from coepg_dagster.progress import Report
 from coepg_dagster.rewards.cdrem import type_reward, value_reward
 from coepg_dagster.steps import (
     CANDIDATE_SCHEMA,
@@ -38,11 +37,10 @@ def write_candidates(
     steps: pa.Table,
     config: Regeneration,
     seed: int,
-    report: Report | None = None,
 ) -> pa.Table:
     """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
     sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
-    plans = planner.plan(tasks_of(steps), sampling, report)
+    plans = planner.plan(tasks_of(steps), sampling)
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
     rows = []
     for label, samples in zip(labels, plans, strict=True):

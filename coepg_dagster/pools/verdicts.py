@@ -7,7 +7,6 @@ import pyarrow.compute as pc
 
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.progress import Report
 from coepg_dagster.steps import GATE_PASSED, VERDICT_SCHEMA
 
 
@@ -16,12 +15,10 @@ def to_verify(candidates: pa.Table) -> pa.Table:
     return candidates.filter(pc.and_(pc.equal(candidates["gate"], GATE_PASSED), pc.is_null(candidates["duplicate_of"])))
 
 
-def give_verdicts(
-    grounder: Grounder, name: str, candidates: pa.Table, screens: Screens, report: Report | None = None
-) -> pa.Table:
+def give_verdicts(grounder: Grounder, name: str, candidates: pa.Table, screens: Screens) -> pa.Table:
     """The pool member `name`'s verdict on each candidate to verify whose step has a target (VERDICT_SCHEMA)."""
     asked = [row for row in to_verify(candidates).to_pylist() if screens.boxes(row["step_id"])]
-    readings = grounder.ground([(row["step_id"], row["plan"]) for row in asked], report)
+    readings = grounder.ground([(row["step_id"], row["plan"]) for row in asked])
     return pa.Table.from_pylist(
         [
             {

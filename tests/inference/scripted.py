@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
-from coepg_dagster.progress import Report
 
 RESIZE = (28, 3136, 50176)
 
@@ -24,8 +23,6 @@ class Scripted:
         self.asked: list[Request] = []
         self._answer = answer
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, report: Report | None = None
-    ) -> list[list[Generation | Failure]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
         self.asked += requests
         return [[self._answer(r.messages[0]["content"][1]["text"])] * sampling.samples for r in requests]

@@ -113,13 +113,6 @@ def test_a_tiny_nucleus_is_greedy(engine: TransformersEngine) -> None:
     assert [row[0].text for row in nucleus] == [row[0].text for row in greedy]
 
 
-def test_progress_ends_at_all(engine: TransformersEngine) -> None:
-    seen: list[tuple[int, int]] = []
-    engine.generate(requests(), Sampling(1), lambda done, of, _: seen.append((done, of)))
-    assert seen == sorted(seen)
-    assert seen[-1] == (6, 6)
-
-
 def test_nothing_asked_nothing_answered(engine: TransformersEngine) -> None:
     assert engine.generate([], Sampling(1)) == []
 
