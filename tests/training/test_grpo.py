@@ -74,9 +74,9 @@ def watched(run: Run) -> Iterator[None]:
         run.trl_advantages += output["advantages"].tolist()
         return output
 
-    def grounded(self: Any, plans: Any, report: Any = None) -> Any:
+    def grounded(self: Any, plans: Any, *more: Any) -> Any:
         run.asked += plans
-        return ground(self, plans, report)
+        return ground(self, plans, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOTrainer, "_generate_and_score_completions", scored)
