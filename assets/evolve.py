@@ -95,7 +95,7 @@ class Watch:
         self._bars: dict[str, TaskID] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._cursor: int = -1
+        self._cursor: str | None = None
 
     def __enter__(self) -> Watch:
         self._progress.start()
@@ -115,8 +115,9 @@ class Watch:
     def _read(self) -> None:
         if not self._instance.has_run(self._run_id):
             return
-        for entry in self._instance.logs_after(self._run_id, self._cursor):
-            self._cursor += 1
+        news = self._instance.get_records_for_run(self._run_id, self._cursor)
+        self._cursor = news.cursor
+        for entry in (record.event_log_entry for record in news.records):
             step = entry.step_key
             if step is None or step.endswith("inputs_current"):
                 continue

@@ -214,7 +214,8 @@ def tag_run(context: dg.AssetExecutionContext) -> None:
     if EXPERIMENT_TAG in context.run.tags:
         return
     keys = [key.path for key in context.job_def.asset_layer.executable_asset_keys]
-    names = {"/".join(path[:2]) if len(path) > 2 else path[0] for path in keys}
+    loops = {"/".join(path[:2]) for path in keys if len(path) > 2}
+    names = loops or {path[0] for path in keys}  # shared assets alone belong to no seed
     tags = {EXPERIMENT_TAG: ",".join(sorted(names))}
     if context.has_partition_key:
         tags[ITERATION_TAG] = context.partition_key

@@ -126,7 +126,8 @@ def seed_of(seed: int, ref: Ref) -> int:
 def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[Making]:
     """Claims the iteration, asserts that the inputs may be read, and opens a draft."""
     resource: StoreResource = context.resources.store
-    ref = Ref(asset, int(context.partition_key) if context.has_partition_key else None)
+    # one run may make an iteration and, before it, unpartitioned assets
+    ref = Ref(asset, None if asset in SHARED else int(context.partition_key))
     store = resource.store(loop.root)
     tag_run(context)
     try:

@@ -85,5 +85,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> It
     project = light_project(tmp_path_factory.mktemp("deployment") / "project", "other", "driven", seconds=0.3)
     location = Path(__file__).with_name("light_location.py")
     deployment = Deployment(project, location, **{WEBHOOK: webhook.url})
-    yield deployment
-    deployment.close()
+    try:
+        # what test_ticks.py looks at goes on beside the other tests
+        deployment.switch_on("driven_s1_refresh", "driven_s2_evolve", "alert")
+        yield deployment
+    finally:
+        deployment.close()

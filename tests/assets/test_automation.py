@@ -1,4 +1,4 @@
-"""Sensors and schedules: each decision in process with real events, and each ticked by a real daemon."""
+"""Sensors and schedules: each decision, in process, with real events. test_ticks.py has them ticked by a real daemon."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
 
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.conftest import InProcess
-from tests.assets.light import light_project, plant, steps_log
-from tests.deployment import Deployment, Webhook
+from tests.assets.light import light_project, plant
+from tests.deployment import Webhook
 
 
 def tick(light: InProcess, name: str, cursor: str | None = None) -> Any:
@@ -193,51 +193,3 @@ def test_a_failed_alert_never_shows_the_address(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(AlertFailed, match=says) as failed:
             post({})
         assert "secret" not in str(failed.value)
-
-
-@pytest.fixture(scope="module")
-def refreshed(deployment: Deployment) -> Deployment:
-    """A loop that was made by `refresh` alone, while the other sensors and the schedules of it are on."""
-    deployment.switch_on("driven_s1_refresh", "driven_s2_evolve", "alert")
-    deployment.wait(
-        lambda: "current" in _last(deployment, "driven_s1_refresh")["skipReason"], "refresh to be done", 900
-    )
-    return deployment
-
-
-def _last(deployment: Deployment, name: str) -> dict[str, Any]:
-    ticks = [tick for tick in deployment.ticks(name) if tick["status"] != "STARTED"]
-    assert not ticks or ticks[0]["error"] is None, ticks[0]
-    return {"skipReason": "", "runIds": []} | {k: v for tick in ticks[:1] for k, v in tick.items() if v is not None}
-
-
-@pytest.mark.slow
-def test_the_daemon_refreshes_in_order(refreshed: Deployment) -> None:
-    runs = refreshed.runs(dagster__sensor_name="driven_s1_refresh")
-    assert [run["status"] for run in runs] == ["SUCCESS"] * 4
-    assert [run["tags"].get(ITERATION_TAG) for run in runs] == [None, "0", "1", None]
-    assert {run["tags"][EXPERIMENT_TAG] for run in runs} == {"driven/s1"}
-    steps = [step for step in steps_log(refreshed.project) if step["loop"] == "driven/s1"]
-    assert [step["k"] for step in steps] == [None, None] + [0] * len(LOOP) + [1] * len(LOOP)
-
-
-@pytest.mark.slow
-def test_the_daemon_evolves_alerts_and_keeps_its_schedules(refreshed: Deployment, webhook: Webhook) -> None:
-    schedules = ["driven_s1_evaluate_nightly", "driven_s1_regenerate_weekly"]
-    refreshed.switch_on(schedules=schedules)
-    failing = refreshed.launch([["driven", "s2", "data_quality"]], "1")
-    first = refreshed.launch([["driven", "s2", asset] for asset in LOOP], "0")
-    refreshed.wait_run(failing, "FAILURE")
-    refreshed.wait_run(first, "SUCCESS")
-    evolved = refreshed.wait(lambda: refreshed.runs(dagster__sensor_name="driven_s2_evolve"), "evolve to start a run")
-    assert [run["tags"]["dagster/partition"] for run in evolved] == ["1"]
-    assert refreshed.wait_run(evolved[0]["runId"], "SUCCESS")
-    for name, partitions in zip(schedules, (["0", "1"], ["1"]), strict=True):
-        runs = refreshed.wait(lambda name=name: refreshed.runs(dagster__schedule_name=name), f"{name} to run")
-        assert sorted(run["tags"]["dagster/partition"] for run in runs)[: len(partitions)] == partitions
-    refreshed.wait(lambda: any(failing == message["run_id"] for message in webhook.taken), "the alert")
-    message = next(message for message in webhook.taken if message["run_id"] == failing)
-    assert message["text"].startswith("driven/s2, iteration 1: run ")
-    assert "does not exist: materialize" in message["failed"][0]["why"]
-    log = "".join(path.read_text(errors="replace") for path in refreshed.home.glob("*.log"))
-    assert "token=secret" not in log
