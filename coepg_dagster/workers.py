@@ -6,6 +6,7 @@ it returns are figures. Work that was finished before a kill is found again in `
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -50,13 +51,26 @@ def all_steps(path: Path) -> pa.Table:
 
 
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
-    """The steps of one split, in file order, at most `limit`. Raises ValueError where there are none."""
+    """The steps of one split, in file order. Raises ValueError where there are none.
+
+    With a `limit`: whole episodes, drawn by a hash of their names, so that every family keeps its share; at most `limit`
+    steps.
+    """
     table = all_steps(path)
     start = pc.index(table["split"], split).as_py()
     if start < 0:
         raise ValueError(f"{path} holds no step of split {split!r}")
-    rows = pc.sum(pc.equal(table["split"], split)).as_py()
-    return table.slice(start, rows if limit is None else min(rows, limit))
+    table = table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py())
+    if limit is None or table.num_rows <= limit:
+        return table
+    rows: dict[str, list[int]] = {}
+    for row, episode in enumerate(table["episode_id"].to_pylist()):
+        rows.setdefault(episode, []).append(row)
+    chosen: list[int] = []
+    for episode in sorted(rows, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if len(chosen) + len(rows[episode]) <= limit:
+            chosen += rows[episode]
+    return table.take(sorted(chosen))
 
 
 class Work(Strict):

@@ -155,7 +155,8 @@ def test_steps_of_a_split_in_file_order(tmp_path: Path) -> None:
     rows = [step(f"s{i}", split="train" if i % 2 else "test") for i in range(6)]
     write_steps(step_table(*rows), tmp_path / "steps.arrow", ["train", "test"])
     assert steps_of(tmp_path / "steps.arrow", "train")["step_id"].to_pylist() == ["s1", "s3", "s5"]
-    assert steps_of(tmp_path / "steps.arrow", "train", 2)["step_id"].to_pylist() == ["s1", "s3"]
+    some = steps_of(tmp_path / "steps.arrow", "train", 2)["step_id"].to_pylist()
+    assert len(some) == 2 and some == sorted(some) and set(some) < {"s1", "s3", "s5"}
 
 
 # found again after a kill
