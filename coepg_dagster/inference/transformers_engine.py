@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
 
+Dtype = Literal["float32", "bfloat16"]
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 """Never sampled: a model that writes one breaks the count of image features when its answer is scored again."""
 
@@ -23,7 +24,7 @@ class IncompleteCheckpoint(RuntimeError):
     """Loading a checkpoint left weights missing, unexpected or not finite."""
 
 
-def load_checkpoint(path: str | Path, dtype: Literal["float32", "bfloat16"], device: str) -> tuple[Any, Any]:
+def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, Any]:
     """(model in eval mode, processor) of a local folder or hub name; safetensors only, no remote code.
 
     Raises IncompleteCheckpoint where weights are missing, unexpected or not finite: transformers would otherwise start
@@ -74,9 +75,7 @@ class TransformersEngine:
     image: it is computed once, and its keys and values serve all plans of that screenshot and all samples of a request.
     """
 
-    def __init__(
-        self, path: str | Path, *, dtype: Literal["float32", "bfloat16"], device: str, batch_size: int
-    ) -> None:
+    def __init__(self, path: str | Path, *, dtype: Dtype, device: str, batch_size: int) -> None:
         model, processor = load_checkpoint(path, dtype, device)
         self._setup(model, processor, batch_size)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, load_checkpoint
+from coepg_dagster.inference.transformers_engine import Dtype, IncompleteCheckpoint, load_checkpoint
 from coepg_dagster.progress import Report
 
 
@@ -33,15 +33,27 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]
         self._report(state.global_step, state.max_steps, numbers)
 
 
-def save_whole(model: Any, processor: Any, folder: Path) -> int:
-    """Saves a checkpoint, loads it again and compares every tensor. Returns the number of parameters.
+def load_for_training(init: str, device: str, *, freeze_vision: bool) -> tuple[Any, Any]:
+    """(model in training mode, processor) from checkpoint `init`, with float32 weights.
+
+    On a GPU the trainers compute in bf16 and keep these float32 weights: with the paper's learning rates most updates would
+    round to nothing in bf16.
+    """
+    model, processor = load_checkpoint(init, "float32", device)
+    if freeze_vision:
+        model.model.visual.requires_grad_(False)
+    return model.train(), processor
+
+
+def save_whole(model: Any, processor: Any, folder: Path, dtype: Dtype) -> int:
+    """Saves a checkpoint as `dtype`, loads it again and compares every tensor. Returns the number of parameters.
 
     Raises IncompleteCheckpoint where a tensor is missing, empty, not finite or different after loading.
     """
+    model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, safe_serialization=True)
     processor.save_pretrained(folder)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    loaded, _ = load_checkpoint(folder, dtype, "cpu")  # type: ignore[arg-type]
+    loaded, _ = load_checkpoint(folder, dtype, "cpu")
     trained, stored = dict(model.state_dict()), dict(loaded.state_dict())
     for name in sorted(trained.keys() | stored.keys()):
         tensor = stored.get(name)
@@ -54,8 +66,3 @@ def device_settings(device: str) -> dict[str, Any]:
     """TrainingArguments for `device` ("cpu" or "cuda")."""
     on_gpu = device != "cpu"
     return {"use_cpu": not on_gpu, "bf16": on_gpu, "fp16": False, "gradient_checkpointing": on_gpu}
-
-
-def freeze_vision_tower(model: Any) -> None:
-    """Takes the vision tower out of training (Qwen-VL's classes call it `visual`)."""
-    model.model.visual.requires_grad_(False)

@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from coepg_dagster.experiment import Grpo, Models
 from coepg_dagster.inference.agents import Grounder, Plan, Reading
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint, vision_token_ids
+from coepg_dagster.inference.transformers_engine import TransformersEngine, vision_token_ids
 from coepg_dagster.pools.candidates import gate_of
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
@@ -34,7 +34,7 @@ from coepg_dagster.rewards.cdrem import (
     plan_reward,
 )
 from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
-from coepg_dagster.training.common import ReportProgress, device_settings, freeze_vision_tower, save_whole
+from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
 from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
 
 
@@ -201,9 +201,7 @@ def train_grpo(
         The figures of the run; rates in per cent.
     """
     set_seed(seed)
-    model, processor = load_checkpoint(init, models.dtype, device)
-    if config.freeze_vision:
-        freeze_vision_tower(model)
+    model, processor = load_for_training(init, device, freeze_vision=config.freeze_vision)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
     screens = Screens(steps, resize)
     members = dict([own_grounder]) | (dict(verifiers) if config.ensemble else {})
@@ -223,7 +221,7 @@ def train_grpo(
     out.mkdir(parents=True, exist_ok=True)
     rollouts = config.prompts_per_step * config.group_size
     trainer = CdremTrainer(
-        model=model.train(),
+        model=model,
         processing_class=processor,
         reward=CdremReward(grounders, priors, steps, screens, config),
         rollouts=out / "rollouts.parquet",
@@ -268,7 +266,7 @@ def train_grpo(
         result = trainer.train()
     finally:
         trainer.close()
-    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out)
+    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out, models.dtype)
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     tail = history[-max(1, len(history) // 5) :]
     return {

@@ -11,9 +11,9 @@ from trl import SFTConfig, SFTTrainer
 
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
-from coepg_dagster.training.common import ReportProgress, device_settings, freeze_vision_tower, save_whole
+from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
 from coepg_dagster.training.examples import grounder_examples, planner_examples
 
 
@@ -34,9 +34,7 @@ def train_sft(
     Only the answer's tokens carry loss. Returns the figures of the run.
     """
     set_seed(seed)
-    model, processor = load_checkpoint(init, models.dtype, device)
-    if config.freeze_vision:
-        freeze_vision_tower(model)
+    model, processor = load_for_training(init, device, freeze_vision=config.freeze_vision)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
     if role == "planner":
         examples = planner_examples(dataset, steps, screens, models.prompts)
@@ -44,7 +42,7 @@ def train_sft(
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
     out.mkdir(parents=True, exist_ok=True)
     trainer = SFTTrainer(
-        model=model.train(),
+        model=model,
         processing_class=processor,
         train_dataset=examples,
         callbacks=[ReportProgress(report, out / "training_log.jsonl")],
@@ -73,7 +71,7 @@ def train_sft(
     )
     trainer.remove_callback(PrinterCallback)
     result = trainer.train()
-    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out)
+    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out, models.dtype)
     return {
         "rows": len(examples),
         "optimizer_steps": result.global_step,

@@ -158,7 +158,9 @@ def test_a_checkpoint_that_is_not_what_was_trained_is_refused(
     random_checkpoint: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
-    assert common.save_whole(model, processor, tmp_path / "good") == sum(p.numel() for p in model.parameters())
+    assert common.save_whole(model, processor, tmp_path / "good", "float32") == sum(
+        p.numel() for p in model.parameters()
+    )
 
     save = type(model).save_pretrained
 
@@ -170,7 +172,7 @@ def test_a_checkpoint_that_is_not_what_was_trained_is_refused(
 
     monkeypatch.setattr(type(model), "save_pretrained", damaged)
     with pytest.raises(IncompleteCheckpoint, match="not what was trained"):
-        common.save_whole(model, processor, tmp_path / "bad")
+        common.save_whole(model, processor, tmp_path / "bad", "float32")
 
 
 def test_a_diverged_model_is_refused(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_diverged_model_is_refused(random_checkpoint: Callable[[int], Path], t
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] = float("nan")
     with pytest.raises(IncompleteCheckpoint, match="not finite"):
-        common.save_whole(model, processor, tmp_path / "nan")
+        common.save_whole(model, processor, tmp_path / "nan", "float32")
 
 
 def test_the_resize_is_the_processors_own(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
