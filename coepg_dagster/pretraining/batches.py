@@ -22,7 +22,7 @@ from coepg_dagster.pretraining import tokenizer as tokens
 from coepg_dagster.pretraining.architecture import SCREEN_HEIGHT, SCREEN_WIDTH
 from coepg_dagster.pretraining.fast import PREFIX
 from coepg_dagster.pretraining.screens import ScreenStep
-from coepg_dagster.pretraining.wordings import Element, Vagueness, Wording, describe, question
+from coepg_dagster.pretraining.wordings import Element, Vagueness, Wording, describe, habit, question
 
 IGNORED: Final = -100
 SHIFT_X: Final = (-2, 8)
@@ -32,6 +32,9 @@ UNSHIFTED: Final = 0.25
 """Share of screens that stay where they are."""
 VISIBLE: Final = 0.7
 """Share of an element's area that must be left after a shift for it to be asked about."""
+
+VALUE_WEIGHT: Final = 2
+"""How often a planner sees a step with a value for each time that it sees one without."""
 
 Batch = dict[str, NDArray[np.int64]]
 
@@ -123,13 +126,16 @@ def random_value(rng: Random) -> str:
             return "".join(rng.choice(_LETTERS + _LETTERS.upper() + "0123456789") for _ in range(length))
 
 
-def with_other_value(step: ScreenStep, rng: Random) -> ScreenStep:
-    """The step with its typed value replaced in goal and label, where the goal names it and no element shows it."""
+def with_other_value(step: ScreenStep, values: Sequence[str], rng: Random) -> ScreenStep:
+    """The step with its typed value replaced in goal and label, where the goal names it and no element shows it.
+
+    The new one is another step's (from `values`) or made up.
+    """
     value = step.value
     shown = any(value in element.name for element in step.elements)
     if step.action_type != "TYPE" or len(value) < 2 or step.goal.count(value) != 1 or shown:
         return step
-    other = random_value(rng)
+    other = rng.choice(values) if values and rng.random() < 0.5 else random_value(rng)
     history = tuple(action.replace(value, other) for action in step.history)
     return replace(step, goal=step.goal.replace(value, other), value=other, history=history)
 
@@ -149,7 +155,11 @@ class Batches(Dataset[Batch]):
         seed: int,
     ) -> None:
         self.steps = screens
-        self.pool = [i for i in pool if screens[i].askable] if task.role == "grounder" else list(pool)
+        self.values = sorted({screens[i].value for i in pool if screens[i].action_type == "TYPE"})
+        if task.role == "grounder":
+            self.pool = [i for i in pool if screens[i].askable]
+        else:  # values are harder to learn than plans
+            self.pool = [i for i in pool for _ in range(VALUE_WEIGHT if screens[i].value else 1)]
         self.task = task
         self.batch = batch
         self.count = steps
@@ -220,11 +230,12 @@ class Batches(Dataset[Batch]):
         self, step: ScreenStep, target: Element, visible: Sequence[Element], rng: Random
     ) -> tuple[list[int], list[int]]:
         if rng.random() < self.task.swap:
-            step = with_other_value(step, rng)
+            step = with_other_value(step, self.values, rng)
         names = list(self.task.wordings)
         wording = rng.choices(names, [self.task.wordings[name] for name in names])[0]
         vagueness = self.task.vagueness.on(step.family, self.task.name)
-        plan = describe(wording, target, visible, step.action_type, rng, vagueness)
+        form = habit(step.family, self.task.name)
+        plan = describe(wording, target, visible, step.action_type, rng, vagueness, form)
         asked = user_text(prompts.planner_messages(step.goal, step.history, "compact"))
         return self._pair(asked, prompts.planner_answer(plan, step.action_type, step.value))
 

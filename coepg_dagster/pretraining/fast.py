@@ -82,7 +82,8 @@ class FastModel(nn.Module):
             x = x + _vision_attention(block.attn, block.norm1(x), cos, sin)
             x = x + block.mlp(block.norm2(x))
         merger = visual.merger
-        return merger.mlp(merger.ln_q(x).view(count, VISUAL_TOKENS, -1))
+        merged: Tensor = merger.mlp(merger.ln_q(x).view(count, VISUAL_TOKENS, -1))
+        return merged
 
     def states(self, visual: Tensor, text: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         """Last hidden states (B, T, hidden) of the text tokens.
@@ -110,11 +111,13 @@ class FastModel(nn.Module):
         for layer in language.layers:
             x = x + _text_attention(layer.self_attn, layer.input_layernorm(x), cos, sin, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return language.norm(x[:, PREFIX:])
+        last: Tensor = language.norm(x[:, PREFIX:])
+        return last
 
     def logits(self, states: Tensor) -> Tensor:
         """(…, vocabulary) of hidden states; the output weights are the embeddings."""
-        return self.model.lm_head(states)
+        result: Tensor = self.model.lm_head(states)
+        return result
 
     @property
     def embeddings(self) -> Tensor:
@@ -134,7 +137,8 @@ def _vision_attention(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Te
     q, k, v = attention.qkv(x).view(count, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
     q, k = _rotate(q.float(), cos, sin).to(v.dtype), _rotate(k.float(), cos, sin).to(v.dtype)
     mixed = F.scaled_dot_product_attention(q, k, v)
-    return attention.proj(mixed.transpose(1, 2).reshape(count, length, width))
+    result: Tensor = attention.proj(mixed.transpose(1, 2).reshape(count, length, width))
+    return result
 
 
 def _text_attention(attention: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
@@ -149,7 +153,8 @@ def _text_attention(attention: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: T
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return attention.o_proj(mixed.transpose(1, 2).reshape(count, length, -1))
+    result: Tensor = attention.o_proj(mixed.transpose(1, 2).reshape(count, length, -1))
+    return result
 
 
 def _vision_angles(config: Any) -> Tensor:

@@ -137,7 +137,8 @@ def _tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """The id of one token of the vocabulary. Raises KeyError where there is none."""
-    return tokenizer.get_vocab()[token]
+    found: int = tokenizer.get_vocab()[token]
+    return found
 
 
 def load(directory: Path) -> PreTrainedTokenizerFast:

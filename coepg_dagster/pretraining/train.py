@@ -11,6 +11,7 @@ over the batched forward pass of `fast`; on a GPU each step is one CUDA graph. I
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -206,7 +207,7 @@ class _Optimizer:
 
     def _capture(self, batch: dict[str, Tensor]) -> torch.cuda.CUDAGraph:
         self._inputs = {name: value.to(self._device) for name, value in batch.items()}
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):  # at learning rate 0: fills caches, changes no weight
@@ -379,13 +380,10 @@ class _Plant:
     screens: Path
     work: Path
     out: Path
-    device: str
     loaders: int
 
 
-def _make_tower(plant: _Plant, name: str, progress: Progress) -> StageReport:
-    torch.set_num_threads(1)
-    device = torch.device(plant.device)
+def _make_tower(plant: _Plant, name: str, device: torch.device, progress: Progress) -> StageReport:
     tokenizer = tokens.load(plant.work / "tokenizer")
     model, head, report = warm_up(
         plant.recipe.towers[name], Screens.open(plant.screens), tokenizer, device, progress, f"tower {name}"
@@ -396,9 +394,7 @@ def _make_tower(plant: _Plant, name: str, progress: Progress) -> StageReport:
     return report
 
 
-def _make_checkpoint(plant: _Plant, name: str, progress: Progress) -> StageReport:
-    torch.set_num_threads(1)
-    device = torch.device(plant.device)
+def _make_checkpoint(plant: _Plant, name: str, device: torch.device, progress: Progress) -> StageReport:
     checkpoint = plant.recipe.checkpoints[name]
     tower = plant.recipe.towers[checkpoint.tower]
     tokenizer = tokens.load(plant.work / "tokenizer")
@@ -434,7 +430,7 @@ def run(
         recipe: towers and checkpoints.
         screens: from `screens.read`.
         out: where `<name>/` goes; `out/work` keeps tokenizer, towers and the reports of the stages.
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; models are dealt out to all CUDA devices in turn.
         progress: called from this process.
         only: names of checkpoints; all by default. Only the towers they need are made.
         parallel: models trained at the same time, each in its own process.
@@ -447,34 +443,40 @@ def run(
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
     tokens.fit(screens.corpus(), recipe.vocabulary, recipe.least_screens).save_pretrained(work / "tokenizer")
-    plant = _Plant(recipe, screens.directory, work, out, device, loaders)
+    plant = _Plant(recipe, screens.directory, work, out, loaders)
+    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if device == "cuda" else [device]
     towers = [name for name in recipe.towers if any(c.tower == name for c in wanted.values())]
     reports: dict[str, StageReport] = {}
     for make, names in ((_make_tower, towers), (_make_checkpoint, list(wanted))):
-        reports |= _all(make, plant, names, parallel, progress)
+        reports |= _all(make, plant, names, devices, parallel, progress)
     summary = {"data": screens.summary(), "stages": {name: asdict(report) for name, report in reports.items()}}
     (work / "reports.json").write_text(json.dumps(summary, indent=1), "utf-8")
     return reports
 
 
+_Make = Callable[[_Plant, str, torch.device, Progress], StageReport]
+
+
 def _all(
-    make: Callable[[_Plant, str, Progress], StageReport],
+    make: _Make,
     plant: _Plant,
     names: Sequence[str],
+    devices: Sequence[str],
     parallel: int,
     progress: Progress,
 ) -> dict[str, StageReport]:
     """Run one job a name, `parallel` at a time; progress of all is reported from this process."""
     prefix = "tower " if make is _make_tower else ""
+    dealt = list(zip(names, itertools.cycle(devices), strict=False))
     if parallel == 1:
-        return {prefix + name: make(plant, name, progress) for name in names}
+        return {prefix + name: make(plant, name, _ready(device), progress) for name, device in dealt}
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         said = manager.Queue()
         listener = threading.Thread(target=_listen, args=(said, progress), daemon=True)
         listener.start()
         with ProcessPoolExecutor(max_workers=parallel, mp_context=context) as pool:
-            jobs = {prefix + name: pool.submit(_job, make, plant, name, said) for name in names}
+            jobs = {prefix + name: pool.submit(_job, make, plant, name, device, said) for name, device in dealt}
             reports = {name: job.result() for name, job in jobs.items()}
         said.put(None)
         listener.join()
@@ -486,6 +488,15 @@ def _listen(said: Any, progress: Progress) -> None:
         progress(*message)
 
 
-def _job(make: Callable[[_Plant, str, Progress], StageReport], plant: _Plant, name: str, said: Any) -> StageReport:
+def _job(make: _Make, plant: _Plant, name: str, device: str, said: Any) -> StageReport:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return make(plant, name, lambda *message: said.put(message))
+    torch.set_num_threads(1)
+    return make(plant, name, _ready(device), lambda *message: said.put(message))
+
+
+def _ready(device: str) -> torch.device:
+    """The device, made the current one: CUDA graphs are captured there."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen

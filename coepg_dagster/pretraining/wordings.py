@@ -155,7 +155,8 @@ def vague(wording: Wording, element: Element, action_type: str) -> tuple[str, ..
 class Vagueness:
     """How often a planner is vague: `often` on a `families` share of the task families, `seldom` on the others.
 
-    It differs by family so that vagueness shows in greedy plans too, not in sampled ones only.
+    It differs by family, and each family has its own way of being vague, so that vagueness shows in greedy plans too,
+    not in sampled ones only.
     """
 
     families: float = 0.0
@@ -164,8 +165,17 @@ class Vagueness:
 
     def on(self, family: str, salt: str) -> float:
         """The probability of a vague plan on this family, for the planner named `salt`."""
-        drawn = zlib.crc32(f"{salt}/{family}".encode()) / 2**32
-        return self.often if drawn < self.families else self.seldom
+        return self.often if _drawn(salt, family) / 2**32 < self.families else self.seldom
+
+
+def _drawn(*parts: str) -> int:
+    """A number in [0, 2**32) that hangs on `parts` only."""
+    return zlib.crc32("/".join(parts).encode())
+
+
+def habit(family: str, salt: str) -> int:
+    """Which of its two vague plans the planner named `salt` uses on this family: 0 (kind) or 1 (place)."""
+    return _drawn(salt, family, "habit") % 2
 
 
 def likely_actions(kind: str) -> tuple[str, ...]:
@@ -182,13 +192,15 @@ def describe(
     action_type: str,
     rng: Random,
     vagueness: float = 0.0,
+    vague_form: int = 0,
 ) -> str:
-    """One plan of this wording, drawn with `rng`; vague with probability `vagueness`.
+    """One plan of this wording, drawn with `rng`; vague with probability `vagueness`, then mostly in form `vague_form`.
 
     Of several precise plans the first is drawn half the time.
     """
     if vagueness and rng.random() < vagueness:
-        return rng.choice(vague(wording, element, action_type))
+        plans = vague(wording, element, action_type)
+        return plans[vague_form % len(plans)] if rng.random() < 0.9 else rng.choice(plans)
     plans = precise(wording, element, elements, action_type)
     return plans[0] if len(plans) == 1 or rng.random() < 0.5 else rng.choice(plans[1:])
 
