@@ -8,7 +8,13 @@ from typing import Any, Final
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import LOOP, Record, Ref, Stale
 
-METRICS: Final = ("ele_acc", "op_f1", "step_sr")
+HEADLINES: Final = {"step_sr": "Step SR", "step_acc": "step accuracy", "acc": "accuracy"}
+"""The metric that a protocol is known by: metric → what people call it; a protocol has exactly one of them."""
+
+
+def headline(metrics: Mapping[str, Any]) -> str:
+    """The name of the metric that stands for a protocol, among its `metrics`."""
+    return next(name for name in HEADLINES if name in metrics)
 
 
 def results(
@@ -49,5 +55,7 @@ def _iteration(
 def _split(score: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if score is None:
         return None
-    values = {name: {key: score["metrics"][name][key] for key in ("macro", "micro", "ci95")} for name in METRICS}
+    values = {
+        name: {key: metric[key] for key in ("macro", "micro", "ci95")} for name, metric in score["metrics"].items()
+    }
     return {"steps": score["rows"], **values}

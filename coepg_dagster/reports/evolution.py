@@ -49,10 +49,16 @@ def write_report(table: Mapping[str, Any], page: Path) -> str:
     return "\n\n".join(f"**{title}**\n\n![{title}](data:image/png;base64,{image})" for title, image in figures)
 
 
+def measure(iterations: Sequence[Mapping[str, Any]]) -> str:
+    """What people call the headline metric of the protocol by which these iterations were scored."""
+    scores = (score for row in iterations for score in row["splits"].values() if score)
+    return next((HEADLINES[headline(score)] for score in scores), "Step SR")
+
+
 def rows_of(iterations: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """(heads, rows) of the table that people read, one row per iteration."""
     splits = list(iterations[0]["splits"]) if iterations else []
-    heads = ["k", *(f"{split} Step SR" for split in splits), "purity", "diversity", "coverage", "minutes"]
+    heads = ["k", *(f"{split} {measure(iterations)}" for split in splits), "purity", "diversity", "coverage", "minutes"]
     rows = []
     for row in iterations:
         cells = [str(row["iteration"])]
@@ -64,9 +70,10 @@ def rows_of(iterations: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[li
 
 
 def _score(split: Mapping[str, Any] | None) -> str:
-    if split is None or split["step_sr"]["macro"] is None:
+    score = split and split[headline(split)]
+    if not score or score["macro"] is None:
         return "–"
-    value, interval = split["step_sr"]["macro"], split["step_sr"]["ci95"]
+    value, interval = score["macro"], score["ci95"]
     return f"{value:.1f}" + (f" [{interval[0]:.1f}, {interval[1]:.1f}]" if interval else "")
 
 
@@ -75,11 +82,13 @@ def _number(value: float | None) -> str:
 
 
 def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
-    """Step SR (macro, with its interval) over k, a line per test split."""
+    """The headline metric (macro, with its interval) over k, a line per test split."""
     figure = _figure()
     axes = figure.subplots()
     for split in iterations[0]["splits"]:
-        points = [(row["iteration"], row["splits"][split]["step_sr"]) for row in iterations if row["splits"][split]]
+        points = [
+            (row["iteration"], score[headline(score)]) for row in iterations if (score := row["splits"][split])
+        ]
         points = [(k, score) for k, score in points if score["macro"] is not None]
         if not points:
             continue
@@ -88,7 +97,7 @@ def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
         low = [value - bounds[0] for value, bounds in zip(values, intervals, strict=True)]
         high = [bounds[1] - value for value, bounds in zip(values, intervals, strict=True)]
         axes.errorbar(k, values, yerr=[low, high], marker="o", capsize=3, label=split)
-    _over_k(axes, iterations, "Step SR, %")
+    _over_k(axes, iterations, f"{measure(iterations)}, %")
     return figure
 
 
@@ -109,6 +118,8 @@ def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _figure() -> Figure:
     from matplotlib.figure import Figure
+
+from coepg_dagster.results import HEADLINES, headline
 
     return Figure(figsize=(7, 3.6), layout="constrained")
 

@@ -15,6 +15,7 @@ import jinja2
 
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import LOOP, SHARED, Asset, Record, Ref, Stale, inputs_of
+from coepg_dagster.results import HEADLINES, headline
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 208, 86, 78, 34, 24
 SYMBOLS: Final[dict[Asset, str]] = {
@@ -74,8 +75,11 @@ def key_number(experiment: Experiment, record: Record) -> str:
     figures = record.figures
     if record.asset == "evaluation":
         split = figures.get(experiment.benchmark.validation)
-        value = split["metrics"]["step_sr"]["macro"] if split else None
-        return "" if value is None else f"validation Step SR {value:.1f} %"
+        if not split:
+            return ""
+        name = headline(split["metrics"])
+        value = split["metrics"][name]["macro"]
+        return "" if value is None else f"validation {HEADLINES[name]} {value:.1f} %"
     if record.asset == "data_quality":
         value = figures.get("purity")
         return "" if value is None else f"purity {value:.1f} %"
