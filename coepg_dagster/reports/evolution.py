@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from coepg_dagster.results import HEADLINES, headline
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
 
@@ -86,9 +88,7 @@ def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
     figure = _figure()
     axes = figure.subplots()
     for split in iterations[0]["splits"]:
-        points = [
-            (row["iteration"], score[headline(score)]) for row in iterations if (score := row["splits"][split])
-        ]
+        points = [(row["iteration"], score[headline(score)]) for row in iterations if (score := row["splits"][split])]
         points = [(k, score) for k, score in points if score["macro"] is not None]
         if not points:
             continue
@@ -118,8 +118,6 @@ def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _figure() -> Figure:
     from matplotlib.figure import Figure
-
-from coepg_dagster.results import HEADLINES, headline
 
     return Figure(figsize=(7, 3.6), layout="constrained")
 
