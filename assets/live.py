@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import torch
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.shared import checkpoint_of
 
@@ -37,6 +38,7 @@ def play_iteration(
     max_steps: int,
     shown: int,
     device: str,
+    threads: int,
     out: Path | None,
     report: Report,
 ) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def play_iteration(
         path = local if local.is_dir() else checkpoint
         return TransformersEngine(path, dtype=loop.experiment.models.dtype, device=device, batch_size=1)
 
+    torch.set_num_threads(threads)
     limits = loop.experiment.regeneration
     agent = Agent(
         engine(planner), engine(grounder), loop.experiment.models, limits.max_plan_tokens, limits.max_point_tokens
@@ -77,7 +80,7 @@ def play_iteration(
         started = time.monotonic()
         table = play(browser, agent, tasks, report, max_steps)
         seconds = time.monotonic() - started
-        made_from = {
+        made_from: dict[str, str | int] = {
             "experiment": loop.name,
             "iteration": k,
             "planner": planner.data_version,

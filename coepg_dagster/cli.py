@@ -265,6 +265,7 @@ def play(
     max_steps: Annotated[int, typer.Option(help="of an episode", min=1)] = 16,
     shown: Annotated[int, typer.Option(help="episodes of each family on the page", min=0)] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; more than one slow tiny models", min=1)] = 1,
     out: Annotated[Path | None, typer.Option(help="folder to write to instead of the store")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
@@ -306,6 +307,7 @@ def play(
             max_steps=max_steps,
             shown=shown,
             device=device,
+            threads=threads,
             out=out,
             report=show,
         )

@@ -72,8 +72,8 @@ class Agent:
 
     def answer(self, frame: pa.Table) -> dict[str, Any]:
         """The prediction (a row of PREDICTION_SCHEMA) for a table with one step."""
-        budget = self.max_plan_tokens, self.max_point_tokens
-        answers = predict(self.planner, self.grounder, frame, self.models, *budget, lambda done, of, figures: None)
+        tokens = self.max_plan_tokens, self.max_point_tokens
+        answers = predict(self.planner, self.grounder, frame, self.models, *tokens)
         row: dict[str, Any] = answers.to_pylist()[0]
         return row
 

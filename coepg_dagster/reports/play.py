@@ -28,8 +28,6 @@ code{background:#f2f2f2;padding:0 .2rem}.yes{color:#07702c}.no{color:#b00020}.go
 {{ rate(about.macro) }} (95 % bootstrap: over episodes, over families).</p>
 <p class="dim">{% for name, value in about.made_from.items() %}{{ name }} {{ value }}{{ "" if loop.last else " · " }}
 {% endfor %}</p>
-<p class="dim">{% for name, value in about.made_from.items() %}{{ name }} {{ value }}{{ "" if loop.last else " · " }}
-{% endfor %}</p>
 <table><tr><th>family</th><th>solved</th><th>episodes</th><th>steps</th><th>why not</th></tr>
 {% for name, row in about.families.items() %}<tr><td><a href="#{{ name }}">{{ name }}</a></td><td>{{ row.solved }}</td>
 <td>{{ row.episodes }}</td><td>{{ row.steps }}</td><td>{{ why(row.failures) }}</td></tr>
