@@ -39,7 +39,16 @@ def open_instance(project: Project) -> dg.DagsterInstance:
     """The Dagster instance of the project: DAGSTER_HOME, or `.dagster` under the root."""
     os.environ.setdefault("DAGSTER_HOME", str(project.prepare_dagster_home()))
     os.environ.setdefault("COEPG_ROOT", str(project.root))
-    return dg.DagsterInstance.get()
+    instance = dg.DagsterInstance.get()
+    make_databases(instance)
+    return instance
+
+
+def make_databases(instance: dg.DagsterInstance) -> None:
+    """Makes the databases of a fresh instance now: daemon and web server, started together, would race to make them."""
+    instance.get_runs_count()
+    instance.all_asset_keys()
+    instance.all_instigator_state()
 
 
 @dataclass(frozen=True)

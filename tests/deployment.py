@@ -22,6 +22,7 @@ from typing import Any, Final
 import dagster as dg
 import yaml
 from coepg_dagster.assets.about import PAGES
+from coepg_dagster.assets.ledger import make_databases
 from coepg_dagster.assets.pages import page_server
 
 from coepg_dagster.project import Project
@@ -51,21 +52,23 @@ class Deployment:
         self.pages_url = f"http://127.0.0.1:{self.pages_port}"
         self._env = os.environ | {"DAGSTER_HOME": str(self.home), "COEPG_ROOT": str(project.root)} | env
         self._env[PAGES] = self.pages_url
+        self._env["DAGSTER_GRPC_TIMEOUT_SECONDS"] = "300"  # busy machines answer late
         self._logs = [(self.home / name).open("wb") for name in ("daemon.log", "webserver.log")]
         tools = Path(sys.executable).parent
         commands: list[list[str | Path]] = [
             [sys.executable, "-c", _DAEMON, "run", "-w", workspace],
             [tools / "dagster-webserver", "-h", "127.0.0.1", "-p", str(self.port), "-w", workspace],
         ]
+        self._instance = dg.DagsterInstance.from_config(str(self.home))
+        make_databases(self._instance)
         self._processes = [
             subprocess.Popen(command, cwd=REPOSITORY, env=self._env, stdout=log, stderr=log, start_new_session=True)
             for command, log in zip(commands, self._logs, strict=True)
         ]
-        self._instance = dg.DagsterInstance.from_config(str(self.home))
         self._pages = page_server(project, self._instance, self.pages_port, self.url)
         threading.Thread(target=self._pages.serve_forever, daemon=True).start()
         try:
-            self.wait(self._is_up, "the web server to load the code location", 180)
+            self.wait(self._is_up, "the web server to load the code location", 400)
         except BaseException:
             self.close()
             raise

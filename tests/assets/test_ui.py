@@ -62,7 +62,7 @@ def test_a_user_materializes_an_iteration_and_watches_it(deployment: Deployment,
     page.get_by_role("button", name="Materialize all").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text("Select a partition").click()
-    page.get_by_role("menuitem").filter(has_text="0").get_by_role("checkbox").check(force=True)
+    page.get_by_role("menuitem").locator("span").filter(has_text=re.compile("^0$")).click()
     page.keyboard.press("Escape")
     dialog.get_by_role("button", name=re.compile("Launch")).click()
     found = deployment.wait(lambda: deployment.runs(dagster__partition="0", coepg__experiment=LOOP_NAME), "the run")
@@ -96,7 +96,7 @@ def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page
     page.goto(str(link.get_attribute("href")))
     page.get_by_text("Lineage of other/s2").wait_for()
     assert page.locator("g.stale#planner_sft-1").count() == 1 and page.locator("g.current#planner_sft-0").count() == 1
-    page.get_by_text(re.compile(r"dataset\[0\] is now \w+, it read \w+")).first.wait_for()
+    page.locator("dd").filter(has_text=re.compile(r"dataset\[0\] is now \w+, it read \w+")).first.wait_for()
     picture(page, "lineage-map")
     page.locator("g#planner_sft-1 a").first.click()
     page.wait_for_url(re.compile("/assets/other/s2/planner_sft"))
@@ -114,3 +114,19 @@ def test_pages_answer_this_machine_only(deployment: Deployment) -> None:
     assert status("/", here) == 200 and status("/lineage/other/s2", here) == 200
     assert status("/lineage/other/s2", "example.com:80") == 403
     assert status("/lineage/nothing", here) == 404 and status("/../../etc/passwd", here) == 404
+
+
+def test_a_user_reads_the_evolution_report(deployment: Deployment, page: playwright.Page) -> None:
+    made = deployment.project.store / "driven" / "s1" / "evolution_report"
+    deployment.wait(made.exists, "refresh to make the report", 900)
+    page.goto(f"{deployment.url}/assets/driven/s1/evolution_report?view=overview")
+    address = str(page.get_by_role("link", name="report", exact=True).first.get_attribute("href"))
+    deployment.wait(lambda: _is_there(page, address), "the report to be recorded")
+    for title in ("Step success rate by split", "Quality of D_k"):
+        figure = page.get_by_role("img", name=title)
+        assert figure.evaluate("image => image.naturalWidth") > 300
+
+
+def _is_there(page: playwright.Page, address: str) -> bool:
+    answer = page.goto(address)
+    return answer is not None and answer.status == 200
