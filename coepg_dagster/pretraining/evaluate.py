@@ -33,10 +33,14 @@ def generate(
     messages: Sequence[list[prompts.Message]],
     max_new_tokens: int,
     *,
-    batch: int = 64,
+    batch: int | None = None,
     temperature: float | None = None,
 ) -> list[str]:
-    """The answers to one chat per image; greedy, or sampled at `temperature` from torch's global random state."""
+    """The answers to one chat per image; greedy, or sampled at `temperature` from torch's global random state.
+
+    `batch` chats at a time; by default 64 on a CPU and 256 on a GPU.
+    """
+    batch = batch or (256 if model.device.type == "cuda" else 64)
     ids = processor.tokenizer.get_vocab()
     vision = [ids[name] for name in (tokens.IMAGE_PAD, tokens.VIDEO_PAD, tokens.VISION_START, tokens.VISION_END)]
     sampling = (

@@ -81,6 +81,8 @@ class Checkpoint(Stage):
     """Planner only: share of typed values replaced by random strings."""
     use: str = ""
     """What it is for, in the card's words."""
+    notes: str = ""
+    """What else the card says: how a setting was chosen, what was seen."""
 
     @model_validator(mode="after")
     def _has_wording(self) -> Checkpoint:

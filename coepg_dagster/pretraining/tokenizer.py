@@ -87,7 +87,7 @@ def _in_byte_alphabet(text: str) -> str:
 def _pattern() -> str:
     scaffold = "|".join(re.escape(text) for text in SCAFFOLD)
     frame = "|".join(sorted(FRAME_WORDS))
-    return rf"{scaffold}| (?:{frame})(?![A-Za-z])|[A-Za-z]+|[0-9]{{1,3}}|[^A-Za-z0-9]"
+    return rf"{scaffold}| (?:{frame})(?![A-Za-z0-9])|[A-Za-z]+|[0-9]{{1,3}}|[^A-Za-z0-9]"
 
 
 def fit(corpus: Iterable[str], size: int = 1472, least: int = 1) -> PreTrainedTokenizerFast:
