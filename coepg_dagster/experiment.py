@@ -58,7 +58,9 @@ class Benchmark(Strict):
     validation: str = Field("validation", description="the split for every choice")
     test: list[str] = Field(min_length=1, description="splits that only `evaluation` reads")
     protocol: str = Field(description="the named rule by which predictions are scored")
-    max_train_steps: int | None = Field(None, ge=1, description="use at most N training steps, whole episodes; null: all")
+    max_train_steps: int | None = Field(
+        None, ge=1, description="use at most N training steps, whole episodes; null: all"
+    )
     max_eval_steps: int | None = Field(None, ge=1, description="the same for each other split")
 
     @model_validator(mode="after")

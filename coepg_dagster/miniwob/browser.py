@@ -161,7 +161,7 @@ class _DevTools:
             pages = [target for target in json.load(answer) if target["type"] == "page"]
         self._socket: WebSocket = create_connection(pages[0]["webSocketDebuggerUrl"], timeout=30, suppress_origin=True)
         self._last = 0
-        self._events: list[str] = []
+        self._loaded: set[str] = set()  # loaders whose page has fired its load event
 
     def call(self, command: str, **parameters: object) -> dict[str, Any]:
         """The result of a command. Raises RuntimeError with Chromium's message."""
@@ -174,19 +174,20 @@ class _DevTools:
                     raise RuntimeError(f"{command}: {message['error']['message']}")
                 result: dict[str, Any] = message["result"]
                 return result
-            if "method" in message:
-                self._events.append(message["method"])
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if message.get("method") == "Page.lifecycleEvent" and message["params"]["name"] == "load":
+            self._loaded.add(message["params"]["loaderId"])
 
     def navigate(self, url: str) -> None:
-        """Loads a page and waits for its load event."""
-        self._events.clear()
+        """Loads a page and waits for its own load event: that of an earlier page may still be on its way."""
         answer = self.call("Page.navigate", url=url)
         if "errorText" in answer:
             raise RuntimeError(f"{url}: {answer['errorText']}")
-        while "Page.loadEventFired" not in self._events:
-            message = json.loads(self._socket.recv())
-            if "method" in message:
-                self._events.append(message["method"])
+        while answer["loaderId"] not in self._loaded:
+            self._note(json.loads(self._socket.recv()))
+        self._loaded.clear()
 
     def evaluate(self, function: str, *arguments: object) -> Any:
         """The JSON value of a JavaScript function (async too) of `arguments`. Raises RuntimeError if it throws."""
@@ -222,6 +223,7 @@ class Browser:
         self._family = ""
         call = self._tools.call
         call("Page.enable")
+        call("Page.setLifecycleEventsEnabled", enabled=True)
         call("Emulation.setDeviceMetricsOverride", width=WINDOW[0], height=WINDOW[1], deviceScaleFactor=1, mobile=False)
         call("Emulation.setTimezoneOverride", timezoneId="UTC")
         call("Emulation.setLocaleOverride", locale="en-US")
