@@ -240,9 +240,15 @@ def pretrain(
     only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; again for more")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1)] = 1,
+    loaders: Annotated[int, typer.Option(help="processes that prepare batches, per model; 2 to 4 on a GPU")] = 0,
+    snapshot: Annotated[Path, typer.Option(help="the benchmark, for the model cards")] = Path("data/miniwob"),
 ) -> None:
-    """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners."""
+    """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners.
+
+    Writes a model card for each, with results per split. The full recipe wants a GPU (minutes); a CPU takes many hours.
+    """
     _only(benchmark, "sandbox")
+    from coepg_dagster.pretraining import cards
     from coepg_dagster.pretraining import recipe as recipes
     from coepg_dagster.pretraining import screens as pages
     from coepg_dagster.pretraining.train import run
@@ -252,7 +258,9 @@ def pretrain(
         err.print(f"{stage} {step}/{steps} {numbers}", highlight=False)
 
     shards = sorted((screens / "pretrain").glob("*/*.parquet"))
-    run(recipes.read(recipe), pages.read(shards), out, device, show, only=only, parallel=parallel)
+    settings, pictures = recipes.read(recipe), pages.read(shards)
+    run(settings, pictures, out, device, show, only=only, parallel=parallel, loaders=loaders)
+    cards.write(out, settings, pictures, snapshot, only=only, device=device)
 
 
 @app.command()
