@@ -234,3 +234,24 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         if key == "micro_batch_size" and name == "grpo":
             value = {key: 14}
         assert versions(content(**{name: value})) != versions(content()), f"{name}.{key}"
+
+
+def test_ablations_differ_from_the_sandbox_in_what_they_say_only() -> None:
+    folder = Path(__file__).parent.parent / "experiments"
+    sandbox = load_experiment(folder / "sandbox.yaml").model_dump(exclude={"name", "description"})
+    changes = {
+        "sandbox_single_grounder": {"grpo.ensemble"},
+        "sandbox_no_gap": {"models.base_grounder"},
+    }
+    for name, expected in changes.items():
+        other = load_experiment(folder / "ablations" / f"{name}.yaml").model_dump(exclude={"name", "description"})
+        different = {
+            f"{part}.{key}"
+            for part in ("benchmark", "models", "sft", "grpo", "regeneration")
+            for key in sandbox[part]
+            if sandbox[part][key] != other[part][key]
+        }
+        assert different == expected
+        assert {key: other[key] for key in ("iterations", "seeds", "batch_size")} == {
+            key: sandbox[key] for key in ("iterations", "seeds", "batch_size")
+        }
