@@ -127,6 +127,7 @@ def hang(work: Making) -> None:
         protocol="none",
         max_plan_tokens=1,
         max_point_tokens=1,
+        processes=1,
     )
     run_work(work.context, job, REPOSITORY, threads=1, timeout_minutes=5, module="tests.assets.hanging_worker")
 
