@@ -62,7 +62,7 @@ def mind2web(folder: Path) -> None:
 
 
 def android_control(folder: Path) -> None:
-    """Sixteen episodes of one click, eight of them for training."""
+    """Sixteen episodes of one click, eleven of them for training."""
     whole = forest(((0, 0, *SIZE), True, 0, "root"))
     records = [
         episode(
@@ -76,7 +76,7 @@ def android_control(folder: Path) -> None:
         )
         for i, (goal, png) in enumerate(screens(16))
     ]
-    write_android_control(folder, records, {"train": list(range(8)), "validation": [8, 9], "test": [10, 11, 12]})
+    write_android_control(folder, records, {"train": list(range(11)), "validation": [11, 12], "test": [13, 14, 15]})
 
 
 FORMATS = {
