@@ -260,7 +260,8 @@ class CandidatesWork(ChunkedWork):
         return steps_of(self.steps, self.train_split, self.max_steps)
 
     def chunks(self) -> list[Chunk]:
-        return [Chunk(name, start) for name in self.members for start in starts(self._steps().num_rows)]
+        rows = self._steps().num_rows
+        return [Chunk(name, start) for name in self.members for start in starts(rows)]
 
     def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
         from coepg_dagster.inference.agents import Planner
@@ -308,7 +309,8 @@ class VerdictsWork(ChunkedWork):
         )
 
     def chunks(self) -> list[Chunk]:
-        return [Chunk(name, start) for name in self.members for start in starts(self._asked().num_rows)]
+        rows = self._asked().num_rows
+        return [Chunk(name, start) for name in self.members for start in starts(rows)]
 
     def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
         from coepg_dagster.inference.agents import Grounder
