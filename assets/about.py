@@ -93,6 +93,44 @@ COLUMNS: dict[Asset, pa.Schema] = {
 }
 
 
+COLUMN_TEXTS = {
+    "step_id": "unique over the whole benchmark",
+    "split": "train makes D_k, validation is for every choice, test splits are read by `evaluation` only",
+    "episode_id": "the task, by which averages are macro and intervals clustered",
+    "step_index": "position in the episode, from 0",
+    "family": "MiniWoB++ task, website or app",
+    "seed": "of the episode, where the benchmark has one",
+    "goal": "Q, what the agent was asked to do",
+    "history": "h_t, what was done before, oldest first",
+    "screenshot": "o_t, an encoded PNG or JPEG",
+    "width": "of the screenshot, px",
+    "height": "of the screenshot, px",
+    "boxes": "every target box (x1, y1, x2, y2), px of the screenshot; empty: the action has no target",
+    "action_type": "a^type",
+    "value": "a^value; empty where the action takes none",
+    "candidate_id": "names step, planner and sample",
+    "planner": "the pool member that wrote the plan",
+    "sample": "which of this planner's plans for the step",
+    "text": "the model's answer, as generated",
+    "plan": "p, what to do, in words; null: the answer is no plan",
+    "gate": "passed, or why type and value are not the label's (Eq. 7, 8)",
+    "duplicate_of": "the candidate of this step that says the same",
+    "verifier": "the pool member that was asked",
+    "hit": "Acc_j (Eq. 3): its point lies in a target box",
+    "x": "its point, px of the screenshot; null: no coordinates in the answer",
+    "y": "its point, px of the screenshot; null: no coordinates in the answer",
+    "mean_logprob": "Eq. 6: mean log-probability of the coordinate tokens",
+    "tokens": "L of Eq. 6, the number of coordinate tokens",
+    "failure": "set: the verifier gave no answer, which is not a no",
+    "box": "the target that the plan was verified against, px; null: the action has no target",
+    "made_in": "the iteration whose pools made the row",
+    "hits": "how many verifiers found the target",
+    "answered": "how many verifiers gave an answer",
+    "score": "orders the plans of a step: share of hits, then confidence",
+}
+"""What the columns mean, for every table in COLUMNS."""
+
+
 @dataclass(frozen=True)
 class About:
     """The arguments of `dg.asset` that people read."""
@@ -134,7 +172,10 @@ def table_schema(schema: pa.Schema) -> dg.TableSchema:
     return dg.TableSchema(
         [
             dg.TableColumn(
-                field.name, str(field.type), constraints=dg.TableColumnConstraints(nullable=bool(field.nullable))
+                field.name,
+                str(field.type),
+                description=COLUMN_TEXTS[field.name],
+                constraints=dg.TableColumnConstraints(nullable=bool(field.nullable)),
             )
             for field in schema
         ]

@@ -199,7 +199,9 @@ def evaluation(work: Making) -> Outcome:
         max_plan_tokens=experiment.regeneration.max_plan_tokens,
         max_point_tokens=experiment.regeneration.max_point_tokens,
     )
-    return _outcome([PREDICTIONS, SCORES], result, benchmark)
+    outcome = _outcome([PREDICTIONS, SCORES], result, benchmark)
+    outcome.plotted = headlines(result["figures"])
+    return outcome
 
 
 MAKERS: dict[Asset, Maker] = {
@@ -214,6 +216,16 @@ MAKERS: dict[Asset, Maker] = {
     "data_quality": data_quality,
     "evaluation": evaluation,
 }
+
+
+def headlines(scores: dict[str, Any]) -> dict[str, float]:
+    """`step_sr/test_seed` → the macro value, for each metric and split: what is plotted over k."""
+    return {
+        f"{metric}/{split}": values["macro"]
+        for split, score in scores.items()
+        for metric, values in score["metrics"].items()
+        if values["macro"] is not None
+    }
 
 
 def _previous_dataset(work: Making) -> Path:

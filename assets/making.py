@@ -40,12 +40,13 @@ class Outcome:
     """What an asset's function made in its draft."""
 
     content: list[str]  # files whose hash is the data version
-    figures: dict[str, Any]  # kept in the record; numbers are plotted over k
+    figures: dict[str, Any]  # kept in the record
     checks: dict[str, str | None] = field(default_factory=dict)  # blocking check → None, or why it failed
     metadata: dict[str, Any] = field(default_factory=dict)  # for the UI only
     config: dict[str, Any] = field(default_factory=dict)  # as resolved
     device: str = "cpu"
     seconds: float | None = None  # of the worker; None: no worker
+    plotted: dict[str, float] | None = None  # over k, in the UI; None: all numbers among `figures`
 
 
 @dataclass
@@ -173,7 +174,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         metadata={
             **_overrides(context, asset),
             **outcome.metadata,
-            **numbers(outcome.figures),
+            **(numbers(outcome.figures) if outcome.plotted is None else outcome.plotted),
             **_row_count(artifact.folder, outcome.content),
             "seconds": record.seconds,
             **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),

@@ -185,7 +185,8 @@ def ui(
         [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],
         [str(tools / "dagster-webserver"), "-h", "127.0.0.1", "-p", str(port), "-w", "workspace.yaml"],
     ]
-    env = os.environ | {PAGES: address}
+    # a code location takes its time to load while training keeps every core busy
+    env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
     processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
     err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dagster as dg
 import pytest
 
 from tests.project import REPOSITORY, coepg, make_project, run
@@ -43,6 +44,17 @@ def test_results_have_every_number(projects: list[Path]) -> None:
         assert 0 < row["purity"] <= 100 and row["diversity"] >= 1 and 0 < row["coverage"] <= 100
         assert all(seconds > 0 for seconds in row["seconds"].values()) and "dataset" in row["seconds"]
         assert row["stale"] == {}
+
+
+def test_the_ui_plots_the_headline_metrics_over_k(projects: list[Path]) -> None:
+    instance = dg.DagsterInstance.from_config(str(projects[0] / ".dagster"))
+    event = instance.get_latest_materialization_event(dg.AssetKey(["tiny", "s7", "evaluation"]))
+    assert event is not None and event.asset_materialization is not None
+    shown = event.asset_materialization.metadata
+    splits = ("validation", "test_seed", "test_text", "test_family")
+    assert {name for name in shown if "/" in name and not name.startswith("dagster/")} == {
+        f"{metric}/{split}" for metric in ("ele_acc", "op_f1", "step_sr") for split in splits
+    }
 
 
 def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:

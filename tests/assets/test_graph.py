@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dagster as dg
+from coepg_dagster.assets.about import COLUMN_TEXTS, COLUMNS
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
 from dagster._core.definitions.data_version import CachingStaleStatusResolver
 from dagster._core.loader import LoadingContextForTest
@@ -92,3 +93,7 @@ def test_the_same_content_marks_nothing_and_other_content_marks_its_readers(ligh
     stale = light.loop.stale(light.loop.records(light.instance))
     assert set(stale) == {Ref(asset, 2) for asset in LOOP}
     assert all("dataset[1] is now" in str(why) for why in stale.values())
+
+
+def test_every_column_says_what_it_means() -> None:
+    assert set(COLUMN_TEXTS) == {name for schema in COLUMNS.values() for name in schema.names}
