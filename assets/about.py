@@ -37,6 +37,9 @@ the open verifiers. Partition 0 is π_0.
 - Eq. 6: `c_j = exp((1/L) Σ_l log P_j(y_l))`, over the L coordinate tokens (`confidence: probability`)
 - Eq. 9: `r = 0` unless type and value are right, else `r^plan`
 - Eq. 10: `A_i = (r_i - mean r) / std r` within the group""",
+    "end_to_end": """**One model** that answers type, value and point from screenshot, goal and history, without a plan (the
+paper's Table 3): supervised fine-tuning on the labels of the steps in D_{k-1}, then GRPO where it is on. Partition 0 is the
+base as it is.""",
     "candidate_plans": """Plans for every training step by every member of the planner pool Π: the open planners, π'_k, and
 π'_{k-1} from k = 2 on. Each is kept with what the gate (Eq. 7, 8) says of its action type and value.""",
     "verdicts": """Where every member of the verifier pool Φ (the open verifiers, ϕ_k, and ϕ_{k-1} from k = 2 on) finds every
@@ -62,6 +65,7 @@ KINDS: dict[Asset, set[str]] = {
     "planner_sft": {"pytorch", "trl"},
     "grounder": {"pytorch", "trl"},
     "planner": {"pytorch", "trl"},
+    "end_to_end": {"pytorch", "trl"},
     "candidate_plans": {"pytorch", "parquet"},
     "verdicts": {"pytorch", "parquet"},
     "dataset": {"parquet"},
@@ -76,6 +80,7 @@ ROLES: dict[Asset, str] = {
     "planner_sft": "planner",
     "planner": "planner",
     "grounder": "grounder",
+    "end_to_end": "planner",
     "candidate_plans": "data",
     "verdicts": "data",
     "dataset": "data",

@@ -16,7 +16,7 @@ from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, Loop
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 
 from coepg_dagster.experiment import fingerprint
-from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref, to_make
+from coepg_dagster.provenance import SHARED, Asset, Ref
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
@@ -41,12 +41,12 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int) -> Todo | 
     stale = loop.stale(records)
     shared = tuple(
         asset
-        for asset in SHARED
+        for asset in loop.shared
         if (record := records.get(Ref(asset))) is None or record.ref in stale or loop.source_changed(record)
     )
     if shared:
         return Todo(None, shared)
-    plan = to_make(records, stale, through)
+    plan = loop.to_make(records, stale, through)
     if plan:
         first = min(plan)
         return Todo(first, tuple(plan[first]))
@@ -55,7 +55,7 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int) -> Todo | 
 
 def running(instance: dg.DagsterInstance, loop: Loop, iteration: int | None = None) -> str | None:
     """A run that is queued or going on and makes something of the loop (of one iteration, where it is given); its id."""
-    keys = {loop.key(asset) for asset in LOOP}
+    keys = {loop.key(asset) for asset in loop.made}
     for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES)):
         here = run.tags.get("dagster/partition")
         mine = loop.name in run.tags.get(EXPERIMENT_TAG, "").split(",") or bool(keys & (run.asset_selection or set()))
@@ -70,7 +70,8 @@ def prefix(loop: Loop) -> str:
 
 
 def jobs(loop: Loop) -> dict[str, dg.JobDefinition]:
-    """The jobs of one experiment and seed, by what they make: `iteration`, `unpartitioned`, `evaluation`, `regeneration`."""
+    """The jobs of one experiment and seed, by what they make: `iteration`, `unpartitioned`, `evaluation`, and `regeneration`
+    where it makes data."""
 
     def job(what: str, assets: tuple[Asset, ...], description: str) -> dg.JobDefinition:
         return dg.define_asset_job(  # type: ignore[return-value]
@@ -80,14 +81,16 @@ def jobs(loop: Loop) -> dict[str, dg.JobDefinition]:
             description=f"{loop.name}: {description}",
         )
 
-    return {
-        "iteration": job("iteration", LOOP, "one iteration: π_k, ϕ_k, π'_k, D_k, its quality, and the evaluation."),
+    made = {
+        "iteration": job("iteration", loop.made, f"one iteration: {', '.join(loop.made)}."),
         "unpartitioned": job(
-            "unpartitioned", (*SHARED, "evolution_report"), "the benchmark, the open models, and the report."
+            "unpartitioned", (*loop.shared, "evolution_report"), "the benchmark, the open models, and the report."
         ),
         "evaluation": job("evaluation", ("evaluation",), "M_k on validation and on the test splits, again."),
-        "regeneration": job("regeneration", REGENERATION, "D_k again, with the models that are there."),
     }
+    if "dataset" in loop.made:
+        made["regeneration"] = job("regeneration", REGENERATION, "D_k again, with the models that are there.")
+    return made
 
 
 def automation(loop: Loop, nightly: str, weekly: str, seconds: int) -> dg.Definitions:
@@ -98,10 +101,14 @@ def automation(loop: Loop, nightly: str, weekly: str, seconds: int) -> dg.Defini
         seconds: between two looks of a sensor.
     """
     made = jobs(loop)
+    writes_data = "dataset" in loop.made
     return dg.Definitions(
         jobs=list(made.values()),
-        sensors=[refresh(loop, made, seconds), evolve(loop, made, seconds)],
-        schedules=[evaluate_nightly(loop, made, nightly), regenerate_weekly(loop, made, weekly)],
+        sensors=[refresh(loop, made, seconds), *([evolve(loop, made, seconds)] if writes_data else [])],
+        schedules=[
+            evaluate_nightly(loop, made, nightly),
+            *([regenerate_weekly(loop, made, weekly)] if writes_data else []),
+        ],
     )
 
 
@@ -122,6 +129,10 @@ def refresh(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.S
         todo = next_todo(context.instance, loop, loop.experiment.iterations)
         if todo is None:
             return dg.SkipReason("everything is there and current")
+        records = loop.records(context.instance)
+        awaited = loop.awaited(records, loop.stale(records), todo.iteration)
+        if todo.iteration is not None and awaited:
+            return dg.SkipReason(f"{loop.name} waits for {awaited[0]} of {loop.experiment.parent}")
         return _request(context.instance, loop, made, todo)
 
     return sensor
@@ -172,7 +183,7 @@ def evolve(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.Se
         busy = running(context.instance, loop, k + 1)
         if busy is not None:
             return dg.SkipReason(f"run {busy[:8]} is making iteration {k + 1}")
-        assets = to_make(records, stale, k + 1).get(k + 1)
+        assets = loop.to_make(records, stale, k + 1).get(k + 1)
         if not assets:
             return dg.SkipReason(f"iteration {k + 1} is there and current")
         return dg.RunRequest(
@@ -200,7 +211,7 @@ def evaluate_nightly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -
         there = [
             k
             for k in range(loop.experiment.iterations + 1)
-            if Ref("planner", k) in records and Ref("grounder", k) in records
+            if all(used in records for used in loop.inputs_of(Ref("evaluation", k)))
         ]
         if not there:
             yield dg.SkipReason("there is no agent yet")

@@ -12,7 +12,7 @@ from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.shared import WEIGHTS
 
 from coepg_dagster.experiment import Experiment, code_version
-from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Ref
+from coepg_dagster.provenance import CROSSING, SHARED, Asset, Ref
 
 INPUTS_CURRENT = "inputs_current"
 
@@ -25,6 +25,7 @@ DEPS: dict[Asset, tuple[str, ...]] = {
     "dataset": ("verdicts", "previous/dataset"),
     "data_quality": ("dataset", "verdicts", "previous/dataset"),
     "evaluation": ("planner", "grounder", "benchmark_steps", "open_models"),
+    "end_to_end": ("previous/dataset", "benchmark_steps", "open_models"),
 }
 """What Dagster is told. The edges to the unpartitioned assets make "materialize all" run those first, then one whole run
 per iteration; provenance.inputs_of says what is read, which is less at iterations 0 and 1."""
@@ -34,6 +35,7 @@ CHECKS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": (WEIGHTS,),
     "grounder": (WEIGHTS,),
     "planner": (WEIGHTS,),
+    "end_to_end": (WEIGHTS,),
     "dataset": ("train_split_only", "has_rows"),
 }
 """Blocking checks: iteration k + 1 refuses an artifact on which one failed."""
@@ -50,12 +52,12 @@ def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
 def shared_assets(experiment: Experiment, root: Path, makers: Mapping[Asset, Maker]) -> list[dg.AssetsDefinition]:
     """`benchmark_steps` and `open_models`, which the seeds of an experiment share."""
     loop = Loop(experiment, experiment.seeds[0], root)
-    return [_asset(loop, asset, makers[asset]) for asset in SHARED]
+    return [_asset(loop, asset, makers[asset]) for asset in loop.shared]
 
 
 def loop_assets(loop: Loop, makers: Mapping[Asset, Maker]) -> list[Any]:
     """The twins, the partitioned assets and the report of one experiment and seed."""
-    return [*_twins(loop), *(_asset(loop, asset, makers[asset]) for asset in LOOP), evolution_report(loop)]
+    return [*_twins(loop), *(_asset(loop, asset, makers[asset]) for asset in loop.made), evolution_report(loop)]
 
 
 def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
@@ -66,7 +68,7 @@ def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
     @dg.asset(
         key=loop.key(asset),
         partitions_def=None if shared else partitions(loop.experiment),
-        deps=[_dep(loop, dep) for dep in DEPS.get(asset, ())],
+        deps=[_dep(loop, dep) for dep in _deps(loop, asset)],
         code_version=code_version(loop.experiment, asset),
         check_specs=[dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())],
         required_resource_keys={"store"} | ({RESOURCES[asset]} if asset in RESOURCES else set()),
@@ -85,9 +87,18 @@ def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
     return compute
 
 
-def _dep(loop: Loop, name: str) -> dg.AssetKey:
+def _deps(loop: Loop, asset: Asset) -> tuple[str, ...]:
+    if asset == "evaluation" and loop.experiment.agent == "end_to_end":
+        return ("end_to_end", "benchmark_steps", "open_models")
+    return DEPS.get(asset, ())
+
+
+def _dep(loop: Loop, name: str) -> dg.AssetDep:
     before, _, asset = name.rpartition("/")
-    return loop.twin(asset) if before else loop.key(asset)  # type: ignore[arg-type]
+    key = loop.twin(asset) if before else loop.key(asset)  # type: ignore[arg-type]
+    # a parent lives in another code location and may have more iterations
+    same_partition = asset in loop.experiment.taken and asset not in SHARED
+    return dg.AssetDep(key, partition_mapping=dg.IdentityPartitionMapping() if same_partition else None)
 
 
 def _twins(loop: Loop) -> list[dg.AssetSpec]:
@@ -101,6 +112,7 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
             kinds={"previous"},
         )
         for asset in CROSSING
+        if asset in loop.made and any(f"previous/{asset}" in DEPS[reader] for reader in loop.made)
     ]
 
 
@@ -116,7 +128,7 @@ def inputs_current(loop: Loop) -> dg.AssetChecksDefinition:
                 partitions_def=partitions(loop.experiment),
                 description="Every version that was read is still the current one, and so on up to D_0.",
             )
-            for asset in LOOP
+            for asset in loop.made
         ],
         can_subset=True,
     )

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +20,19 @@ from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from filelock import FileLock, Timeout
 
 from coepg_dagster.experiment import Experiment, code_version, fingerprint
-from coepg_dagster.project import Project
-from coepg_dagster.provenance import LOOP, SHARED, Asset, NotUsable, Record, Ref, Stale, assert_usable, staleness
+from coepg_dagster.project import ABLATIONS, Project
+from coepg_dagster.provenance import (
+    SHARED,
+    Asset,
+    NotUsable,
+    Record,
+    Ref,
+    Stale,
+    assert_usable,
+    inputs_of,
+    staleness,
+    to_make,
+)
 
 BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
@@ -64,15 +76,42 @@ class Loop:
         """As people refer to it: EXPERIMENT/sSEED."""
         return f"{self.experiment.name}/s{self.seed}"
 
+    @property
+    def made(self) -> tuple[Asset, ...]:
+        """The partitioned assets that are this loop's own, in an order in which one iteration can be made."""
+        return self.experiment.made
+
+    @property
+    def shared(self) -> tuple[Asset, ...]:
+        """The unpartitioned inputs that are this experiment's own."""
+        return tuple(asset for asset in SHARED if asset not in self.experiment.taken)
+
+    @cached_property
+    def parent(self) -> Loop | None:
+        """The loop with the same seed from which artifacts are taken; None where none are."""
+        if not self.experiment.take:
+            return None
+        project = Project(self.root)
+        found = project.experiments() | project.experiments(ABLATIONS)
+        return Loop(found[str(self.experiment.parent)], self.seed, self.root)
+
+    def owner(self, asset: Asset) -> str:
+        """The experiment whose artifact `asset` is: this one, or the parent from which it is taken."""
+        return str(self.experiment.parent) if asset in self.experiment.taken else self.experiment.name
+
     def key(self, asset: Asset) -> dg.AssetKey:
         """Benchmarks and open models are shared by the seeds of an experiment."""
         if asset in SHARED:
-            return dg.AssetKey([self.experiment.name, asset])
-        return dg.AssetKey([self.experiment.name, f"s{self.seed}", asset])
+            return dg.AssetKey([self.owner(asset), asset])
+        return dg.AssetKey([self.owner(asset), f"s{self.seed}", asset])
 
     def twin(self, asset: Asset) -> dg.AssetKey:
         """The key under which iteration k reads `asset` of iteration k - 1."""
-        return dg.AssetKey([self.experiment.name, f"s{self.seed}", "previous", asset])
+        return dg.AssetKey([self.owner(asset), f"s{self.seed}", "previous", asset])
+
+    def inputs_of(self, ref: Ref) -> list[Ref]:
+        """What is read to make `ref`."""
+        return inputs_of(ref, self.experiment.agent)
 
     def partition(self, ref: Ref) -> str | None:
         """The Dagster partition of an artifact."""
@@ -86,11 +125,23 @@ class Loop:
         ).records
         return _record_of(ref, found[0]) if found else None
 
-    def records(self, instance: dg.DagsterInstance) -> dict[Ref, Record]:
-        """The records of everything that is there, but for the report."""
-        refs: list[Ref] = [Ref(asset) for asset in SHARED]
-        records = {ref: record for ref in refs if (record := self.record(instance, ref)) is not None}
-        for asset in LOOP:
+    def records(self, instance: dg.DagsterInstance) -> Records:
+        """The records of everything that is there, but for the report; those of what is taken are the parent's."""
+        records = Records()
+        if self.parent is not None:
+            above = self.parent.records(instance)
+            records.stale_where_taken = {
+                ref: Stale(ref, ref, f"in {self.parent.name}: {why}") for ref, why in self.parent.stale(above).items()
+            }
+            records |= {
+                ref: record
+                for ref, record in above.items()
+                if ref.asset in self.experiment.taken and (ref.iteration or 0) <= self.experiment.iterations
+            }
+        for shared in self.shared:
+            if (record := self.record(instance, Ref(shared))) is not None:
+                records[Ref(shared)] = record
+        for asset in self.made:
             latest = instance.event_log_storage.get_latest_storage_id_by_partition(
                 self.key(asset), dg.DagsterEventType.ASSET_MATERIALIZATION
             )
@@ -118,7 +169,7 @@ class Loop:
 
     def code_versions(self) -> dict[Asset, str]:
         """What each asset's code and configuration are now."""
-        return {asset: code_version(self.experiment, asset) for asset in (*SHARED, *LOOP)}
+        return {asset: code_version(self.experiment, asset) for asset in (*SHARED, *self.made)}
 
     def source(self, asset: Asset) -> str:
         """A fingerprint of the files that an unpartitioned asset is read from: names, sizes, times. Hub models have none."""
@@ -144,9 +195,19 @@ class Loop:
         """Whether the files of an unpartitioned asset are others than those it was made from."""
         return bool(record.figures.get(SOURCE) != self.source(record.asset))
 
-    def stale(self, records: Mapping[Ref, Record]) -> dict[Ref, Stale]:
+    def stale(self, records: Records) -> dict[Ref, Stale]:
         """The stale ones among `records`."""
-        return staleness(records, self.code_versions())
+        return staleness(records, self.code_versions(), self.experiment.taken, records.stale_where_taken)
+
+    def to_make(self, records: Records, stale: Mapping[Ref, Stale], through: int) -> dict[int, list[Asset]]:
+        """Iteration → the own assets that are missing, stale, or follow one of these, for the iterations 0..`through`."""
+        return to_make(records, stale, through, self.made, self.experiment.agent)
+
+    def awaited(self, records: Records, stale: Mapping[Ref, Stale], iteration: int | None) -> list[Ref]:
+        """What the own assets of an iteration read of the parent and cannot: it is missing there, or stale."""
+        read = [used for asset in self.made for used in self.inputs_of(Ref(asset, iteration or 0))]
+        taken = [used for used in read if used.asset in self.experiment.taken]
+        return [used for used in dict.fromkeys(taken) if used not in records or used in stale]
 
     def require(
         self, context: dg.AssetExecutionContext, refs: list[Ref], iteration: int, accept_stale_input: bool
@@ -159,7 +220,15 @@ class Loop:
             record = records.get(ref)
             crosses = ref.iteration is not None and ref.iteration < iteration
             elsewhere = self._made_elsewhere(context, ref, record) if crosses else None
-            usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input)
+            try:
+                usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input)
+            except NotUsable as why:
+                if self.parent is None or ref.asset not in self.experiment.taken:
+                    raise
+                through = f" --through {max(iteration, 0)}"
+                raise NotUsable(
+                    f"{why} (it is taken from {self.parent.name}: run `coepg evolve {self.parent.name}{through}`)"
+                ) from None
         return usable
 
     def _made_elsewhere(self, context: dg.AssetExecutionContext, ref: Ref, record: Record | None) -> str | None:
@@ -173,6 +242,16 @@ class Loop:
         if self.partition(ref) not in _targets(context.instance, backfill, self.key(ref.asset)):
             return None
         return f"was not made by backfill {backfill}, which contains it: it failed or was skipped there"
+
+
+class Records(dict[Ref, Record]):
+    """The current records of a loop, by artifact; and which of those that are taken from a parent are stale there."""
+
+    stale_where_taken: dict[Ref, Stale]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale_where_taken = {}
 
 
 def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:
@@ -257,6 +336,6 @@ def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
                 instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
         except Timeout:
             continue
-        Path(lock.lock_file).unlink()
+        Path(lock.lock_file).unlink(missing_ok=True)  # two processes may find the same dead run
         ended.append(run.run_id)
     return ended

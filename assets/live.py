@@ -50,6 +50,10 @@ def play_iteration(
     """
     if loop.experiment.benchmark.reader != "miniwob":
         raise NotUsable(f"{loop.name} is not about MiniWoB++: choose another experiment, its agents cannot act live")
+    if loop.experiment.agent != "decoupled":
+        raise NotUsable(
+            f"{loop.name} is an end-to-end agent, which has no planner to act live: choose another experiment"
+        )
     find_programs()
     find_pages()
     records = loop.records(instance)

@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 import pyarrow.parquet as pq
 from coepg_dagster.assets.making import Maker, Making, Outcome
-from coepg_dagster.assets.shared import WEIGHTS, benchmark_steps, checkpoint_of, copy_base, open_models, register_base
+from coepg_dagster.assets.shared import (
+    WEIGHTS,
+    benchmark_steps,
+    checkpoint_of,
+    copy_base,
+    open_models,
+    register_base,
+    same_model,
+)
 
 from coepg_dagster.experiment import Strict
 from coepg_dagster.pools.candidates import pool_members
@@ -71,12 +79,17 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
 
 
 def planner(work: Making) -> Outcome:
-    """π'_k: the planner after GRPO with the C-DREM reward of ϕ_k and the open verifiers (Eq. 3 to 10). Iteration 0: π_0."""
+    """π'_k: the planner after GRPO with the C-DREM reward of ϕ_k and the open verifiers (Eq. 3 to 10). Iteration 0: π_0.
+
+    Without GRPO (`grpo.enabled: false`) it is π_k as it is.
+    """
     experiment = work.loop.experiment
     if work.k == 0:
         return copy_base(work, work.folder("planner_sft"))
     resource = work.context.resources.grpo_cdrem
     config = resource.resolve(experiment.grpo)
+    if not config.enabled:
+        return same_model(work, "planner_sft", config)
     result = work.launch(
         resource,
         GrpoWork,

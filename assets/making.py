@@ -19,7 +19,7 @@ from coepg_dagster.resources.training import Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 from coepg_dagster.experiment import Models, code_version, fingerprint
-from coepg_dagster.provenance import CROSSING, LOOP, SHARED, Asset, Input, NotUsable, Record, Ref, inputs_of
+from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
 from coepg_dagster.store import UNPARTITIONED, Store
 from coepg_dagster.workers import ChunkedWork, Work
 
@@ -134,7 +134,7 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
     try:
         if ref.iteration is not None:
             claim(context, store.root / ".claims" / loop.experiment.name / f"s{loop.seed}", ref.iteration)
-        inputs = loop.require(context, inputs_of(ref), ref.iteration or 0, resource.accept_stale_input)
+        inputs = loop.require(context, loop.inputs_of(ref), ref.iteration or 0, resource.accept_stale_input)
     except NotUsable as error:
         raise dg.Failure(str(error), allow_retries=False) from None
     with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
@@ -157,7 +157,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         data_version=artifact.version,
         run_id=context.run.run_id,
         folder=str(artifact.folder.relative_to(work.store.root)),
-        inputs=[used.as_input() for used in work.inputs.values()],
+        inputs=[used.as_input(taken_from(loop, used.asset)) for used in work.inputs.values()],
         code_version=code_version(loop.experiment, asset),
         config=outcome.config,
         seed=loop.seed,
@@ -167,7 +167,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
         accepted_stale_input=context.resources.store.accept_stale_input,
     )
-    if asset in CROSSING and is_read_next(work.ref):  # the last iteration too: K can be raised
+    if asset in CROSSING and is_read_next(loop, work.ref):  # the last iteration too: K can be raised
         hand_over(context, loop, record)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
@@ -189,10 +189,15 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
     )
 
 
-def is_read_next(ref: Ref) -> bool:
+def taken_from(loop: Loop, asset: Asset) -> str | None:
+    """The name of the parent loop if `asset` is taken from it."""
+    return loop.parent.name if loop.parent is not None and asset in loop.experiment.taken else None
+
+
+def is_read_next(loop: Loop, ref: Ref) -> bool:
     """Whether the iteration after that of `ref` reads it; the trained pools start at iteration 1."""
     assert ref.iteration is not None
-    return any(ref in inputs_of(Ref(reader, ref.iteration + 1)) for reader in LOOP)
+    return any(ref in loop.inputs_of(Ref(reader, ref.iteration + 1)) for reader in loop.made)
 
 
 def _row_count(folder: Path, content: list[str]) -> dict[str, int]:

@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 from safetensors import SafetensorError, safe_open
 
-from coepg_dagster.experiment import Benchmark, fingerprint
+from coepg_dagster.experiment import Benchmark, Strict, fingerprint
+from coepg_dagster.provenance import Asset
 from coepg_dagster.readers.importing import Options, load_benchmark
 from coepg_dagster.readers.miniwob import load_snapshot
 from coepg_dagster.workers import STEPS, write_steps
@@ -21,7 +22,7 @@ WEIGHTS = "weights_are_whole"
 """Blocking check on every model artifact."""
 MODELS = "models.json"
 BASE = "base.json"
-"""Marks an artifact that is a base model and not a trained one: {"checkpoint", "version"}."""
+"""Marks an artifact that stands for a model that lies elsewhere, untrained here: {"checkpoint", "version"}."""
 
 
 def benchmark_steps(work: Making) -> Outcome:
@@ -94,6 +95,16 @@ def register_base(work: Making, model: str) -> Outcome:
 def copy_base(work: Making, folder: Path) -> Outcome:
     """An artifact that is the same base model as the one in `folder`."""
     return _base(work, json.loads((folder / BASE).read_text()))
+
+
+def same_model(work: Making, asset: Asset, config: Strict) -> Outcome:
+    """An artifact that is the model of the input `asset` as it is: nothing is trained, nothing is copied."""
+    record = work.record(asset)
+    folder = work.store.root / record.folder
+    checkpoint = str(folder.relative_to(work.loop.root) if folder.is_relative_to(work.loop.root) else folder)
+    outcome = _base(work, {"checkpoint": checkpoint, "version": record.data_version})
+    outcome.config = config.model_dump(mode="json")
+    return outcome
 
 
 def _base(work: Making, entry: dict[str, str]) -> Outcome:

@@ -124,15 +124,13 @@ def plan(reference: Reference) -> None:
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.provenance import to_make
-
     loop = Loop(experiment, seed, project.root)
     typer.echo(yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     records = loop.records(instance)
     stale = loop.stale(records)
     for ref, why in stale.items():
         typer.echo(f"# stale: {ref}: {why}")
-    todo = to_make(records, stale, experiment.iterations)
+    todo = loop.to_make(records, stale, experiment.iterations)
     for k, assets in todo.items():
         typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
     if not todo:

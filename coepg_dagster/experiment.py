@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from coepg_dagster.geometry import Space
 from coepg_dagster.prompts import Style
+from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
 """Names become parts of asset keys and of paths."""
@@ -176,11 +177,26 @@ class Regeneration(Strict):
         return self
 
 
+Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]
+_TAKEN_WITH: Final[dict[str, tuple[Asset, ...]]] = {
+    "dataset": ("benchmark_steps", "open_models", "candidate_plans", "verdicts", "data_quality"),
+    "planner_sft": ("benchmark_steps", "open_models", "candidate_plans", "verdicts", "data_quality", "dataset"),
+    "grounder": ("benchmark_steps", "open_models", "candidate_plans", "verdicts", "data_quality", "dataset"),
+}
+"""What a taken asset was made from, or with, is the parent's too."""
+
+
 class Experiment(Strict):
     """One experiment: everything that decides its results, for every seed."""
 
     name: Name
     description: str
+    parent: Name | None = Field(None, description="the experiment file whose every key holds unless it is given here")
+    variant: Name = Field(
+        "full", description="how tables name an ablation of the parent; `full`: an experiment of its own"
+    )
+    take: list[Takable] = Field([], description="assets that are the parent's, at every iteration, with the same seed")
+    agent: Agent = Field("decoupled", description="`end_to_end`: one model, no plan (Table 3); needs `take: [dataset]`")
     iterations: int = Field(ge=1, description="K; partitions are 0..K")
     seeds: list[int] = Field(min_length=1, description="one run of the whole loop each")
     pool: str = Field("gpu", description="the Dagster pool in which the heavy steps take turns")
@@ -191,12 +207,37 @@ class Experiment(Strict):
     regeneration: Regeneration = Regeneration()
     batch_size: int = Field(64, ge=1, description="requests per forward pass in generation, verification, evaluation")
 
+    @property
+    def taken(self) -> frozenset[Asset]:
+        """The assets that are the parent's."""
+        return frozenset(asset for name in self.take for asset in (name, *_TAKEN_WITH.get(name, ())))
+
+    @property
+    def made(self) -> tuple[Asset, ...]:
+        """The partitioned assets that are this experiment's own, in an order in which one iteration can be made."""
+        return END_TO_END if self.agent == "end_to_end" else tuple(asset for asset in LOOP if asset not in self.taken)
+
+    @property
+    def table(self) -> str:
+        """The experiment under whose name the results stand in tables: an ablation's stand beside its parent's."""
+        return self.name if self.variant == "full" or self.parent is None else self.parent
+
     @field_validator("seeds")
     @classmethod
     def _seeds_differ(cls, seeds: list[int]) -> list[int]:
         if len(set(seeds)) != len(seeds) or any(seed < 0 for seed in seeds):
             raise ValueError("seeds must be different non-negative numbers")
         return seeds
+
+    @model_validator(mode="after")
+    def _what_is_taken_has_an_owner(self) -> Self:
+        if self.parent is None and (self.take or self.variant != "full"):
+            raise ValueError("`take` and `variant` go with `parent`: name the experiment that this one differs from")
+        if self.agent == "end_to_end" and "dataset" not in self.take:
+            raise ValueError("`agent: end_to_end` writes no data: add `take: [dataset]` and a `parent` that makes it")
+        if self.agent == "end_to_end" and {"planner_sft", "grounder"} & set(self.take):
+            raise ValueError("`agent: end_to_end` has neither planner nor grounder: take `dataset` only")
+        return self
 
     @model_validator(mode="after")
     def _k_of_n_can_be_met(self) -> Self:
@@ -209,7 +250,42 @@ class Experiment(Strict):
 
 
 def load_experiment(path: Path) -> Experiment:
-    """The experiment in the YAML file `path`; its name is the file's. Raises ExperimentError."""
+    """The experiment in the YAML file `path`; its name is the file's. Raises ExperimentError.
+
+    A file with a `parent` says only what differs: mappings are merged key by key, everything else, pools included, replaces
+    the parent's. `description`, `take`, `variant` and `agent` are not inherited.
+    """
+    experiment, parent = _load(path, ())
+    if parent is not None:
+        _check_overlay(path, experiment, parent)
+    return experiment
+
+
+_OWN: Final = ("description", "parent", "take", "variant", "agent")
+"""Keys that an overlay does not inherit."""
+_POOLS: Final = ("planners", "verifiers")
+"""Mappings that are one value: an overlay with a pool of its own means exactly those members."""
+
+
+def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experiment | None]:
+    """The experiment of a file, and its parent."""
+    raw, parent = _read(path), None
+    if "name" in raw:
+        raise ExperimentError(f"{path}: key `name`: an experiment is named by its file; remove the key")
+    if raw.get("parent") is not None:
+        parent_file = _parent_file(path, raw["parent"])
+        if parent_file in (path, *children):
+            raise ExperimentError(f"{path}: key `parent`: {raw['parent']} has this file as its parent, or is it")
+        parent, _ = _load(parent_file, (path, *children))
+        inherited = parent.model_dump(mode="json", exclude={"name", *_OWN}, exclude_unset=True)
+        raw = _merged(inherited, raw)
+    try:
+        return Experiment.model_validate(raw | {"name": path.stem}), parent
+    except ValidationError as error:
+        raise ExperimentError("\n".join(_explain(path, problem) for problem in error.errors())) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -220,12 +296,47 @@ def load_experiment(path: Path) -> Experiment:
         raise ExperimentError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ExperimentError(f"{path}: the file must hold a mapping of keys, see experiments/sandbox.yaml")
-    if "name" in raw:
-        raise ExperimentError(f"{path}: key `name`: an experiment is named by its file; remove the key")
-    try:
-        return Experiment.model_validate(raw | {"name": path.stem})
-    except ValidationError as error:
-        raise ExperimentError("\n".join(_explain(path, problem) for problem in error.errors())) from None
+    return raw
+
+
+def _parent_file(path: Path, name: Any) -> Path:
+    """The parent's file: beside the overlay, or one folder above."""
+    folders = (path.parent, path.parent.parent)
+    found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
+    if not found:
+        raise ExperimentError(
+            f"{path}: key `parent`: there is no {name}.yaml in {' or '.join(map(str, folders))}; correct the name"
+        )
+    return found[0]
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, mapping by mapping."""
+    result = dict(below)
+    for key, value in above.items():
+        deeper = isinstance(value, dict) and isinstance(below.get(key), dict) and key not in _POOLS
+        result[key] = _merged(below[key], value) if deeper else value
+    return result
+
+
+def _check_overlay(path: Path, experiment: Experiment, parent: Experiment) -> None:
+    """What is taken must be there, and be what the overlay's own settings say."""
+    if experiment.take and parent.take:
+        raise ExperimentError(
+            f"{path}: key `take`: {parent.name} takes artifacts itself; name the experiment that makes them as `parent`"
+        )
+    if experiment.take and not set(experiment.seeds) <= set(parent.seeds):
+        raise ExperimentError(
+            f"{path}: key `seeds`: {parent.name} has {parent.seeds} only; take from these, or add there"
+        )
+    if experiment.take and experiment.iterations > parent.iterations:
+        raise ExperimentError(f"{path}: key `iterations`: {parent.name} has {parent.iterations} only; raise it there")
+    for asset in sorted(experiment.taken):
+        if code_version(experiment, asset) != code_version(parent, asset):
+            raise ExperimentError(
+                f"{path}: key `take`: {asset} is {parent.name}'s, but this file changes settings that decide it; "
+                "remove them, or take less"
+            )
 
 
 _REMEDIES = {
@@ -273,6 +384,7 @@ CODE: Final[dict[str, int]] = {
     "dataset": 1,
     "data_quality": 1,
     "evaluation": 1,
+    "end_to_end": 1,
     "evolution_report": 1,
 }
 """Raise an asset's number when its code changes so that the same inputs would give another result."""
@@ -302,6 +414,11 @@ def code_version(experiment: Experiment, asset: str) -> str:
         "evaluation": [
             (experiment.benchmark, {"validation", "test", "protocol", "max_eval_steps"}),
             (pools, {"max_plan_tokens", "max_point_tokens"}),
+            (experiment.models, eyes),
+        ],
+        "end_to_end": [
+            (experiment.sft, None),
+            (experiment.grpo, None),
             (experiment.models, eyes),
         ],
         "evolution_report": [],

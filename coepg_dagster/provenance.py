@@ -8,7 +8,7 @@ and skips assets with many upstream partitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -20,6 +20,7 @@ Asset = Literal[
     "planner_sft",
     "grounder",
     "planner",
+    "end_to_end",
     "candidate_plans",
     "verdicts",
     "dataset",
@@ -40,6 +41,15 @@ LOOP: Final[tuple[Asset, ...]] = (
     "evaluation",
 )
 """The partitioned assets, in an order in which one iteration can be made."""
+
+END_TO_END: Final[tuple[Asset, ...]] = ("end_to_end", "evaluation")
+"""The partitioned assets of an end-to-end agent, which is one model and writes no data."""
+
+ORDER: Final[tuple[Asset, ...]] = ("end_to_end", *LOOP)
+"""Every partitioned asset, in an order in which one iteration can be made."""
+
+Agent = Literal["decoupled", "end_to_end"]
+"""What is evaluated: planner and grounder, or one model that answers type, value and point."""
 
 CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder")
 """What iteration k + 1 reads of iteration k, through its twin under previous/."""
@@ -65,7 +75,9 @@ _WITHIN: Final[dict[Asset, tuple[Asset, ...]]] = {
     "dataset": ("verdicts",),
     "data_quality": ("dataset", "verdicts"),
     "evaluation": ("planner", "grounder", "benchmark_steps"),
+    "end_to_end": ("benchmark_steps", "open_models"),
 }
+_EVALUATION_END_TO_END: Final[tuple[Asset, ...]] = ("end_to_end", "benchmark_steps")
 _BEFORE: Final[dict[Asset, tuple[Asset, ...]]] = {
     "planner_sft": ("dataset",),
     "grounder": ("dataset",),
@@ -74,6 +86,7 @@ _BEFORE: Final[dict[Asset, tuple[Asset, ...]]] = {
     "verdicts": ("grounder",),
     "dataset": ("dataset",),
     "data_quality": ("dataset",),
+    "end_to_end": ("dataset",),
 }
 
 
@@ -83,17 +96,19 @@ _UNUSED_AT_START: Final = {
     ("planner", "grounder"),
     ("candidate_plans", "planner"),
     ("verdicts", "grounder"),
+    ("end_to_end", "benchmark_steps"),
 }
 """Iteration 0 trains nothing and its pools hold open models only."""
 
 
-def inputs_of(ref: Ref) -> list[Ref]:
+def inputs_of(ref: Ref, agent: Agent = "decoupled") -> list[Ref]:
     """What is read to make `ref`, exactly: nothing before iteration 0, no trained model before iteration 1."""
     k = ref.iteration
     if k is None:
         return []
     within: list[Ref] = []
-    for asset in _WITHIN[ref.asset]:
+    one_model = agent == "end_to_end" and ref.asset == "evaluation"
+    for asset in _EVALUATION_END_TO_END if one_model else _WITHIN[ref.asset]:
         if k > 0 or (ref.asset, asset) not in _UNUSED_AT_START:
             within.append(Ref(asset, None if asset in SHARED else k))
     # the pools of iteration 1 hold no trained model of iteration 0: there is none
@@ -111,6 +126,7 @@ class Input(BaseModel):
     data_version: str
     run_id: str
     folder: str
+    taken_from: str | None = None  # the parent loop whose artifact it is; None: the own one
 
     @property
     def ref(self) -> Ref:
@@ -145,14 +161,15 @@ class Record(BaseModel):
         """The version of `asset` that was read."""
         return next(used for used in self.inputs if used.asset == asset)
 
-    def as_input(self) -> Input:
-        """This artifact, as something that another one reads."""
+    def as_input(self, taken_from: str | None = None) -> Input:
+        """This artifact, as something that another one reads; `taken_from` names the parent loop whose it is."""
         return Input(
             asset=self.asset,
             iteration=self.iteration,
             data_version=self.data_version,
             run_id=self.run_id,
             folder=self.folder,
+            taken_from=taken_from,
         )
 
 
@@ -168,15 +185,24 @@ class Stale:
         return self.cause if self.root == self.ref else f"{self.root}: {self.cause}"
 
 
-def staleness(records: Mapping[Ref, Record], code_versions: Mapping[Asset, str]) -> dict[Ref, Stale]:
+def staleness(
+    records: Mapping[Ref, Record],
+    code_versions: Mapping[Asset, str],
+    taken: Collection[Asset] = (),
+    stale_where_taken: Mapping[Ref, Stale] | None = None,
+) -> dict[Ref, Stale]:
     """The stale ones among `records` (the current artifacts), each with its root cause; all that follows is stale too.
 
     `code_versions` holds the present version of each asset's code and configuration. The report is checked like the rest:
-    it reads whatever its record names.
+    it reads whatever its record names. Assets that are `taken` from a parent were judged there: `stale_where_taken`.
     """
     stale: dict[Ref, Stale] = {}
     for ref in sorted(records, key=_order):
         record = records[ref]
+        if ref.asset in taken:
+            if stale_where_taken and ref in stale_where_taken:
+                stale[ref] = stale_where_taken[ref]
+            continue
         cause = _own_cause(record, records, code_versions.get(ref.asset))
         if cause is not None:
             stale[ref] = Stale(ref, ref, cause)
@@ -202,22 +228,23 @@ def _own_cause(record: Record, records: Mapping[Ref, Record], code_version: str 
 def _order(ref: Ref) -> tuple[int, int]:
     if ref.iteration is None:
         return (-1, 0) if ref.asset in SHARED else (1 << 30, 0)
-    return ref.iteration, LOOP.index(ref.asset)
+    return ref.iteration, ORDER.index(ref.asset)
 
 
 def to_make(
-    records: Mapping[Ref, Record], stale: Mapping[Ref, Stale], through: int, assets: Iterable[Asset] = LOOP
+    records: Mapping[Ref, Record],
+    stale: Mapping[Ref, Stale],
+    through: int,
+    assets: Sequence[Asset] = LOOP,
+    agent: Agent = "decoupled",
 ) -> dict[int, list[Asset]]:
-    """Iteration → the assets that are missing, stale, or follow one of these, for the iterations 0..`through`."""
+    """Iteration → those of `assets` that are missing, stale, or follow one of these, for the iterations 0..`through`."""
     needed: set[Ref] = set()
-    wanted = set(assets)
     plan: dict[int, list[Asset]] = {}
     for k in range(through + 1):
-        for asset in LOOP:
+        for asset in assets:
             ref = Ref(asset, k)
-            if asset not in wanted:
-                continue
-            if ref not in records or ref in stale or any(used in needed for used in inputs_of(ref)):
+            if ref not in records or ref in stale or any(used in needed for used in inputs_of(ref, agent)):
                 needed.add(ref)
                 plan.setdefault(k, []).append(asset)
     return plan

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from coepg_dagster.experiment import Experiment
-from coepg_dagster.provenance import LOOP, Record, Ref, Stale
+from coepg_dagster.provenance import ORDER, Record, Ref, Stale
 
 HEADLINES: Final = {"step_sr": "Step SR", "step_acc": "step accuracy", "acc": "accuracy"}
 """The metric that a protocol is known by: metric → what people call it; a protocol has exactly one of them."""
@@ -31,7 +31,7 @@ def results(
         "iterations": [
             _iteration(experiment, k, records, stale)
             for k in range(experiment.iterations + 1)
-            if any(Ref(asset, k) in records for asset in LOOP)
+            if any(Ref(asset, k) in records for asset in experiment.made)
         ],
     }
 
@@ -47,8 +47,8 @@ def _iteration(
         "splits": {split: _split(scores.get(split)) for split in experiment.benchmark.test},
         "validation": _split(scores.get(experiment.benchmark.validation)),
         **{name: quality.figures.get(name) if quality else None for name in ("purity", "diversity", "coverage")},
-        "seconds": {asset: record.seconds for asset in LOOP if (record := records.get(Ref(asset, k)))},
-        "stale": {asset: str(stale[Ref(asset, k)]) for asset in LOOP if Ref(asset, k) in stale},
+        "seconds": {asset: record.seconds for asset in experiment.made if (record := records.get(Ref(asset, k)))},
+        "stale": {asset: str(stale[Ref(asset, k)]) for asset in ORDER if Ref(asset, k) in stale},
     }
 
 

@@ -106,6 +106,8 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ({"grpo__micro_batch_size": 5}, "grpo", "does not divide the 294 rollouts"),
         ({"grpo__group_size": 1}, "grpo.group_size", "greater than or equal to 2"),
         ({"name": "other"}, "name", "named by its file; remove the key"),
+        ({"take": ["dataset"]}, "(whole file)", "go with `parent`"),
+        ({"variant": "other"}, "(whole file)", "go with `parent`"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: dict[str, Any], key: str, remedy: str) -> None:
@@ -187,8 +189,8 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
         ({"description": "another"}, set()),
         ({"iterations": 9}, set()),
         ({"seeds": [3]}, set()),
-        ({"sft__learning_rate": 1e-3}, {"planner_sft", "grounder"}),
-        ({"grpo__kl_beta": 0.5}, {"planner"}),
+        ({"sft__learning_rate": 1e-3}, {"planner_sft", "grounder", "end_to_end"}),
+        ({"grpo__kl_beta": 0.5}, {"planner", "end_to_end"}),
         ({"regeneration__rule": "all"}, {"dataset"}),
         ({"regeneration__temperature": 0.5}, {"candidate_plans"}),
         ({"batch_size": 7}, {"candidate_plans"}),
@@ -198,7 +200,7 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
         ({"benchmark__test": ["a", "b"]}, {"evaluation"}),
         (
             {"models__prompts": "compact"},
-            {"open_models", "planner_sft", "grounder", "planner", "candidate_plans", "verdicts", "evaluation"},
+            set(CODE) - {"benchmark_steps", "dataset", "data_quality", "evolution_report"},
         ),
     ],
 )
@@ -236,22 +238,92 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         assert versions(content(**{name: value})) != versions(content()), f"{name}.{key}"
 
 
-def test_ablations_differ_from_the_sandbox_in_what_they_say_only() -> None:
+# overlays
+
+OVERLAY: dict[str, Any] = {"description": "an ablation", "parent": "exp", "grpo": {"kl_beta": 0.5}}
+
+
+def overlay(folder: Path, **change: Any) -> Path:
+    """An overlay of `content()`, in a folder of its own below it."""
+    write(folder, content(grpo={"group_size": 6, "kl_beta": 0.1}))
+    (folder / "ablations").mkdir(exist_ok=True)
+    return write(folder / "ablations", OVERLAY | change, "over")
+
+
+def test_an_overlay_says_only_what_differs(tmp_path: Path) -> None:
+    experiment = load_experiment(overlay(tmp_path, variant="other", models={"verifiers": {"open_v": "d"}}))
+    assert (experiment.grpo.kl_beta, experiment.grpo.group_size, experiment.seeds) == (0.5, 6, [1, 2])
+    assert experiment.models.verifiers == {"open_v": "d"} and experiment.models.base_planner == "a"
+    assert (experiment.table, experiment.variant, experiment.taken) == ("exp", "other", frozenset())
+    again = write(tmp_path / "ablations", {"description": "of an overlay", "parent": "over", "iterations": 1}, "third")
+    third = load_experiment(again)
+    assert (third.grpo.kl_beta, third.iterations, third.variant, third.table) == (0.5, 1, "full", "third")
+
+
+def test_what_is_taken_brings_what_it_was_made_from(tmp_path: Path) -> None:
+    experiment = load_experiment(overlay(tmp_path, take=["planner_sft", "grounder"]))
+    assert experiment.made == ("planner", "evaluation")
+    assert {"dataset", "verdicts", "data_quality", "benchmark_steps", "open_models"} < experiment.taken
+    data_only = load_experiment(overlay(tmp_path, take=["dataset"], grpo={}))
+    assert data_only.made == ("planner_sft", "grounder", "planner", "evaluation")
+    one_model = load_experiment(overlay(tmp_path, take=["dataset"], agent="end_to_end"))
+    assert one_model.made == ("end_to_end", "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "remedy"),
+    [
+        ({"parent": "nothing"}, "parent", "there is no nothing.yaml in"),
+        ({"parent": "over"}, "parent", "has this file as its parent, or is it"),
+        ({"description": None}, "description", "valid string"),
+        ({"grpo": {"kl_betta": 0.5}}, "grpo.kl_betta", "correct its spelling"),
+        ({"take": ["evaluation"]}, "take.0", "'dataset'"),
+        ({"take": ["dataset"], "seeds": [1, 9]}, "seeds", "exp has [1, 2] only"),
+        ({"take": ["dataset"], "iterations": 3}, "iterations", "exp has 2 only: raise it there"),
+        ({"take": ["grounder"], "sft": {"epochs": 1}}, "take", "grounder is exp's, but this file changes settings"),
+        ({"take": ["open_models"], "models": {"base_planner": "z"}}, "take", "open_models is exp's, but"),
+        ({"agent": "end_to_end"}, "(whole file)", "add `take: [dataset]`"),
+        ({"agent": "end_to_end", "take": ["dataset", "grounder"]}, "(whole file)", "take `dataset` only"),
+    ],
+)
+def test_what_is_refused_in_an_overlay(tmp_path: Path, change: dict[str, Any], key: str, remedy: str) -> None:
+    with pytest.raises(ExperimentError) as refused:
+        load_experiment(overlay(tmp_path, **change))
+    named = [line for line in str(refused.value).splitlines() if f"over.yaml: key `{key}`" in line]
+    assert named and remedy.split(":")[0] in named[0]
+
+
+def test_a_broken_parent_is_named_by_its_own_file(tmp_path: Path) -> None:
+    file = overlay(tmp_path)
+    write(tmp_path, content(sed=1))
+    with pytest.raises(ExperimentError, match=r"exp\.yaml: key `sed`"):
+        load_experiment(file)
+
+
+def test_nothing_is_taken_from_an_overlay_that_takes(tmp_path: Path) -> None:
+    overlay(tmp_path, take=["dataset"], grpo={})
+    second = write(tmp_path / "ablations", {"description": "x", "parent": "over", "take": ["dataset"]}, "second")
+    with pytest.raises(ExperimentError, match="over takes artifacts itself"):
+        load_experiment(second)
+
+
+def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_only() -> None:
     folder = Path(__file__).parent.parent / "experiments"
-    sandbox = load_experiment(folder / "sandbox.yaml").model_dump(exclude={"name", "description"})
+    sandbox = load_experiment(folder / "sandbox.yaml")
     changes = {
-        "sandbox_single_grounder": {"grpo.ensemble"},
-        "sandbox_no_gap": {"models.base_grounder"},
+        "no_cdrem": {"grpo.ensemble"},
+        "no_grpo": {"grpo.enabled"},
+        "before_grpo": {"grpo.enabled"},
+        "no_gap": {"models.base_grounder"},
     }
     for name, expected in changes.items():
-        other = load_experiment(folder / "ablations" / f"{name}.yaml").model_dump(exclude={"name", "description"})
+        other = load_experiment(folder / "ablations" / f"sandbox_{name}.yaml")
+        before, after = (experiment.model_dump(mode="json") for experiment in (sandbox, other))
         different = {
             f"{part}.{key}"
             for part in ("benchmark", "models", "sft", "grpo", "regeneration")
-            for key in sandbox[part]
-            if sandbox[part][key] != other[part][key]
+            for key in before[part]
+            if before[part][key] != after[part][key]
         }
         assert different == expected
-        assert {key: other[key] for key in ("iterations", "seeds", "batch_size")} == {
-            key: sandbox[key] for key in ("iterations", "seeds", "batch_size")
-        }
+        assert all(before[key] == after[key] for key in ("iterations", "seeds", "batch_size", "pool"))

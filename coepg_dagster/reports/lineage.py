@@ -14,7 +14,7 @@ from typing import Final
 import jinja2
 
 from coepg_dagster.experiment import Experiment
-from coepg_dagster.provenance import LOOP, SHARED, Asset, Record, Ref, Stale, inputs_of
+from coepg_dagster.provenance import ORDER, SHARED, Asset, Record, Ref, Stale, inputs_of
 from coepg_dagster.results import HEADLINES, headline
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 208, 86, 78, 34, 24
@@ -29,9 +29,8 @@ SYMBOLS: Final[dict[Asset, str]] = {
     "dataset": "D",
     "data_quality": "data_quality",
     "evaluation": "evaluation",
+    "end_to_end": "end_to_end",
 }
-_ROWS: Final[tuple[Asset, ...]] = LOOP
-"""One row per asset, one column per iteration."""
 _SUBSCRIPTS: Final = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -45,6 +44,7 @@ class Node:
     record: Record | None
     stale: Stale | None
     time: str
+    whose: str  # " of PARENT" where it is taken
 
     @property
     def title(self) -> str:
@@ -105,7 +105,7 @@ def lineage_page(
 ) -> str:
     """The map as HTML. `times`: when each artifact was made, seconds since 1970; `dagster`: address of the web UI, for links."""
     nodes = {node.ref: node for node in _nodes(experiment, records, stale, times)}
-    edges = [(nodes[used], node) for node in nodes.values() for used in inputs_of(node.ref)]
+    edges = [(nodes[used], node) for node in nodes.values() for used in _drawn_inputs(experiment, node.ref)]
     edges.sort(key=lambda edge: edge[0].ref.iteration is not None)  # what everything reads lies behind
     width = max(node.x for node in nodes.values()) + WIDTH + MARGIN
     height = max(node.y for node in nodes.values()) + HEIGHT + MARGIN
@@ -122,9 +122,20 @@ def lineage_page(
         box=(WIDTH, HEIGHT),
         iterations=[(k, _x(k) + WIDTH // 2) for k in range(experiment.iterations + 1)],
         causes=[(node.ref, node.why) for node in nodes.values() if node.why],
-        link=lambda ref: _asset_link(dagster, experiment.name, seed, ref),
+        link=lambda ref: _asset_link(
+            dagster, str(experiment.parent) if ref.asset in experiment.taken else experiment.name, seed, ref
+        ),
         run_link=lambda run_id: f"{dagster}/runs/{run_id}" if dagster else None,
     )
+
+
+def _whose(experiment: Experiment, ref: Ref) -> str:
+    return f" of {experiment.parent}" if ref.asset in experiment.taken else ""
+
+
+def _drawn_inputs(experiment: Experiment, ref: Ref) -> list[Ref]:
+    """The arrows that end at an artifact. How the parent made what is taken is on its own map."""
+    return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent)
 
 
 def _x(k: int) -> int:
@@ -137,11 +148,20 @@ def _nodes(
     stale: Mapping[Ref, Stale],
     times: Mapping[Ref, float],
 ) -> list[Node]:
+    rows = [asset for asset in ORDER if asset in (*experiment.made, *experiment.taken)]
     places: list[tuple[Ref, int, int]] = [(Ref(asset), MARGIN, row) for row, asset in enumerate(SHARED)]
-    places += [(Ref(asset, k), _x(k), row) for k in range(experiment.iterations + 1) for row, asset in enumerate(_ROWS)]
+    places += [(Ref(asset, k), _x(k), row) for k in range(experiment.iterations + 1) for row, asset in enumerate(rows)]
     top = MARGIN + 30
     return [
-        Node(ref, x, top + row * (HEIGHT + GAP_Y), records.get(ref), stale.get(ref), _when(times.get(ref)))
+        Node(
+            ref,
+            x,
+            top + row * (HEIGHT + GAP_Y),
+            records.get(ref),
+            stale.get(ref),
+            _when(times.get(ref)),
+            _whose(experiment, ref),
+        )
         for ref, x, row in places
     ]
 
@@ -211,11 +231,12 @@ iteration.</p>
 <path d="{{ path }}" marker-end="url(#tip)" class="{{ kind }}"><title>{{ start }} → {{ end }}</title></path>
 {% endfor %}
 {% for node in nodes %}
-<g class="{{ node.state }}" id="{{ node.ref.asset }}-{{ node.ref.iteration }}"><title>{{ node.ref }} {{ node.why }}</title>
+<g class="{{ node.state }}" id="{{ node.ref.asset }}-{{ node.ref.iteration }}">
+<title>{{ node.ref }}{{ node.whose }} {{ node.why }}</title>
 <rect x="{{ node.x }}" y="{{ node.y }}" width="{{ box[0] }}" height="{{ box[1] }}" rx="6"/>
 {% set href = link(node.ref) %}
 {% if href %}<a href="{{ href }}">{% endif %}
-<text class="title" x="{{ node.x + 9 }}" y="{{ node.y + 18 }}">{{ node.title }}</text>
+<text class="title" x="{{ node.x + 9 }}" y="{{ node.y + 18 }}">{{ node.title }}{{ node.whose }}</text>
 {% if href %}</a>{% endif %}
 {% if node.record %}
 <text x="{{ node.x + 9 }}" y="{{ node.y + 36 }}">{{ numbers[node.ref] }}</text>
