@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import pyarrow as pa
 import typer
@@ -23,6 +23,7 @@ from coepg_dagster.project import ABLATIONS, Project, find_project
 
 if TYPE_CHECKING:
     from coepg_dagster.evaluation.result import Result
+    from coepg_dagster.provenance import Asset, Record
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -34,7 +35,10 @@ app = typer.Typer(
 Start with `coepg plan sandbox`, then `coepg evolve sandbox --through 2`, then `coepg results sandbox`. `make ui` opens
 the same runs in Dagster's web UI. EXPERIMENT is NAME (a file under experiments/, its first seed) or NAME/sSEED.""",
 )
+rewards = typer.Typer(no_args_is_help=True, help="What rewarded the planner's rollouts, and what else would have.")
+app.add_typer(rewards, name="rewards")
 Reference = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="NAME or NAME/sSEED")]
+Iteration = Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="iteration k of NAME or NAME/sSEED")]
 err = Console(stderr=True)
 
 
@@ -393,6 +397,105 @@ def check_data(
     report = check(path)
     typer.echo(report.text())
     raise typer.Exit(0 if report.ok else 1)
+
+
+@rewards.command("recompute")
+def rewards_recompute(
+    reference: Iteration,
+    variant: Annotated[str, typer.Option(help="no_cdrem, uniform, prior, literal, probability or temperature")],
+    temperature: Annotated[float | None, typer.Option(help="τ of the variant `temperature`; default 0.25")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    out: Annotated[Path | None, typer.Option(help="Parquet file for the rewards of every rollout")] = None,
+) -> None:
+    """Rewards and advantages that another variant of C-DREM would have given the rollouts of π'_k. Asks no model."""
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.rewards.cdrem import NoVerdict
+    from coepg_dagster.rewards.variants import recompute, summary, variant_named
+    from coepg_dagster.workers import ROLLOUTS, write_table
+
+    record, folder = _record_of(reference, "planner")
+    if not (folder / ROLLOUTS).exists():
+        _refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
+    try:
+        made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
+    except (NoVerdict, ValueError) as error:
+        _refuse(str(error))
+    logged = record.config["confidence"]
+    facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
+        made
+    )
+    if out is not None:
+        write_table(made, out)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    view = Table("", variant, f"as trained ({logged})", title=f"{reference}: {facts['rollouts']} rollouts")
+    for label, name in (("mean reward", "mean_reward"), ("groups without spread, %", "groups_without_spread")):
+        view.add_row(label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}")
+    Console().print(view)
+    for name in ("same_reward", "same_advantage", "same_sign"):
+        typer.echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
+    typer.echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
+
+
+@rewards.command("calibration")
+def rewards_calibration(
+    reference: Iteration,
+    out: Annotated[Path | None, typer.Option(help="folder for calibration.json and the figures")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Whether the grounders' confidence is worth anything: ECE, Brier score, AUROC and reliability curve of each.
+
+    From the verdicts of iteration k, and from the rollouts of π'_k where it was trained with GRPO.
+    """
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.reports.calibration import reliability_figure
+    from coepg_dagster.rewards.calibration import as_json as plain
+    from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
+    from coepg_dagster.workers import ROLLOUTS, VERDICTS
+
+    found = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
+    rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
+    if rollouts.exists():
+        found["rollouts"] = of_rollouts(pq.read_table(rollouts))
+    facts = {source: plain(calibrations) for source, calibrations in found.items()}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "calibration.json").write_text(json.dumps(facts, indent=1))
+        for source, calibrations in found.items():
+            reliability_figure(calibrations).savefig(out / f"reliability-{source}.png", dpi=110)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
+    for source, calibrations in found.items():
+        view = Table(*heads, title=f"{reference}: confidence against hits, {source}")
+        for name, one in calibrations.items():
+            rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))
+            view.add_row(name, str(one.n), *rates, f"{one.brier:.3f}", _two(one.auroc))
+        Console().print(view)
+
+
+def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
+    """The current version of an asset of `EXPERIMENT@k` and its folder; ends with the message where there is none."""
+    name, _, k = reference.rpartition("@")
+    if not (name and k.isdecimal()):
+        raise typer.BadParameter(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
+    project, experiment, seed = _open(name)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.provenance import Ref
+
+    record = Loop(experiment, seed, project.root).record(open_instance(project), Ref(asset, int(k)))
+    if record is None:
+        _refuse(f"{reference} has no {asset}: run `coepg evolve {name} --through {k}` first")
+    return record, project.store / record.folder
+
+
+def _refuse(message: str) -> NoReturn:
+    err.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
 
 
 def _only(given: str, known: str) -> None:

@@ -139,6 +139,9 @@ class Grpo(Strict):
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
     )
+    confidence_temperature: float = Field(
+        1.0, gt=0, description="τ, w_j ∝ exp(σ_j c_j / τ); 1 is Eq. 5, below 1 the surer grounders weigh more"
+    )
     ensemble: bool = Field(True, description="false: ϕ_k alone rewards (ablation `w/o C-DREM`)")
     own_prior: float = Field(2.0, ge=0, description="σ of ϕ_k")
     verifier_prior: float = Field(1.0, ge=0, description="σ of each open verifier")

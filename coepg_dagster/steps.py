@@ -110,6 +110,7 @@ GRADER: Final = pa.struct(
         pa.field("confidence", pa.float64()),  # c_j as used
         pa.field("prior", pa.float64(), nullable=False),  # σ_j
         pa.field("weight", pa.float64(), nullable=False),  # w_j, Eq. 5
+        pa.field("seconds", pa.float64(), nullable=False),  # this answer's share of the time of its batch
         pa.field("failure", pa.string()),
     ]
 )
@@ -122,9 +123,12 @@ ROLLOUT_SCHEMA: Final = pa.schema(
         pa.field("text", pa.string(), nullable=False),
         pa.field("plan", pa.string()),
         pa.field("gate", pa.string(), nullable=False),
-        pa.field("graders", pa.list_(GRADER), nullable=False),  # empty: gated, or the step has no target
+        pa.field("graders", pa.list_(GRADER), nullable=False),  # ϕ_k first; empty: gated, or the step has no target
         pa.field("reward", pa.float64(), nullable=False),  # Eq. 9
         pa.field("advantage", pa.float64(), nullable=False),  # Eq. 10
     ]
 )
-"""One rollout of GRPO with everything its reward was made of: any C-DREM variant can be computed again from it."""
+"""One rollout of GRPO with everything its reward was made of: any C-DREM variant can be computed again from it.
+
+It lies beside the weights of π'_k and is no part of their data version: seconds differ from run to run.
+"""

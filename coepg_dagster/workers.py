@@ -28,6 +28,7 @@ from coepg_dagster.steps import VERDICT_SCHEMA
 
 STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
 DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
+ROLLOUTS = "rollouts.parquet"
 
 
 def write_table(table: pa.Table, path: Path) -> None:

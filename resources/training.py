@@ -89,6 +89,9 @@ class GrpoCdremResource(Processes):
         default=None,
         description="`probability`, `log_probability` (the literal Eq. 5) or `constant`. Empty: as in the experiment file.",
     )
+    confidence_temperature: float | None = Field(
+        default=None, description="τ of Eq. 5's weights. Empty: as in the experiment file."
+    )
     own_prior: float | None = Field(default=None, description="σ of ϕ_k. Empty: as in the experiment file.")
     verifiers: list[str] | None = Field(
         default=None, description="Which open verifiers reward beside ϕ_k. Empty: all of the experiment file."

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import dagster as dg
+import pyarrow.parquet as pq
 import pytest
 
 from tests.project import REPOSITORY, coepg, make_project, run
@@ -75,6 +76,21 @@ def test_a_changed_configuration_is_stale_with_all_that_follows(projects: list[P
     assert "code or configuration changed" in stale[0]["stale"]["dataset"]
     assert "planner_sft" not in stale[0]["stale"] and "verdicts" not in stale[0]["stale"]
     assert set(stale[1]["stale"]) == set(stale[1]["seconds"])
+
+
+def test_rewards_are_explained_without_a_model(projects: list[Path], tmp_path: Path) -> None:
+    again = json.loads(run(projects[0], "rewards", "recompute", "tiny@1", "--variant", "probability", "--json"))
+    assert (again["same_reward"], again["same_advantage"], again["largest_difference"]) == (100, 100, 0)
+    file = tmp_path / "prior.parquet"
+    run(projects[0], "rewards", "recompute", "tiny@1", "--variant", "prior", "--out", str(file))
+    assert pq.read_table(file).num_rows == again["rollouts"] > 0
+    found = json.loads(run(projects[0], "rewards", "calibration", "tiny@1", "--out", str(tmp_path), "--json"))
+    assert set(found["rollouts"]) <= set(found["verdicts"]) == {"verifier_a", "verifier_b", "grounder_1"}
+    assert all(0 <= one["ece"] <= 1 for one in found["verdicts"].values())
+    assert (tmp_path / "reliability-verdicts.png").stat().st_size > 1000
+    process = coepg(projects[0], "rewards", "recompute", "tiny@0", "--variant", "prior")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and "not made by GRPO" in err
 
 
 def test_unknown_references_are_refused(projects: list[Path]) -> None:

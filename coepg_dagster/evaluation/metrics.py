@@ -16,7 +16,7 @@ BoxTuple = tuple[float, float, float, float]
 
 
 def set_f1(predicted: set[str], label: set[str]) -> float:
-    """F1 over sets: both empty 1, one empty 0 (Mind2Web `calculate_f1`)."""
+    """F1 over sets: both empty 1, one empty 0 (Mind2Web `calculate_f1`, whose rounding it keeps)."""
     if not predicted and not label:
         return 1.0
     hits = len(predicted & label)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -60,7 +61,8 @@ class Reading:
 
     `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6
     over the `tokens` coordinate tokens (over all tokens of an answer without coordinates; over the stop token of an
-    answer without any). `failure` is set, and all else empty, where the grounder gave no answer at all.
+    answer without any). `failure` is set, and all else empty, where the grounder gave no answer at all. `seconds` is this
+    answer's share of the time that its batch took.
     """
 
     point: Point | None = None
@@ -68,6 +70,7 @@ class Reading:
     tokens: int = 0
     text: str = ""
     failure: str | None = None
+    seconds: float = field(default=0.0, compare=False)
 
     def hits(self, boxes: Sequence[Box]) -> bool:
         """Eq. 3 with several targets: the point lies in any of the boxes, borders included."""
@@ -105,9 +108,11 @@ class Grounder:
         """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row."""
         unique = sorted(set(plans))
         requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
+        started = time.perf_counter()
         answers = self._engine.generate(requests, self._sampling)
+        seconds = (time.perf_counter() - started) / max(1, len(requests))
         readings = {
-            (step_id, plan): self._read(step_id, answer[0])
+            (step_id, plan): replace(self._read(step_id, answer[0]), seconds=seconds)
             for (step_id, plan), answer in zip(unique, answers, strict=True)
         }
         return [readings[pair] for pair in plans]

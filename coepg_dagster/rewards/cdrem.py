@@ -52,23 +52,28 @@ def confidences(mean_logprobs: npt.ArrayLike, mode: Confidence) -> Floats:
             return np.ones_like(logprobs)
 
 
-def ensemble_weights(priors: npt.ArrayLike, confidence: npt.ArrayLike, answered: npt.ArrayLike) -> Floats:
-    """Eq. 5: w_j = exp(σ_j c_j) / Σ_n exp(σ_n c_n), over the grounders that answered; 0 for the others.
+def ensemble_weights(
+    priors: npt.ArrayLike, confidence: npt.ArrayLike, answered: npt.ArrayLike, temperature: float = 1.0
+) -> Floats:
+    """Eq. 5: w_j = exp(σ_j c_j / τ) / Σ_n exp(σ_n c_n / τ), over the grounders that answered; 0 for the others.
 
     Args:
         priors: σ, shape (N,).
         confidence: c, shape (..., N).
         answered: bool, shape (..., N).
+        temperature: τ, 1 in the paper; towards 0 one grounder decides, towards infinity all weigh the same.
     Returns:
         w, shape (..., N), each row summing to 1.
     Raises:
         NoVerdict: a row in which no grounder answered.
     """
+    if not temperature > 0:
+        raise ValueError(f"the temperature of the weights must be positive, not {temperature}")
     mask = np.asarray(answered, dtype=bool)
     c = np.where(mask, np.asarray(confidence, dtype=np.float64), 0.0)
     if not np.all(mask.any(axis=-1)):
         raise NoVerdict("no grounder answered for a plan: look at their errors; a reward is never silently 0")
-    exponent = np.where(mask, np.asarray(priors, dtype=np.float64) * c, -np.inf)
+    exponent = np.where(mask, np.asarray(priors, dtype=np.float64) * c / temperature, -np.inf)
     unnormalised = np.exp(exponent - exponent.max(axis=-1, keepdims=True))
     weights: Floats = unnormalised / unnormalised.sum(axis=-1, keepdims=True)
     return weights
@@ -83,7 +88,8 @@ def plan_reward(weights: npt.ArrayLike, hits: npt.ArrayLike) -> Floats:
 def token_f1(predicted: str, label: str) -> float:
     """F1 over the sets of whitespace tokens, lower-cased (GUI-R1's F1 without its containment rule).
 
-    Two empty values are equal: 1. One empty value: 0.
+    Two empty values are equal: 1. One empty value: 0. Not `evaluation.metrics.set_f1`: that keeps the rounding of its
+    owners, by which an F1 of exactly 0.5 (4 common of 5 and 11 words) is above 0.5; this form is exact there.
     """
     p, q = set(predicted.lower().split()), set(label.lower().split())
     if not p and not q:

@@ -25,17 +25,12 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine, visi
 from coepg_dagster.pools.candidates import gate_of
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
-from coepg_dagster.rewards.cdrem import (
-    advantages,
-    confidences,
-    ensemble_weights,
-    flatten_spreadless,
-    gated,
-    plan_reward,
-)
+from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
+from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
 from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
+from coepg_dagster.workers import ROLLOUTS
 
 
 class CdremReward:
@@ -45,7 +40,7 @@ class CdremReward:
     without a target has r_plan = 1 once the gate passes.
 
     Args:
-        grounders: name → grounder, with `priors` σ_j of the same names.
+        grounders: name → grounder, ϕ_k first, with `priors` σ_j of the same names.
         steps: the training steps, whose labels and boxes decide.
     """
 
@@ -61,8 +56,8 @@ class CdremReward:
     ) -> None:
         if not grounders:
             raise ValueError("C-DREM needs at least one grounder: without a vote every plan would be right")
-        self._grounders, self._screens, self._mode = dict(grounders), screens, config.confidence
-        self._priors = np.array([priors[name] for name in grounders])
+        self._grounders, self._screens = dict(grounders), screens
+        self._weigh = Weighing(tuple(priors[name] for name in grounders), config)
         self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
         self.rows: list[dict[str, Any]] = []
 
@@ -104,10 +99,7 @@ class CdremReward:
 
     def _vote(self, votes: Sequence[Reading], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
         """(r_plan of Eq. 4, what each grounder contributed)."""
-        answered = np.array([vote.failure is None for vote in votes])
-        # min(): float32 log-probabilities of sure tokens can be a hair above 0
-        c = confidences([min(0.0, vote.mean_logprob) for vote in votes], self._mode)
-        weights = ensemble_weights(self._priors, c, answered)
+        c, weights = self._weigh([vote.mean_logprob for vote in votes], [vote.failure is None for vote in votes])
         graders = [
             {
                 "grounder": name,
@@ -119,10 +111,11 @@ class CdremReward:
                 "confidence": float(confidence) if vote.failure is None else None,
                 "prior": float(prior),
                 "weight": float(weight),
+                "seconds": vote.seconds,
                 "failure": vote.failure,
             }
             for name, vote, hit, confidence, prior, weight in zip(
-                self._grounders, votes, hits, c, self._priors, weights, strict=True
+                self._grounders, votes, hits, c, self._weigh.priors, weights, strict=True
             )
         ]
         return float(plan_reward(weights, np.array(hits))), graders
@@ -224,7 +217,7 @@ def train_grpo(
         model=model,
         processing_class=processor,
         reward=CdremReward(grounders, priors, steps, screens, config),
-        rollouts=out / "rollouts.parquet",
+        rollouts=out / ROLLOUTS,
         train_dataset=prompts,
         callbacks=[ReportProgress(report, out / "training_log.jsonl")],
         args=GRPOConfig(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
+from coepg_dagster.evaluation.metrics import set_f1
 from coepg_dagster.rewards.cdrem import (
     SPREAD_FLOOR,
     NoVerdict,
@@ -209,6 +210,21 @@ def test_f1_is_symmetric_and_one_for_the_same(a: str, b: str) -> None:
     assert token_f1(a, b) == token_f1(b, a)
     assert token_f1(a, a) == 1
     assert 0 <= token_f1(a, b) <= 1
+
+
+def test_the_threshold_is_exact_where_the_rounding_of_public_evaluations_is_not() -> None:
+    """Why there are two forms of one formula: merged, verdicts would change on one side or the other."""
+    differ = []
+    for p in range(1, 17):
+        for q in range(1, 17):
+            for common in range(min(p, q) + 1):
+                words = [f"w{i}" for i in range(p + q)]
+                predicted, label = words[:p], words[p - common : p - common + q]
+                exact = 4 * common > p + q
+                assert value_reward(" ".join(predicted), " ".join(label)) == exact
+                if (set_f1(set(predicted), set(label)) > 0.5) != exact:
+                    differ.append((p, q, common))
+    assert differ == [(5, 11, 4), (11, 5, 4)]
 
 
 def test_gate() -> None:

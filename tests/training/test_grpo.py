@@ -29,6 +29,7 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import VISION_TOKENS, load_checkpoint, vision_token_ids
 from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
+from coepg_dagster.rewards.variants import recompute, summary
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 from coepg_dagster.training.examples import NothingToTrainOn
 from coepg_dagster.training.grpo import CdremReward, train_grpo
@@ -195,6 +196,17 @@ def test_the_table_is_enough_to_compute_every_reward_again(run: Run, steps: pa.T
     assert (True, True) in seen
 
 
+def test_variants_are_read_off_the_table_and_the_one_that_trained_is_exact(run: Run) -> None:
+    table = pq.read_table(run.out / "rollouts.parquet")
+    facts = summary(recompute(table, "probability"))
+    assert (facts["same_reward"], facts["same_advantage"], facts["largest_difference"]) == (100, 100, 0)
+    own = recompute(table, "no_cdrem")
+    for row, reward in zip(run.rows, own["reward"].to_pylist(), strict=True):
+        if row["graders"]:
+            assert reward == row["graders"][0]["hit"]
+            assert all(grader["seconds"] > 0 for grader in row["graders"])
+
+
 def test_only_plans_that_passed_the_gate_on_a_target_are_shown_to_grounders(run: Run, steps: pa.Table) -> None:
     targets = {row["step_id"] for row in steps.to_pylist() if row["boxes"]}
     wanted = [
@@ -242,7 +254,10 @@ def test_the_same_seed_trains_the_same_planner(
         own = ("grounder_1", str(trained("grounder", 0)))
         others = {"stranger": str(random_checkpoint(3))}
         train_grpo(str(run.init), own, others, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet)
-        kept.append([(out / file).read_bytes() for file in ("model.safetensors", "rollouts.parquet")])
+        rows = pq.read_table(out / "rollouts.parquet").to_pylist()
+        for row in rows:
+            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
+        kept.append(((out / "model.safetensors").read_bytes(), rows))
         torch.manual_seed(1234)
     assert kept[0] == kept[1]
 
@@ -344,18 +359,20 @@ def batches(draw: st.DrawFn) -> tuple[list[tuple[str, str]], dict[tuple[str, str
             silent = generation("none", logprobs=[-1.0])
             choices = [said, said, silent, generation(stop=-0.3)] + ([Failure("timeout")] if name != "own" else [])
             answers[name, plan.replace("<|", "< |")] = draw(st.sampled_from(choices))
-    return rollouts, answers, draw(st.sampled_from(["probability", "log_probability", "constant"]))
+    mode = draw(st.sampled_from(["probability", "log_probability", "constant"]))
+    return rollouts, answers, mode, draw(st.sampled_from([1.0, 0.25]))
 
 
 @given(batch=batches())
 def test_gate_and_deduplication_change_no_reward(steps: pa.Table, batch: Any) -> None:
     """Eq. 3 to 9 as a plain loop that asks every grounder about every plan gives the same rewards."""
-    rollouts, answers, mode = batch
+    rollouts, answers, mode, tau = batch
     screens = Screens(steps, RESIZE)
     engines = {name: Scripted(lambda plan, name=name: answers[name, plan]) for name in NAMES}
     grounders = {name: Grounder(e, screens, "compact", Space.RESIZED, 8) for name, e in engines.items()}
     priors = {"own": 2.0, "a": 1.0, "b": 1.0}
-    reward = CdremReward(grounders, priors, steps, screens, CONFIG.model_copy(update={"confidence": mode}))
+    config = CONFIG.model_copy(update={"confidence": mode, "confidence_temperature": tau})
+    reward = CdremReward(grounders, priors, steps, screens, config)
     rewards = reward.score([text for _, text in rollouts], [step_id for step_id, _ in rollouts])
 
     labels = {row["step_id"]: row for row in steps.to_pylist()}
@@ -369,7 +386,7 @@ def test_gate_and_deduplication_change_no_reward(steps: pa.Table, batch: Any) ->
                 if reading.failure:
                     continue
                 c = {"probability": math.exp(reading.mean_logprob), "log_probability": reading.mean_logprob}
-                powers.append(math.exp(priors[name] * c.get(mode, 1.0)))
+                powers.append(math.exp(priors[name] * c.get(mode, 1.0) / tau))
                 boxes = [Box(*box, Space.ORIGINAL) for box in label["boxes"]]
                 hits.append(any(box.contains(reading.point) for box in boxes) if reading.point else False)
             r_plan = sum(p for p, hit in zip(powers, hits, strict=True) if hit) / sum(powers) if label["boxes"] else 1

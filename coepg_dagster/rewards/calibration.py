@@ -1,0 +1,134 @@
+"""Is a grounder's confidence worth anything? How often a grounder hits, against how sure it said it was.
+
+C-DREM weighs votes by c = exp(mean log p) of the coordinate tokens (Eq. 5, 6). If c says nothing of the hit (Eq. 3), the
+weighing adds noise. Both are taken per grounder, from verdicts or from rollouts; a grounder's failure is no answer and is
+left out. Measured against the hit (point in box), not a spatial score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+BINS: Final = 10
+"""Bins of equal width over the confidence 0..1."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The answers whose confidence lies in [low, high), the last bin's upper border included; shares from 0 to 1."""
+
+    low: float
+    high: float
+    n: int
+    confidence: float | None  # mean; None: no answer lies here
+    hit_rate: float | None
+    ci95: tuple[float, float] | None  # Wilson's interval of the hit rate
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How a grounder's confidence agrees with its hits, all from 0 to 1.
+
+    `ece` is Σ_b (n_b / N) · |hit rate − mean confidence| over the bins, `brier` the mean of (confidence − hit)², `auroc` the
+    chance that a hit has more confidence than a miss (0.5: the confidence says nothing; None: only hits or only misses).
+    """
+
+    n: int
+    confidence: float
+    hit_rate: float
+    ece: float
+    brier: float
+    auroc: float | None
+    bins: tuple[Bin, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "n": self.n,
+            "confidence": self.confidence,
+            "hit_rate": self.hit_rate,
+            "ece": self.ece,
+            "brier": self.brier,
+            "auroc": self.auroc,
+            "bins": [vars(found) for found in self.bins],
+        }
+
+
+def calibration(confidence: npt.ArrayLike, hits: npt.ArrayLike, bins: int = BINS) -> Calibration:
+    """The calibration of N answers: confidence (0..1) and hit (0 or 1) of each, shape (N,). Raises ValueError on none."""
+    c, h = np.asarray(confidence, dtype=np.float64), np.asarray(hits, dtype=np.float64)
+    if not c.size or c.shape != h.shape:
+        raise ValueError(f"calibration needs a confidence and a hit for each answer, got {c.size} and {h.size}")
+    if not (np.all((c >= 0) & (c <= 1)) and np.all((h == 0) | (h == 1))):
+        raise ValueError("a confidence is not within 0..1, or a hit is neither 0 nor 1")
+    edges = np.linspace(0, 1, bins + 1)
+    place = np.minimum(np.searchsorted(edges, c, side="right") - 1, bins - 1)
+    found, ece = [], 0.0
+    for b in range(bins):
+        inside = place == b
+        n = int(inside.sum())
+        if n:
+            mean, rate = float(c[inside].mean()), float(h[inside].mean())
+            ece += n / c.size * abs(rate - mean)
+            found.append(Bin(float(edges[b]), float(edges[b + 1]), n, mean, rate, wilson(int(h[inside].sum()), n)))
+        else:
+            found.append(Bin(float(edges[b]), float(edges[b + 1]), 0, None, None, None))
+    brier = float(((c - h) ** 2).mean())
+    return Calibration(int(c.size), float(c.mean()), float(h.mean()), ece, brier, auroc(c, h), tuple(found))
+
+
+def auroc(confidence: npt.NDArray[np.float64], hits: npt.NDArray[np.float64]) -> float | None:
+    """P(confidence of a hit > that of a miss), ties counted half; None where there are only hits or only misses."""
+    positive = int(hits.sum())
+    negative = hits.size - positive
+    if not positive or not negative:
+        return None
+    _, where, counts = np.unique(confidence, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]  # from 1, equal values share their mean rank
+    return float((ranks[hits == 1].sum() - positive * (positive + 1) / 2) / (positive * negative))
+
+
+def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    share, scale = hits / n, 1 + z * z / n
+    centre = (share + z * z / (2 * n)) / scale
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def of_verdicts(verdicts: pa.Table) -> dict[str, Calibration]:
+    """The calibration of each verifier of a verdict table (VERDICT_SCHEMA) that gave an answer, in the table's order."""
+    answered = verdicts.filter(pc.is_null(verdicts["failure"]))
+    return _by_name(answered["verifier"], answered["mean_logprob"], answered["hit"])
+
+
+def of_rollouts(rollouts: pa.Table) -> dict[str, Calibration]:
+    """The calibration of each grounder that rewarded rollouts (ROLLOUT_SCHEMA); a plan that came twice counts once."""
+    seen: dict[tuple[str, str, str], tuple[float, bool]] = {}
+    for row in rollouts.select(["step_id", "plan", "graders"]).to_pylist():
+        for grader in row["graders"]:
+            if grader["failure"] is None:
+                seen[grader["grounder"], row["step_id"], row["plan"]] = grader["mean_logprob"], grader["hit"]
+    names = pa.array([name for name, _, _ in seen], pa.string())
+    logprobs = pa.array([logprob for logprob, _ in seen.values()], pa.float64())
+    return _by_name(names, logprobs, pa.array([hit for _, hit in seen.values()], pa.bool_()))
+
+
+def _by_name(names: Any, mean_logprobs: Any, hits: Any) -> dict[str, Calibration]:
+    # min(): float32 log-probabilities of sure tokens can be a hair above 0
+    confidence = np.exp(np.minimum(0.0, mean_logprobs.to_numpy(zero_copy_only=False)))
+    found, name_of = hits.to_numpy(zero_copy_only=False), np.array(names.to_pylist(), dtype=object)
+    return {
+        name: calibration(confidence[name_of == name], found[name_of == name]) for name in pc.unique(names).to_pylist()
+    }
+
+
+def as_json(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
+    return {name: found.to_json() for name, found in calibrations.items()}

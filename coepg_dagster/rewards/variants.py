@@ -1,0 +1,183 @@
+"""The variants of C-DREM that are compared (Table 4 and beyond), and the rewards each would have given.
+
+A variant is a change of `Grpo`: an ablation trains with it, and `recompute` reads it off a rollout table that another
+variant has written. That is exact, since the table keeps every grounder's point and log-probability: what is weighed anew is
+what they said. It says what a variant *would have given* for these rollouts, not where training with it would have led.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from coepg_dagster.experiment import Grpo
+from coepg_dagster.rewards.cdrem import (
+    Floats,
+    NoVerdict,
+    advantages,
+    confidences,
+    ensemble_weights,
+    flatten_spreadless,
+    gated,
+    plan_reward,
+)
+from coepg_dagster.steps import GATE_PASSED
+
+Variant = Literal["no_cdrem", "uniform", "prior", "literal", "probability", "temperature"]
+
+VARIANTS: Final[Mapping[Variant, dict[str, Any]]] = {
+    "no_cdrem": {"ensemble": False},
+    "uniform": {"confidence": "constant", "own_prior": 0.0, "verifier_prior": 0.0},
+    "prior": {"confidence": "constant"},
+    "literal": {"confidence": "log_probability"},
+    "probability": {"confidence": "probability"},
+    "temperature": {"confidence": "probability"},
+}
+"""What each variant changes of C-DREM as the default has it; `temperature` takes τ besides."""
+
+DEFAULT_TEMPERATURE: Final = 0.25
+"""τ of the variant `temperature`: a quarter lets a sure grounder outweigh an unsure one by e^4 at σ = 1, not by e."""
+
+
+def with_variant(config: Grpo, variant: Variant, temperature: float | None = None) -> Grpo:
+    """`config` with the weighing of a variant, all else the same; the priors are the configuration's own.
+
+    Raises ValueError for a temperature that the variant does not take.
+    """
+    if temperature is not None and variant != "temperature":
+        raise ValueError(f"the variant {variant!r} takes no temperature; `temperature` does")
+    tau = 1.0 if variant != "temperature" else DEFAULT_TEMPERATURE if temperature is None else temperature
+    plain = {"ensemble": True, "confidence_temperature": tau}
+    return Grpo.model_validate(config.model_dump() | plain | VARIANTS[variant])
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How the votes of a plan become a reward: the part of `Grpo` that decides it, and σ of each grounder.
+
+    ϕ_k is the first grounder; without the ensemble it alone has a vote.
+    """
+
+    priors: tuple[float, ...]
+    config: Grpo
+
+    def __call__(self, mean_logprobs: Sequence[float], answered: Sequence[bool]) -> tuple[Floats, Floats]:
+        """(c, w) of Eq. 5 and 6 for one plan, shape (N,) each.
+
+        `mean_logprobs` of grounders that did not answer are not looked at. Raises NoVerdict where none with a vote did.
+        """
+        mask = np.array(answered, dtype=bool)
+        if not self.config.ensemble:
+            mask[1:] = False
+        # min(): float32 log-probabilities of sure tokens can be a hair above 0
+        logprobs = [min(0.0, logprob) if said else 0.0 for logprob, said in zip(mean_logprobs, answered, strict=True)]
+        c = confidences(logprobs, self.config.confidence)
+        return c, ensemble_weights(np.array(self.priors), c, mask, self.config.confidence_temperature)
+
+
+RECOMPUTED_SCHEMA: Final = pa.schema(
+    [
+        pa.field("optimizer_step", pa.int32(), nullable=False),
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("plan", pa.string()),
+        pa.field("gate", pa.string(), nullable=False),
+        pa.field("weights", pa.list_(pa.float64()), nullable=False),  # in the order of the rollout's graders
+        pa.field("reward", pa.float64(), nullable=False),
+        pa.field("advantage", pa.float64(), nullable=False),
+        pa.field("logged_reward", pa.float64(), nullable=False),
+        pa.field("logged_advantage", pa.float64(), nullable=False),
+    ]
+)
+"""One rollout's reward and advantage under a variant, beside those that it was trained with; row by row as the rollouts."""
+
+
+def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = None) -> pa.Table:
+    """Rewards and advantages of `variant` for a rollout table (ROLLOUT_SCHEMA); RECOMPUTED_SCHEMA, rows in order.
+
+    σ is as logged, but 0 for `uniform`. Raises NoVerdict where the only grounders with a vote had failed, and ValueError for
+    rows that make no whole groups.
+    """
+    config = with_variant(Grpo(), variant, temperature)
+    rows = rollouts.to_pylist()
+    weights = [_weights(row, config, equal_priors=variant == "uniform") for row in rows]
+    r_plan = [
+        float(plan_reward(w, [grader["hit"] for grader in row["graders"]])) if row["graders"] else 1.0
+        for row, w in zip(rows, weights, strict=True)
+    ]
+    passes = np.array([row["gate"] == GATE_PASSED for row in rows], dtype=float)
+    rewards = gated(passes, passes, r_plan)
+    made = [
+        {
+            **{name: row[name] for name in ("optimizer_step", "group", "step_id", "plan", "gate")},
+            "weights": w,
+            "reward": float(reward),
+            "advantage": float(advantage),
+            "logged_reward": row["reward"],
+            "logged_advantage": row["advantage"],
+        }
+        for row, w, reward, advantage in zip(
+            rows, weights, rewards, advantages(rewards, group_size(rollouts)), strict=True
+        )
+    ]
+    return pa.Table.from_pylist(made, RECOMPUTED_SCHEMA)
+
+
+def _weights(row: Mapping[str, Any], config: Grpo, *, equal_priors: bool) -> list[float]:
+    graders = row["graders"]
+    if not graders:
+        return []
+    priors = tuple(0.0 if equal_priors else grader["prior"] for grader in graders)
+    answered = [grader["failure"] is None for grader in graders]
+    try:
+        _, w = Weighing(priors, config)([grader["mean_logprob"] or 0.0 for grader in graders], answered)
+    except NoVerdict as error:
+        raise NoVerdict(
+            f"optimizer step {row['optimizer_step']}, step {row['step_id']}: {error} "
+            f"({graders[0]['grounder']}: {graders[0]['failure']})"
+        ) from None
+    return [float(weight) for weight in w]
+
+
+def group_size(rollouts: pa.Table) -> int:
+    """G of a rollout table. Raises ValueError where its rows are no whole groups of one size, one after the other."""
+    keys = list(zip(rollouts["optimizer_step"].to_pylist(), rollouts["group"].to_pylist(), strict=True))
+    size = keys.count(keys[0]) if keys else 0
+    if size < 2 or any(len(set(keys[i : i + size])) > 1 for i in range(0, len(keys), size)) or len(keys) % size:
+        raise ValueError(f"{len(keys)} rollouts are no whole groups of {size}: the table was cut or sorted anew")
+    return size
+
+
+def summary(recomputed: pa.Table) -> dict[str, Any]:
+    """What a variant changes, of a table of `recompute`; shares in per cent.
+
+    `same_sign`: rollouts that the variant pushes in the same direction as they were pushed (or does not push either).
+    """
+    reward, logged = (recomputed[name].to_numpy() for name in ("reward", "logged_reward"))
+    advantage, pushed = (recomputed[name].to_numpy() for name in ("advantage", "logged_advantage"))
+    size = group_size(recomputed)
+    spreadless, spreadless_logged = (flatten_spreadless(values, size)[1] for values in (reward, logged))
+    return {
+        "rollouts": len(reward),
+        "groups": len(spreadless),
+        "mean_reward": float(reward.mean()),
+        "mean_reward_logged": float(logged.mean()),
+        "groups_without_spread": 100 * float(spreadless.mean()),
+        "groups_without_spread_logged": 100 * float(spreadless_logged.mean()),
+        "same_reward": 100 * float((reward == logged).mean()),
+        "largest_difference": float(np.abs(reward - logged).max()),
+        "same_advantage": 100 * float((advantage == pushed).mean()),
+        "same_sign": 100 * float((np.sign(advantage) == np.sign(pushed)).mean()),
+    }
+
+
+def variant_named(name: str) -> Variant:
+    """The variant of that name. Raises ValueError with those that there are."""
+    for variant in get_args(Variant):
+        if variant == name:
+            return variant  # type: ignore[no-any-return]
+    raise ValueError(f"there is no variant {name!r}; choose from {', '.join(VARIANTS)}")
