@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -191,6 +192,7 @@ def ui(
     env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
     processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
     err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's way to say Ctrl-C
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.5)
