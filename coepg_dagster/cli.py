@@ -193,8 +193,11 @@ def trace(
             archive = _archive()
             found = trace_row(archive, *find_row(archive, place.what))
         else:
-            _, experiment, seed = _open(place.reference)
-            found = trace_place(_archive(), f"{experiment.name}/s{seed}", place.k, place.what)
+            project, experiment, seed = _open(place.reference)
+            from coepg_dagster.assets.ledger import Loop
+
+            owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
+            found = trace_place(_archive(), f"{owner}/s{seed}", place.k, place.what)
     except NotFound as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
