@@ -24,6 +24,16 @@ from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, short_hash
 settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("coepg")
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests start first; with several processes, one of them has the deployment, and files stay whole."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        shared = "deployment" if "deployment" in getattr(item, "fixturenames", ()) else item.location[0]
+        item.add_marker(pytest.mark.xdist_group(shared))
+
+
 WIDTH, HEIGHT = 84, 112
 """Small screens that the tiny models see as they are: 12 visual tokens."""
 
