@@ -112,6 +112,13 @@ class Sft(Strict):
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     freeze_vision: bool = Field(False, description="leave the vision tower as it is")
+    recompute: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of layers whose activations a GPU computes again: 1 needs least memory, 0 is fastest",
+    )
+    compile: bool = Field(False, description="compile each layer on a GPU: faster after a minute")
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -378,13 +385,13 @@ def split_reference(reference: str, experiments: dict[str, Experiment]) -> tuple
 
 CODE: Final[dict[str, int]] = {
     "benchmark_steps": 1,
-    "open_models": 2,
+    "open_models": 1,
     "planner_sft": 1,
     "grounder": 1,
     "planner": 1,
-    "candidate_plans": 2,
+    "candidate_plans": 1,
     "verdicts": 1,
-    "dataset": 2,
+    "dataset": 1,
     "data_quality": 1,
     "evaluation": 1,
     "end_to_end": 1,

@@ -1,0 +1,171 @@
+"""SFT of a 3B-sized Qwen2.5-VL on one GPU: the share of the card's measured bf16 rate that training reaches.
+
+The count of operations is coepg_dagster.architecture.flops: 6 · parameters · tokens, causal attention, the vision tower
+(forward only where it is frozen), the output layer for the scored tokens only; recomputed activations are not counted.
+The rate is that of 8192³ bf16 matrix products of random data, measured in the same process just before.
+
+Without `--only` it tries each configuration in a process of its own, one that fails counts as failed, and the fastest is
+the baseline. `--quick` runs the tiny model for a few steps, on a CPU or a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.baseline import Log, command_line, write
+
+NAME: Final = "sft_mfu"
+CONFIGURATIONS: Final[dict[str, list[str]]] = {
+    "frozen-compiled": ["--freeze-vision", "--micro", "4", "--recompute", "0.25", "--kernels", "compiled"],
+    "frozen-compiled-none": ["--freeze-vision", "--micro", "2", "--recompute", "0", "--kernels", "compiled"],
+    "frozen-eager": ["--freeze-vision", "--micro", "4", "--recompute", "0.5"],
+    "trained-compiled": ["--micro", "3", "--recompute", "1", "--kernels", "compiled"],
+    "frozen-liger": ["--freeze-vision", "--micro", "4", "--recompute", "0.5", "--kernels", "liger"],
+    "frozen-sdpa": ["--freeze-vision", "--micro", "4", "--recompute", "1", "--attention", "sdpa"],
+}
+"""`--recompute` is the share of layers; vision frozen is what MS-SWIFT, the paper's framework, does by default."""
+DEFAULT: Final = ["frozen-compiled", "frozen-compiled-none", "frozen-eager", "trained-compiled"]
+
+
+def measure(settings: list[str], say: Log, *, timeout: float, launcher: list[str] | None = None) -> dict[str, Any]:
+    """The figures of one run of benchmarks.sft_run. Raises RuntimeError with the end of its output."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = [*(launcher or [sys.executable, "-m"]), "benchmarks.sft_run", *settings, "--out", str(out)]
+        environment = os.environ | {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        lines: list[str] = []
+        try:
+            deadline = started + timeout
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                if line.startswith("step "):
+                    say(f"  {line.rstrip()}  (after {time.perf_counter() - started:.0f} s)")
+                if time.perf_counter() > deadline:
+                    raise RuntimeError(f"not done after {timeout:.0f} s")
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.wait()
+        if code or not out.exists():
+            raise RuntimeError("\n".join([f"ended with code {code}", *lines[-25:]]))
+        figures: dict[str, Any] = json.loads(out.read_text())
+        return figures | {"wall_seconds": time.perf_counter() - started}
+
+
+def line_of(name: str, figures: dict[str, Any]) -> str:
+    return (
+        f"{name}: {100 * figures['mfu']:.1f} % of {figures['matmul_tflops']:.0f} TFLOP/s, "
+        f"{figures['sequences_per_second']:.2f} rows/s, {figures['tokens_per_second']:.0f} tokens/s, "
+        f"{figures['memory_gb']:.1f} GB, padding {100 * figures['padding']:.1f} %, {figures['wall_seconds']:.0f} s in all"
+    )
+
+
+def best_settings() -> list[str]:
+    """The settings of the committed baseline, else of the first configuration: what other benchmarks run with."""
+    from benchmarks.baseline import FOLDER
+
+    file = FOLDER / f"{NAME}.json"
+    found = json.loads(file.read_text()).get("fastest") if file.exists() else None
+    return CONFIGURATIONS.get(found or "", CONFIGURATIONS["frozen-compiled"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the tiny model, a few steps; proves the code path")
+    parser.add_argument("--only", action="append", choices=sorted(CONFIGURATIONS), help="again for more")
+    parser.add_argument("--seconds", type=float, default=25, help="of measured steps, for each configuration")
+    parser.add_argument("--accumulation", type=int, default=8, help="forward passes per optimizer step")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for each configuration, start included")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    if options.quick:
+        say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-")))
+        device = "cuda" if cuda else "cpu"
+        small = ["--size", "tiny", "--device", device, "--micro", "4", "--accumulation", "2", "--steps", "4"]
+        figures = measure(small, say, timeout=options.timeout)
+        say(line_of("quick", figures))
+        return
+    if not cuda:
+        write(
+            NAME,
+            command=command_line(),
+            value=None,
+            unit="TFLOP/s",
+            against=None,
+            ratio=None,
+            repetitions=[],
+            reason="no GPU here; `--quick` proves the code path on a CPU",
+        )
+        raise SystemExit("no GPU here: use --quick")
+    say = Log(NAME)
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for name in options.only or DEFAULT:
+        say(f"{name}: {' '.join(CONFIGURATIONS[name])}")
+        warmup = "2" if "compiled" in CONFIGURATIONS[name] else "1"
+        settings = [*CONFIGURATIONS[name], "--accumulation", str(options.accumulation), "--steps", "200"]
+        try:
+            found[name] = measure(
+                [*settings, "--warmup", warmup, "--seconds", str(options.seconds)], say, timeout=options.timeout
+            )
+            say(line_of(name, found[name]))
+        except RuntimeError as error:
+            failed[name] = str(error)[-1500:]
+            say(f"{name} failed: {error}")
+        if found:
+            record(say, found, failed)
+    if not found:
+        raise SystemExit("no configuration ran")
+    say("\n".join(line_of(name, figures) for name, figures in found.items()))
+
+
+def record(say: Log, found: dict[str, dict[str, Any]], failed: dict[str, str]) -> None:
+    """Writes the baseline: after each configuration, so that a call that is cut short leaves what it has."""
+    name = max(found, key=lambda key: found[key]["mfu"])
+    fastest = found[name]
+    write(
+        NAME,
+        command=command_line(),
+        value=round(fastest["tflops"], 2),
+        unit="TFLOP/s of the model",
+        against=round(fastest["matmul_tflops"], 2),
+        ratio=round(fastest["mfu"], 4),
+        repetitions={key: figures["step_seconds"] for key, figures in found.items()},
+        log=say.path,
+        what="Operations of training (see flops) per second, against those of 8192³ bf16 matrix products on the same "
+        "card; recomputed activations are not counted.",
+        flops="6 · parameters · tokens + 6 · tokens² · width · layers (causal) + vision tower (2 · or 6 · parameters · "
+        "patches + attention) + 6 · vocabulary · width · scored tokens",
+        fastest=name,
+        configurations=found,
+        failed=failed,
+    )
+
+
+if __name__ == "__main__":
+    main()

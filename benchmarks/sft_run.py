@@ -1,0 +1,214 @@
+"""One measured SFT run, through coepg_dagster.training.sft; a process for each GPU. The benchmarks start it.
+
+Weights are random and made on the GPU; nothing is saved. Everything else is what a run of the loop does: its examples,
+its screenshots, its trainer, its optimizer. Writes a JSON file with seconds, operations and memory of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from benchmarks import sized
+from coepg_dagster.architecture import Architecture, flops
+from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.training import sft
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=("3B", "7B", "tiny"), default="3B")
+    parser.add_argument("--role", choices=("planner", "grounder"), default="planner")
+    parser.add_argument("--micro", type=int, default=4, help="rows per GPU and forward pass")
+    parser.add_argument("--accumulation", type=int, default=8, help="forward passes per optimizer step")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps at most")
+    parser.add_argument("--warmup", type=int, default=1, help="steps that are not measured")
+    parser.add_argument("--seconds", type=float, default=0, help="ends sooner; 0: all steps (one process only)")
+    parser.add_argument("--recompute", type=float, default=1.0, help="as in an experiment file")
+    parser.add_argument("--kernels", choices=("eager", "compiled", "liger"), default="eager")
+    parser.add_argument("--attention", choices=("fast", "sdpa"), default="fast", help="sdpa: as transformers does it")
+    parser.add_argument("--freeze-vision", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    return parser.parse_args()
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step, data loading included."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.seconds = options, []
+        self.last = 0.0
+
+    def now(self) -> float:
+        if self.options.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.last = self.now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now = self.now()
+        self.seconds.append(now - self.last)
+        self.last = now
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"step {state.global_step}: {self.seconds[-1]:.2f} s, {peak():.1f} GB at most", flush=True)
+        measured = sum(self.seconds[self.options.warmup :])
+        if self.options.seconds and measured >= self.options.seconds:
+            control.should_training_stop = True
+
+
+def peak() -> float:
+    """GB of GPU memory that tensors took at most."""
+    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    on_gpu = options.device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    rate = sized.matmul_rate(options.device)
+    folder = Path(tempfile.mkdtemp(prefix="sft-run-"))
+    processor = sized.write_processor(folder / "processor", options.size)
+    clock = Clock(options)
+    batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # real tokens, scored tokens of each row; padded length
+
+    def model_of(*_: Any, **__: Any) -> tuple[Any, Any]:
+        model = sized.make_model(options.size, options.device, torch.float32)
+        if options.freeze_vision:
+            model.model.visual.requires_grad_(False)
+        if options.kernels == "liger":
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False)
+        return model.train(), processor
+
+    class Timed(SFTTrainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["args"].gradient_accumulation_steps = options.accumulation
+            super().__init__(*args, **kwargs)
+            self.add_callback(clock)
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = inputs["attention_mask"].sum(1), (inputs["labels"] != -100).sum(1)
+            batches.append((*rows, inputs["input_ids"].shape[1]))
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    steps, dataset = sized.tables(options.size, 4096 if on_gpu else 64, screens=256 if on_gpu else 8)
+    models = Models(
+        base_planner="random",
+        base_grounder="random",
+        planners={"open": "random"},
+        verifiers={"open": "random"},
+        prompts="compact",
+    )
+    batch = options.micro * options.accumulation
+    config = Sft(
+        epochs=100,
+        max_steps=options.steps,
+        batch_size=batch * world,
+        micro_batch_size=options.micro,
+        freeze_vision=options.freeze_vision,
+        recompute=options.recompute,
+        compile=options.kernels == "compiled",
+    )
+    as_it_is = {"fast_vision": lambda model: False, "expect_right_padding": lambda model: None}
+    changed: dict[str, Any] = {
+        "SFTTrainer": Timed,
+        "load_for_training": model_of,
+        "save_whole": lambda *_, **__: 0,
+        **(as_it_is if options.attention == "sdpa" else {}),
+    }
+    with patch.multiple(sft, **changed):
+        sft.train_sft(
+            options.role,
+            str(folder / "processor"),
+            dataset,
+            steps,
+            models,
+            config,
+            13,
+            options.device,
+            folder / f"out-{rank}",
+            lambda done, of, figures: None,
+        )
+    return result(options, clock.seconds, batches, rate, world)
+
+
+def result(
+    options: argparse.Namespace,
+    seconds: list[float],
+    batches: list[tuple[torch.Tensor, torch.Tensor, int]],
+    rate: float,
+    world: int,
+) -> dict[str, Any]:
+    """The figures of the measured steps of one process."""
+    model = sized.architecture_of(options.size)
+    image = sized.SCREENS[options.size]
+    skipped = options.warmup * options.accumulation
+    measured, times = batches[skipped : len(seconds) * options.accumulation], seconds[options.warmup :]
+    lengths = [int(n) for tokens, _, _ in measured for n in tokens]
+    scored = [int(n) for _, labels, _ in measured for n in labels]
+    padded = sum(length * len(tokens) for tokens, _, length in measured)
+    parts = operations(model, image, lengths, scored, freeze_vision=options.freeze_vision)
+    total = sum(parts.values())
+    return {
+        "configuration": {
+            key: value for key, value in vars(options).items() if key not in ("out", "device", "seconds", "steps")
+        },
+        "processes": world,
+        "step_seconds": times,
+        "warmup_seconds": seconds[: options.warmup],
+        "sequences": len(lengths),
+        "sequences_per_second": len(lengths) / sum(times),
+        "tokens_per_second": sum(lengths) / sum(times),
+        "tokens_per_sequence": sum(lengths) / len(lengths),
+        "scored_per_sequence": sum(scored) / len(scored),
+        "image_tokens": model.image_tokens(*image),
+        "padding": 1 - sum(lengths) / padded,
+        "tflop_per_sequence": {name: value / len(lengths) / 1e12 for name, value in parts.items()},
+        "tflops": total / sum(times) / 1e12,
+        "matmul_tflops": rate / 1e12,
+        "mfu": total / sum(times) / rate,
+        "memory_gb": peak(),
+        "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if torch.cuda.is_available() else 0.0,
+        "host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
+def operations(
+    model: Architecture, image: tuple[int, int], lengths: list[int], scored: list[int], *, freeze_vision: bool
+) -> dict[str, float]:
+    """Floating-point operations of training on rows of these lengths, by part."""
+    visual = model.image_tokens(*image)
+    rows = [
+        flops(model, image=image, text=n - visual, scored=s, train=True, freeze_vision=freeze_vision)
+        for n, s in zip(lengths, scored, strict=True)
+    ]
+    return {part: sum(getattr(row, part) for row in rows) for part in ("language", "attention", "head", "vision")}
+
+
+def main() -> None:
+    options = arguments()
+    figures = run(options)
+    if int(os.environ.get("RANK", 0)) == 0:
+        options.out.write_text(json.dumps(figures))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

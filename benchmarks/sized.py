@@ -1,0 +1,195 @@
+"""Checkpoints of true size with random weights, for machines that can download none; and their screenshots and rows.
+
+A size is `3B` or `7B` (the configurations of Qwen2.5-VL, from coepg_dagster.architecture) or `tiny` (a copy of the source,
+to prove a benchmark's code on a CPU). Tokenizer and processor come from a local checkpoint: its tokens get the first ids,
+the rest of the vocabulary is filled, so that every id that a random model writes is a token.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from coepg_dagster.architecture import KNOWN, Architecture
+from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA
+
+Size = Literal["3B", "7B", "tiny"]
+SOURCE: Final = Path(__file__).parents[1] / "models" / "base-planner"
+SCREENS: Final[dict[Size, tuple[int, int]]] = {"3B": (1288, 728), "7B": (1288, 728), "tiny": (168, 224)}
+"""Screenshots (width, height) that pass the image processor unresized; 1280 x 720 becomes 1288 x 728."""
+MAX_PIXELS: Final = 1280 * 28 * 28
+
+
+def config_of(size: Size, source: Path = SOURCE) -> dict[str, Any]:
+    """The config.json of a size, with the special tokens of `source`."""
+    small: dict[str, Any] = json.loads((source / "config.json").read_text())
+    if size == "tiny":
+        return small
+    ids = {key: value for key, value in small.items() if key.endswith("token_id")}
+    known = json.loads(json.dumps(KNOWN[f"Qwen/Qwen2.5-VL-{size}-Instruct"]))
+    known["text_config"] |= {k: small["text_config"][k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {**known, **ids, "architectures": small["architectures"]}
+
+
+def architecture_of(size: Size) -> Architecture:
+    return Architecture.of(config_of(size))
+
+
+def make_model(size: Size, device: str, dtype: torch.dtype, source: Path = SOURCE, seed: int = 0) -> Any:
+    """A model with random weights, made on the device itself: a few seconds for 3B on a GPU."""
+    settings = {key: value for key, value in config_of(size, source).items() if key != "model_type"}
+    config = Qwen2_5_VLConfig(**settings)
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Qwen2_5_VLForConditionalGeneration(config)
+    finally:
+        torch.set_default_dtype(before)
+    stops, pad = config.text_config.eos_token_id, config.text_config.pad_token_id
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = stops, pad
+    return model
+
+
+def write_processor(folder: Path, size: Size, source: Path = SOURCE) -> Any:
+    """Tokenizer and processor of a size under `folder`, loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, folder / name)
+    if size != "tiny":
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        for index in range(len(vocabulary), config_of(size, source)["text_config"]["vocab_size"]):
+            vocabulary[f"<{index}>"] = index
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        processor = json.loads((folder / "processor_config.json").read_text())
+        for part in ("image_processor", "video_processor"):
+            processor[part]["size"] = {"shortest_edge": 4 * 28 * 28, "longest_edge": MAX_PIXELS}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 128000}))
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.tokenizer.padding_side = "left"
+    return processor
+
+
+def make_checkpoint(folder: Path, size: Size, *, device: str, source: Path = SOURCE, seed: int = 0) -> Path:
+    """Writes a checkpoint of a size in bf16 (3B: 7.5 GB; a folder in memory, /dev/shm, is quickest); returns the folder.
+
+    What is there already is kept.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    if size == "tiny":
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        return folder
+    write_processor(folder, size, source)
+    model = make_model(size, device, torch.bfloat16, source, seed)
+    model.save_pretrained(folder, safe_serialization=True, max_shard_size="20GB")
+    return folder
+
+
+_WORDS: Final = ("click", "press", "the", "blue", "button", "below", "field", "search", "second", "row", "menu", "near")
+
+
+def plan_of(draw: np.random.Generator, words: int) -> str:
+    """A made plan of so many words that the tokenizer knows."""
+    return " ".join(_WORDS[i] for i in draw.integers(len(_WORDS), size=words))
+
+
+def tables(size: Size, rows: int, *, seed: int = 0, screens: int = 64) -> tuple[pa.Table, pa.Table]:
+    """(steps, dataset) of `rows` made training steps, one plan each, of 20 to 60 words; screenshots repeat.
+
+    Goals, histories and plans differ in length, as real ones do.
+    """
+    draw = np.random.default_rng(seed)
+    width, height = SCREENS[size]
+    pictures = [_picture(draw, width, height) for _ in range(min(screens, rows))]
+    steps, dataset = [], []
+    for i in range(rows):
+        x, y = float(draw.integers(width - 60)), float(draw.integers(height - 30))
+        box = [x, y, x + 60, y + 30]
+        steps.append(
+            {
+                "step_id": f"s{i:05}",
+                "split": "train",
+                "episode_id": f"e{i // 8}",
+                "step_index": i % 8,
+                "family": "made",
+                "seed": None,
+                "goal": plan_of(draw, int(draw.integers(10, 30))),
+                "history": [plan_of(draw, 6) for _ in range(int(draw.integers(6)))],
+                "screenshot": pictures[i % len(pictures)],
+                "width": width,
+                "height": height,
+                "boxes": [box],
+                "action_type": "CLICK",
+                "value": "",
+            }
+        )
+        dataset.append(
+            {
+                "step_id": f"s{i:05}",
+                "plan": plan_of(draw, int(draw.integers(20, 60))),
+                "action_type": "CLICK",
+                "value": "",
+                "box": box,
+                "candidate_id": f"s{i:05}#made#0",
+                "planner": "made",
+                "made_in": 0,
+                "hits": 1,
+                "answered": 1,
+                "score": 1.0,
+            }
+        )
+    return pa.Table.from_pylist(steps, STEP_SCHEMA), pa.Table.from_pylist(dataset, DATASET_SCHEMA)
+
+
+def _picture(draw: np.random.Generator, width: int, height: int) -> bytes:
+    """A PNG of coloured rectangles, about as hard to decode as a page."""
+    import io
+
+    pixels = np.full((height, width, 3), 245, np.uint8)
+    for _ in range(120):
+        x, y = int(draw.integers(width - 20)), int(draw.integers(height - 10))
+        w, h = int(draw.integers(10, 200)), int(draw.integers(6, 60))
+        pixels[y : y + h, x : x + w] = draw.integers(0, 256, 3)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def matmul_rate(device: str = "cuda", size: int = 8192, repetitions: int = 30) -> float:
+    """The card's measured rate of bf16 matrix products of random data, FLOP/s: the median of `repetitions`.
+
+    On a CPU, of float32 and smaller ones: a number to divide by where a benchmark's code is proved.
+    """
+    import statistics
+    import time
+
+    on_gpu = device.startswith("cuda")
+    size, dtype = (size, torch.bfloat16) if on_gpu else (512, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(repetitions + 5):
+        if on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            a @ b
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        else:
+            started = time.perf_counter()
+            a @ b
+            times.append(time.perf_counter() - started)
+    return 2.0 * size**3 / statistics.median(times[5:])

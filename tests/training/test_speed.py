@@ -1,0 +1,84 @@
+"""What makes training fast changes none of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from coepg_dagster.inference.transformers_engine import load_checkpoint
+from coepg_dagster.training.speed import WINDOWS, attend_windows, compile_layers, expect_right_padding, recompute
+
+
+def batch(processor: Any) -> Any:
+    """Two rows of different length, padded on the right."""
+    texts = [
+        processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}], tokenize=False
+        )
+        for words in ("Click red.", "Enter red into blue. Click red. Click blue.")
+    ]
+    images = [[Image.effect_noise((168, 224), 90).convert("RGB")] for _ in texts]
+    return processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="right")
+
+
+def test_without_a_mask_right_padding_changes_nothing_that_is_read(random_checkpoint: Callable[[int], Path]) -> None:
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    inputs = batch(processor)
+    real = inputs["attention_mask"].bool()
+    assert not real.all()
+    with torch.no_grad():
+        masked = model(**inputs).logits
+        expect_right_padding(model)
+        unmasked = model(**inputs).logits
+    torch.testing.assert_close(unmasked[real], masked[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "layers"), [(0.0, 0), (0.34, 2), (1.0, 6)])
+def test_recomputed_layers_have_the_same_gradients(
+    random_checkpoint: Callable[[int], Path], share: float, layers: int
+) -> None:
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    inputs = batch(processor)
+    model.train()
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(**inputs).logits.float().square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    before = gradients()
+    assert recompute(model, share) == layers
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, before[name], msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_windows_in_one_kernel_attend_as_one_by_one(random_checkpoint: Callable[[int], Path]) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 200, 80, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
+    ends = torch.tensor([0, 64, 128, 160, 200], device="cuda", dtype=torch.int32)
+    found, _ = attend_windows(None, q, k, v, None, cu_seq_lens_q=ends, max_length_q=64, scaling=80**-0.5)
+    one_by_one = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(t[:, :, a:b].float() for t in (q, k, v)), scale=80**-0.5
+        ).transpose(1, 2)
+        for a, b in pairwise(ends.tolist())
+    ]
+    torch.testing.assert_close(found.float(), torch.cat(one_by_one, 1), rtol=2e-2, atol=2e-2)
+    model, processor = load_checkpoint(random_checkpoint(0), "bfloat16", "cuda")
+    inputs = batch(processor).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        before = model(**inputs).logits
+        model.model.visual.config._attn_implementation = WINDOWS
+        after = model(**inputs).logits
+        compile_layers(model)
+        compiled = model(**inputs).logits
+    torch.testing.assert_close(after.float(), before.float(), rtol=0.05, atol=0.1)
+    torch.testing.assert_close(compiled.float(), before.float(), rtol=0.05, atol=0.1)
