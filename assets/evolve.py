@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
+from coepg_dagster.resources.training import default_resources
 from dagster._core.utils import make_new_run_id
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -24,9 +26,17 @@ class RunFailed(RuntimeError):
 
 
 def evolve_through(
-    defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, through: int, console: Console
+    defs: dg.Definitions,
+    instance: dg.DagsterInstance,
+    loop: Loop,
+    through: int,
+    console: Console,
+    place: Mapping[str, Any] | None = None,
 ) -> int:
-    """Makes what is missing or stale in iterations 0..`through`, and the report; returns the number of runs."""
+    """Makes what is missing or stale in iterations 0..`through`, and the report; returns the number of runs.
+
+    `place` says where the heavy steps run: fields of `resources.training.Processes`, such as `device`.
+    """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
     runs, last = 0, None
@@ -36,9 +46,16 @@ def evolve_through(
                 f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "
                 f"look at `coepg results {loop.name}`"
             )
-        _run(defs, instance, loop, todo, console)
+        _run(defs, instance, loop, todo, console, place)
         runs, last = runs + 1, todo
     return runs
+
+
+def make_inputs(defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, console: Console) -> None:
+    """Makes the unpartitioned inputs of an experiment where they are missing or stale: its seeds share them."""
+    todo = next_todo(instance, loop, -1)
+    if todo is not None and (shared := tuple(asset for asset in todo.assets if asset in loop.shared)):
+        _run(defs, instance, loop, Todo(None, shared), console)
 
 
 def _run(
@@ -47,6 +64,7 @@ def _run(
     loop: Loop,
     todo: Todo,
     console: Console,
+    place: Mapping[str, Any] | None = None,
 ) -> None:
     iteration = todo.iteration
     job = defs.resolve_job_def(f"{prefix(loop)}_{'unpartitioned' if iteration is None else 'iteration'}")
@@ -59,7 +77,8 @@ def _run(
             partition_key=None if iteration is None else str(iteration),
             asset_selection=[loop.key(asset) for asset in todo.assets],
             tags=run_tags(loop, iteration) | {EVOLVE_TAG: "yes"},
-            run_config=_QUIET,
+            run_config=_QUIET
+            | {"resources": {key: {"config": dict(place)} for key in default_resources()} if place else {}},
             raise_on_error=False,
         )
     if not result.success:

@@ -65,11 +65,16 @@ def open_models(work: Making) -> Outcome:
     return Outcome([MODELS], {"models": len(found)}, config=models.model_dump(mode="json"))
 
 
+def is_local(root: Path, checkpoint: str) -> bool:
+    """Whether a checkpoint is a folder below `root`, there or not, and no name on the hub."""
+    return checkpoint.startswith((".", "/")) or checkpoint.count("/") != 1 or (root / checkpoint).parent.is_dir()
+
+
 def weights_version(root: Path, checkpoint: str) -> str:
     """A hash of the weights of a local folder below `root`; of a hub model, its commit. Raises FileNotFoundError."""
     folder = root / checkpoint
     if not folder.is_dir():
-        if checkpoint.startswith((".", "/")) or checkpoint.count("/") != 1 or (root / checkpoint).parent.is_dir():
+        if is_local(root, checkpoint):
             raise FileNotFoundError(
                 f"there is no checkpoint folder {checkpoint}: make it, or correct `models` in the file"
             )

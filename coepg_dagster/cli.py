@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -56,6 +57,8 @@ def _open(reference: str) -> tuple[Project, Experiment, int]:
 def evolve(
     reference: Reference,
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one")] = None,
+    processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1)] = None,
 ) -> None:
     """Makes iterations 0..THROUGH in order, through the Dagster instance; skips what is there and current.
 
@@ -80,7 +83,9 @@ def evolve(
 
     loop = Loop(experiment, seed, project.root)
     try:
-        made = evolve_through(defs, instance, loop, through, err)
+        place = {"device": device, "processes": processes}
+        chosen = {name: value for name, value in place.items() if value is not None}
+        made = evolve_through(defs, instance, loop, through, err, chosen)
     except RunFailed as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -201,6 +206,40 @@ def ui(
             process.terminate()
         for process in processes:
             process.wait()
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="with its overlays in experiments/ablations/")],
+    jobs: Annotated[int, typer.Option(help="iterations made at the same time, each in its own process", min=1)] = 2,
+    seeds: Annotated[
+        str | None, typer.Option(help="only these, e.g. 13,42; all of the experiment's if left out")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    processes: Annotated[int, typer.Option(help="that share the inference of one iteration on a CPU", min=1)] = 1,
+) -> None:
+    """Runs every loop of a study, the experiment and its ablations with all seeds.
+
+    Each iteration is a `coepg evolve` of its own. What is there and current is not made again, so this goes on where it was
+    after any interruption. Ends with 1 where something could not be made.
+    """
+    from coepg_dagster.assets.ledger import end_dead_runs, open_instance
+
+    try:
+        project = find_project()
+        instance = open_instance(project)
+        from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
+
+        chosen = [int(seed) for seed in seeds.split(",")] if seeds else None
+        study = find_study(project, name, chosen)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+        with one_at_a_time(project):
+            end_dead_runs(instance, project.store)
+            failed = Reproduction(project, instance, err, jobs, device, processes).run(study)
+    except ExperimentError as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()

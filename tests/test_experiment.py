@@ -314,7 +314,13 @@ def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_on
         "no_cdrem": {"grpo.ensemble"},
         "no_grpo": {"grpo.enabled"},
         "before_grpo": {"grpo.enabled"},
+        "uniform": {"grpo.own_prior", "grpo.verifier_prior"},
+        "prior_only": {"grpo.confidence"},
+        "literal": {"grpo.confidence"},
+        "temperature": {"grpo.confidence_temperature"},
         "no_gap": {"models.base_grounder"},
+        "labels_25": {"benchmark.max_train_steps"},
+        "labels_50": {"benchmark.max_train_steps"},
     }
     for name, expected in changes.items():
         other = load_experiment(folder / "ablations" / f"sandbox_{name}.yaml")

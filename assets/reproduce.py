@@ -1,0 +1,279 @@
+"""`coepg reproduce`: every loop of a study, each iteration a process of its own, many at a time.
+
+A study is an experiment with all its seeds and every overlay that descends from it. Nothing here makes an artifact: each
+process is the ordinary `coepg evolve`, so a study that was interrupted goes on where it was, and so does a loop of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import dagster as dg
+from coepg_dagster.assets.evolve import make_inputs
+from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.assets.shared import is_local
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from coepg_dagster.experiment import Experiment, ExperimentError
+from coepg_dagster.project import ABLATIONS, Project
+from coepg_dagster.provenance import Ref
+from coepg_dagster.results import headline
+
+ATTEMPTS: Final = 2
+"""How often one iteration of a loop is tried before it counts as failed."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The loops of a study, in order of their importance, and those that cannot run here, with the reason."""
+
+    root: Experiment
+    loops: tuple[Loop, ...]
+    left_out: Mapping[str, str]
+
+
+def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) -> Study:
+    """The experiment `name` and its overlays, with their seeds, or with `seeds`. Raises ExperimentError.
+
+    First the experiment itself, then its ablations, then the overlays that are experiments of their own.
+    """
+    mains, overlays = project.experiments(), project.experiments(ABLATIONS)
+    if name not in mains:
+        raise ExperimentError(f"{name}: there is no experiment {name!r} in experiments/; known: {', '.join(mains)}")
+    root, known = mains[name], mains | overlays
+    unknown = sorted(set(seeds or ()) - set(root.seeds))
+    if unknown:
+        raise ExperimentError(
+            f"{name} has the seeds {root.seeds}, not {unknown}: add them to its file, or choose others"
+        )
+    members = [root, *sorted((e for e in overlays.values() if _descends(e, name, known)), key=lambda e: _rank(e, root))]
+    loops, left_out = [], {}
+    for experiment in members:
+        missing = missing_checkpoints(project.root, experiment)
+        if missing:
+            left_out[experiment.name] = f"{', '.join(missing)} is not there: its file says how to make it"
+            continue
+        chosen = [seed for seed in experiment.seeds if seeds is None or seed in seeds]
+        loops += [Loop(experiment, seed, project.root) for seed in chosen]
+    return Study(root, tuple(loops), left_out)
+
+
+def _descends(experiment: Experiment, ancestor: str, known: Mapping[str, Experiment]) -> bool:
+    parent = experiment.parent
+    while parent is not None and parent != ancestor:
+        parent = known[parent].parent
+    return parent is not None
+
+
+def _rank(experiment: Experiment, root: Experiment) -> tuple[bool, bool, str]:
+    return experiment.table != root.name, "dataset" not in experiment.made, experiment.name
+
+
+def missing_checkpoints(root: Path, experiment: Experiment) -> list[str]:
+    """The local checkpoint folders that an experiment names and that are not there."""
+    models = experiment.models
+    named = [models.base_planner, models.base_grounder, *models.planners.values(), *models.verifiers.values()]
+    return [path for path in dict.fromkeys(named) if is_local(root, path) and not (root / path).is_dir()]
+
+
+@dataclass
+class Task:
+    """One iteration of one loop."""
+
+    loop: Loop
+    k: int
+    after: list[tuple[str, int]]  # (loop, iteration) that must be done before
+    attempts: int = 0
+    started: float = 0.0
+    why: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.loop.name, self.k
+
+    @property
+    def command(self) -> str:
+        """What a person would type."""
+        return f"coepg evolve {self.loop.name} --through {self.k}"
+
+
+def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
+    """What is to be made, in order of importance: whatever is missing or stale."""
+    tasks = []
+    for loop in study.loops:
+        records = loop.records(instance)
+        stale = loop.stale(records)
+        todo = set(loop.to_make(records, stale, loop.experiment.iterations))
+        todo |= {k for k in range(loop.experiment.iterations + 1) if loop.awaited(records, stale, k)}
+        for k in sorted(todo):
+            before = [(loop.name, k - 1)] if k else []
+            above = [(loop.parent.name, k)] if loop.parent is not None and "dataset" in loop.experiment.taken else []
+            tasks.append(Task(loop, k, before + above))
+    return tasks
+
+
+@dataclass
+class Reproduction:
+    """Runs the tasks of a study in `jobs` processes."""
+
+    project: Project
+    instance: dg.DagsterInstance
+    console: Console
+    jobs: int
+    device: str
+    processes: int
+    running: dict[tuple[str, int], tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
+
+    def run(self, study: Study) -> list[Task]:
+        """Makes what is missing or stale; returns the tasks that could not be made, each with the reason."""
+        for name, why in study.left_out.items():
+            self.console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
+        self._inputs(study)
+        waiting = tasks_of(study, self.instance)
+        of, done = len(waiting), 0
+        failed: list[Task] = []
+        self.console.print(f"{of} iterations to make, {self.jobs} at a time", highlight=False)
+        started = time.monotonic()
+        try:
+            with pool_slots(self.instance, {loop.experiment.pool for loop in study.loops}, self.jobs):
+                while waiting or self.running:
+                    self._start(waiting, failed)
+                    for task, code in self._ended():
+                        if code == 0:
+                            done += 1
+                            took = time.monotonic() - task.started
+                            self.console.print(
+                                f"{done}/{of} {task.loop.name} k={task.k} {took:.0f} s{self._score(task)}",
+                                highlight=False,
+                            )
+                        elif task.attempts < ATTEMPTS:
+                            waiting.insert(0, task)
+                        else:
+                            task.why = self._last_lines(task)
+                            failed.append(task)
+                            self.console.print(f"failed: {task.command}: {task.why}", highlight=False, soft_wrap=True)
+                    time.sleep(0.2)
+        finally:
+            self._stop()
+        minutes = (time.monotonic() - started) / 60
+        self.console.print(f"{done} made, {len(failed)} not, {minutes:.1f} minutes", highlight=False)
+        return failed
+
+    def _inputs(self, study: Study) -> None:
+        """The inputs that seeds share, before they start side by side."""
+        from coepg_dagster import definitions, reproductions
+
+        for name in dict.fromkeys(loop.experiment.name for loop in study.loops):
+            loop = next(loop for loop in study.loops if loop.experiment.name == name)
+            if loop.shared:
+                defs = definitions.defs if loop.experiment.name == study.root.name else reproductions.defs
+                make_inputs(defs, self.instance, loop, self.console)
+
+    def _start(self, waiting: list[Task], failed: list[Task]) -> None:
+        """Starts what can start; what waits for something that failed has failed."""
+        lost = {task.key for task in failed}
+        open_keys = {task.key for task in waiting} | set(self.running)
+        for task in list(waiting):
+            if any(key in lost for key in task.after):
+                waiting.remove(task)
+                task.why = "what it reads was not made"
+                failed.append(task)
+            elif len(self.running) < self.jobs and not any(key in open_keys for key in task.after):
+                waiting.remove(task)
+                task.attempts += 1
+                task.started = time.monotonic()
+                self.running[task.key] = task, self._process(task)
+
+    def _process(self, task: Task) -> subprocess.Popen[bytes]:
+        log = self._log(task)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        arguments = ["evolve", task.loop.name, "--through", str(task.k)]
+        arguments += ["--device", self.device, "--processes", str(self.processes)]
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "coepg_dagster.cli", *arguments],
+                cwd=self.project.root,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _log(self, task: Task) -> Path:
+        name = f"{task.loop.experiment.name}-s{task.loop.seed}-{task.k}.log"
+        return self.project.store / "reproduce" / name
+
+    def _last_lines(self, task: Task) -> str:
+        lines = [line for line in self._log(task).read_text(errors="replace").splitlines() if line.strip()]
+        return " ".join(lines[-3:])[-600:]
+
+    def _ended(self) -> Iterator[tuple[Task, int]]:
+        for key, (task, process) in list(self.running.items()):
+            code = process.poll()
+            if code is not None:
+                del self.running[key]
+                yield task, code
+
+    def _score(self, task: Task) -> str:
+        """The iteration's result on validation; the test splits are for the end."""
+        experiment = task.loop.experiment
+        record = task.loop.record(self.instance, Ref("evaluation", task.k))
+        if record is None:
+            return ""
+        metrics = record.figures[experiment.benchmark.validation]["metrics"]
+        name = headline(metrics)
+        value = metrics[name]["macro"]
+        return "" if value is None else f", validation {name} {value:.1f}"
+
+    def _stop(self) -> None:
+        """Ends what still runs; each process ends its workers."""
+        for _, process in self.running.values():
+            process.send_signal(signal.SIGINT)
+        for _, process in self.running.values():
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def pool_slots(instance: dg.DagsterInstance, pools: set[str], slots: int) -> Iterator[None]:
+    """While it is open, `slots` steps of each pool may run at once, in all processes; then as many as before."""
+    storage = instance.event_log_storage
+    before = {pool.name: pool.limit for pool in storage.get_pool_limits() if not pool.from_default}
+    for pool in pools:
+        storage.set_concurrency_slots(pool, max(slots, before.get(pool, 1)))
+    try:
+        yield
+    finally:
+        for pool in pools:
+            if pool in before:
+                storage.set_concurrency_slots(pool, before[pool])
+            else:
+                storage.delete_concurrency_limit(pool)
+
+
+@contextmanager
+def one_at_a_time(project: Project) -> Iterator[None]:
+    """Two of these would start the same iterations. Raises ExperimentError where one goes on."""
+    folder = project.store / ".claims"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "reproduce.lock", timeout=0):
+            yield
+    except Timeout:
+        raise ExperimentError(
+            f"{project.root}: another `coepg reproduce` goes on here; wait for it, or end it"
+        ) from None
