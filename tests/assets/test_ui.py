@@ -6,24 +6,19 @@ import http.client
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.light import plant
+from tests.chromium import ARGUMENTS, CHROMIUM, NEEDS_CHROMIUM
 from tests.deployment import Deployment
 
-CHROMIUM = Path("/usr/bin/chromium")
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright (extra `dev`)")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs Chromium at {CHROMIUM}: apt-get install chromium"),
+    NEEDS_CHROMIUM,
 ]
 LOOP_NAME = "other/s2"
 PATIENCE = 240_000

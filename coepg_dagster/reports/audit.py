@@ -1,0 +1,295 @@
+"""The audit page of D_k: a gallery of every candidate, kept or dropped, that filters and pages in the browser.
+
+One HTML file, a folder of data scripts beside it (numbers to filter by; what the cards show, CHUNK candidates each; texts to
+search), and the screenshots as image files. It opens from a file and from a server, and needs no network.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from coepg_dagster.experiment import Regeneration
+from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP
+from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script
+from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
+
+CHUNK: Final = 200
+"""Candidates in one data script."""
+CARRIED: Final = "carried"
+"""Shown as the decision of a row that D_k took from D_{k-1}."""
+NOT_ASKED, MISS, HIT, NO_ANSWER = range(4)
+"""What a verifier said of a candidate, as in audit.js."""
+RULES: Final = {
+    "any": "at least one verifier hits the target",
+    "majority": "more than half of the verifiers that answered hit the target",
+    "all": "every verifier that answered hits the target",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model of the pools: its name in the tables, and what it is."""
+
+    name: str
+    role: str
+    model: str
+    version: str  # data version, hash of the weights, or commit of the hub
+
+
+@dataclass(frozen=True)
+class AuditOf:
+    """What the page says above the gallery."""
+
+    loop: str  # EXPERIMENT/sSEED
+    iteration: int
+    config: Regeneration
+    made_from: Sequence[tuple[str, str, str]] = ()  # (artifact, data version, run)
+    members: Sequence[Member] = ()
+    crumbs: Sequence[tuple[str, str]] = ()  # (text, address)
+    trace: Callable[[str], str] | None = None  # `EXPERIMENT/sSEED@k#…` → address of its trace, where one is served
+
+    @property
+    def name(self) -> str:
+        """The name of the page, without its ending."""
+        return f"audit-{self.iteration}"
+
+
+@dataclass
+class _Columns:
+    """What the index holds, one entry per candidate; names are numbered in the order of their appearance."""
+
+    names: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {name: {} for name in ("decision", "planner", "action", "verifier")}
+    )
+    decision: list[int] = field(default_factory=list)
+    planner: list[int] = field(default_factory=list)
+    action: list[int] = field(default_factory=list)
+    votes: list[int] = field(default_factory=list)  # base 4, the first verifier lowest
+    step: list[int] = field(default_factory=list)
+    plans: list[str] = field(default_factory=list)  # for the search
+
+    def code(self, column: str, name: str) -> int:
+        known = self.names[column]
+        return known.setdefault(name, len(known))
+
+
+def write_audit(
+    folder: Path,
+    about: AuditOf,
+    steps: pa.Table,
+    candidates: pa.Table,
+    verdicts: pa.Table,
+    decisions: pa.Table,
+    dataset: pa.Table,
+) -> Path:
+    """Writes the audit page of D_k into `folder` and returns its file.
+
+    `steps` holds at least the steps of the other tables; its screenshots are read one at a time, so it may be mapped memory.
+    Rows that D_k carried over stand among the candidates of their step.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / about.name
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir()
+    columns = _Columns()
+    for name in verdicts["verifier"].unique().to_pylist():
+        columns.code("verifier", name)
+    rows = _rows(about, candidates, verdicts, decisions, dataset, columns)
+    wanted = set(rows)
+    screens, cards, shown, texts = ScreenFiles(folder), _Cards(data), 0, []
+    for step in _steps(steps, wanted, screens):
+        label = columns.code("action", step["action"])
+        texts.append(f"{step['family']} {step['goal']} {step['id']}".lower())
+        for row in rows[step["id"]]:
+            columns.decision.append(columns.code("decision", row.pop("decision")))
+            columns.planner.append(columns.code("planner", row.pop("planner")))
+            columns.action.append(label)
+            columns.votes.append(sum(vote[1] * 4 ** vote[0] for vote in row["votes"]))
+            columns.step.append(shown)
+            columns.plans.append(f"{row['plan'] or row['text'] or ''} {row['candidate']}".lower())
+            row["why"] = _why(row.pop("reason"), row, step, about.config)
+            cards.add(row | {"step": shown}, step)
+        shown += 1
+    cards.flush()
+    if shown < len(wanted):
+        raise ValueError(
+            f"{len(wanted) - shown} steps with candidates are not in the table of steps: it is another one"
+        )
+    index = {
+        "perChunk": CHUNK,
+        "folder": about.name,
+        "names": {name: list(known) for name, known in columns.names.items()},
+        **{name: getattr(columns, name) for name in ("decision", "planner", "action", "votes", "step")},
+    }
+    (data / "index.js").write_text(script("window.coepgAudit=", index), "ascii")
+    search = {"steps": texts, "plans": columns.plans}
+    (data / "texts.js").write_text(script('coepgLoaded("texts",', search, ")"), "ascii")
+    shutil.copyfile(TEMPLATES / "audit.js", folder / "audit.js")
+    page = folder / f"{about.name}.html"
+    config = about.config
+    page.write_text(
+        render(
+            "audit.html",
+            name=f"{about.loop}@{about.iteration}",
+            loop_name=about.loop,
+            iteration=about.iteration,
+            rows=dataset.num_rows,
+            candidates=candidates.num_rows,
+            steps=shown,
+            made_from=about.made_from,
+            members=about.members,
+            rule=_rule(config),
+            cap=config.max_plans_per_step,
+            folder=about.name,
+            crumbs=about.crumbs,
+        ),
+        "utf-8",
+    )
+    return page
+
+
+class _Cards:
+    """Collects what the cards show and writes it, CHUNK candidates to a script, with the steps that they belong to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._written = folder, 0
+        self._rows: list[dict[str, Any]] = []
+        self._steps: dict[int, dict[str, Any]] = {}
+
+    def add(self, row: dict[str, Any], step: dict[str, Any]) -> None:
+        self._rows.append(row)
+        self._steps[row["step"]] = step
+        if len(self._rows) == CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._rows:
+            name = f"rows-{self._written}"
+            content = {"rows": self._rows, "steps": self._steps}
+            (self._folder / f"{name}.js").write_text(script(f'coepgLoaded("{name}",', content, ")"), "ascii")
+            self._written += 1
+            self._rows, self._steps = [], {}
+
+
+def _steps(steps: pa.Table, wanted: set[str], screens: ScreenFiles) -> Iterator[dict[str, Any]]:
+    """What the cards show of each wanted step; its screenshot becomes a file."""
+    for batch in steps.to_batches(max_chunksize=256):
+        texts = batch.drop_columns(["screenshot"]).to_pylist()
+        for row, text in enumerate(texts):
+            if text["step_id"] in wanted:
+                yield {
+                    "id": text["step_id"],
+                    "family": text["family"],
+                    "goal": text["goal"],
+                    "history": text["history"],
+                    "width": text["width"],
+                    "height": text["height"],
+                    "boxes": [[round(edge, 2) for edge in box] for box in text["boxes"]],
+                    "action": text["action_type"],
+                    "value": text["value"],
+                    "screenshot": screens.put(batch.column("screenshot")[row].as_buffer()),
+                }
+
+
+def _rows(
+    about: AuditOf,
+    candidates: pa.Table,
+    verdicts: pa.Table,
+    decisions: pa.Table,
+    dataset: pa.Table,
+    columns: _Columns,
+) -> dict[str, list[dict[str, Any]]]:
+    """The candidates of each step, and the rows that were carried over, as the cards show them."""
+    votes = _votes(verdicts, columns)
+    decided = dict(
+        zip(decisions["candidate_id"].to_pylist(), decisions["decision"].to_pylist(), strict=True),
+    )
+    numbers: dict[str, int] = {}
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    carried = []
+    kept = dataset.select(["candidate_id", "step_id", "made_in", "planner", "plan", "action_type", "value"]).to_pylist()
+    for number, row in enumerate(kept):
+        if row["made_in"] == about.iteration:
+            numbers[row["candidate_id"]] = number
+        else:
+            carried.append((number, row))
+    for row in candidates.to_pylist():
+        candidate = row["candidate_id"]
+        decision = decided[candidate]
+        # a plan that repeats another one was not shown to the verifiers; their votes on the other one hold for it
+        seen = votes.get(row["duplicate_of"] or candidate, [])
+        found[row["step_id"]].append(
+            _row(about, candidate, row, numbers.get(candidate), about.iteration, seen)
+            | {"decision": decision, "reason": (decision, row["duplicate_of"])}
+        )
+    for number, row in carried:
+        found[row["step_id"]].append(
+            _row(about, row["candidate_id"], row | {"text": None}, number, row["made_in"], [])
+            | {"decision": CARRIED, "reason": (CARRIED, None)}
+        )
+    return found
+
+
+def _row(
+    about: AuditOf, candidate: str, row: dict[str, Any], number: int | None, made_in: int, votes: list[list[Any]]
+) -> dict[str, Any]:
+    reference = f"{about.loop}@{about.iteration}#{candidate if number is None else number}"
+    return {
+        "row": None if number is None else reference,
+        "candidate": candidate,
+        "planner": row["planner"],
+        "plan": row["plan"],
+        "text": row["text"] if row["plan"] is None else None,
+        "action": row["action_type"],
+        "value": row["value"],
+        "madeIn": made_in,
+        "votes": votes,
+        "trace": about.trace(reference) if about.trace else None,
+    }
+
+
+def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
+    """Per candidate [verifier, HIT …, x, y, confidence, what to say where there is no point]."""
+    found: dict[str, list[list[Any]]] = defaultdict(list)
+    for batch in verdicts.to_batches(max_chunksize=10_000):
+        for vote in batch.to_pylist():
+            state = NO_ANSWER if vote["failure"] is not None else HIT if vote["hit"] else MISS
+            x, y, logprob = vote["x"], vote["y"], vote["mean_logprob"]
+            confidence = None if logprob is None else round(math.exp(min(0.0, logprob)), 4)
+            point = [None, None] if x is None else [round(x, 2), round(y, 2)]
+            note = (vote["failure"] or f"no point: {vote['text']}") if x is None else None
+            code = columns.code("verifier", vote["verifier"])
+            found[vote["candidate_id"]].append([code, state, *point, confidence, note])
+    for cast in found.values():
+        cast.sort(key=lambda vote: vote[0])
+    return found
+
+
+def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, Any], config: Regeneration) -> str:
+    """One sentence on why the candidate is in D_k or not."""
+    decision, original = reason
+    hits = sum(vote[1] == HIT for vote in row["votes"])
+    answered = sum(vote[1] in (HIT, MISS) for vote in row["votes"])
+    said = f"{hits} of {answered} verifiers hit" if row["votes"] else "the action has no target: nothing to verify"
+    return {
+        KEPT: said,
+        NOT_VERIFIED: f"{said}; kept if {_rule(config)}",
+        DUPLICATE: f"says the same as {original}",
+        OVER_CAP: f"{said}, but the step has {config.max_plans_per_step} plans that rank higher",
+        CARRIED: f"in D_{row['madeIn']} already; no new plan of the step took its place",
+        GATE_UNPARSED: "the answer is no plan",
+        GATE_WRONG_TYPE: f"its action type is {row['action']}, the label's {step['action']}",
+        GATE_WRONG_VALUE: f"its value is {row['value']!r}, the label's {step['value']!r}",
+    }[decision]
+
+
+def _rule(config: Regeneration) -> str:
+    return RULES.get(config.rule, f"at least {config.k} verifiers hit the target")

@@ -1,0 +1,52 @@
+"""What all pages share: templates, figures as images, screenshots as files, scripts with data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pyarrow as pa
+
+TEMPLATES = Path(__file__).with_name("templates")
+SCREENS = "screens"
+"""Folder of the screenshots of a set of pages."""
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from one of the templates beside this module; every value is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def script(head: str, value: Any, tail: str = "") -> str:
+    """A script of plain data, `HEAD VALUE TAIL;`: a page that was opened from a file may fetch nothing but scripts."""
+    return f"{head}{json.dumps(value, separators=(',', ':'), allow_nan=False)}{tail};\n"
+
+
+class ScreenFiles:
+    """Screenshots as files below `folder`, each content once, under its hash."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, image: bytes | pa.Buffer) -> str:
+        """Keeps an encoded PNG or JPEG; returns its address relative to the pages."""
+        view = memoryview(image)
+        ending = "png" if bytes(view[:4]) == b"\x89PNG" else "jpg"
+        name = hashlib.sha256(view).hexdigest()[:20]
+        file = self._folder / SCREENS / name[:2] / f"{name}.{ending}"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(".partial")
+            partial.write_bytes(view)
+            partial.rename(file)
+        return f"{SCREENS}/{name[:2]}/{name}.{ending}"
