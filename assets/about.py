@@ -131,6 +131,10 @@ COLUMN_TEXTS = {
     "made_in": "the iteration whose pools made the row",
     "hits": "how many verifiers found the target",
     "answered": "how many verifiers gave an answer",
+    "prompt_hash": "of the messages that the planner was given",
+    "sampling_seed": "of the generator that drew this chunk of plans",
+    "row_id": "lasts: when D_k is made again with this content, and when the row is carried over; `coepg trace` takes it",
+    "screenshot_hash": "SHA-256 (16 digits) of the screenshot that planner and verifiers saw",
     "score": "orders the plans of a step: share of hits, then confidence",
 }
 """What the columns mean, for every table in COLUMNS."""

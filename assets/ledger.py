@@ -19,6 +19,7 @@ import dagster as dg
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from filelock import FileLock, Timeout
 
+from coepg_dagster.auditing.archive import Archive
 from coepg_dagster.experiment import Experiment, code_version, fingerprint
 from coepg_dagster.project import ABLATIONS, Project
 from coepg_dagster.provenance import (
@@ -252,6 +253,21 @@ class Records(dict[Ref, Record]):
     def __init__(self) -> None:
         super().__init__()
         self.stale_where_taken = {}
+
+
+def archive(project: Project, instance: dg.DagsterInstance) -> Archive:
+    """Every version that the event log knows of, of all experiments."""
+    found: list[tuple[int, Record]] = []
+    for key in instance.all_asset_keys():
+        cursor, more = None, True
+        while more:
+            page = instance.fetch_materializations(key, limit=1000, cursor=cursor)
+            for event in page.records:
+                value = event.asset_materialization and event.asset_materialization.metadata.get(RECORD)
+                if isinstance(value, dg.JsonMetadataValue):
+                    found.append((event.storage_id, Record.model_validate(value.value)))
+            cursor, more = page.cursor, page.has_more
+    return Archive((record for _, record in sorted(found, key=lambda one: one[0])), project.store, project.root)
 
 
 def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:

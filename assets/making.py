@@ -164,6 +164,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         seconds=round(seconds, 3),
         device=outcome.device,
         figures=outcome.figures | source,
+        files=dict(artifact.files),
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
         accepted_stale_input=context.resources.store.accept_stale_input,
     )

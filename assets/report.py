@@ -59,6 +59,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
             seconds=round(time.monotonic() - started, 3),
             device="cpu",
             figures={"iterations": len({ref.iteration for ref in records if ref.iteration is not None})},
+            files=dict(artifact.files),
         )
         return dg.MaterializeResult(
             data_version=dg.DataVersion(artifact.version),

@@ -7,20 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pyarrow as pa
 import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 from safetensors import SafetensorError, safe_open
 
+from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.experiment import Benchmark, Strict, fingerprint
 from coepg_dagster.provenance import Asset
 from coepg_dagster.readers.importing import Options, load_benchmark
 from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.store import digests
 from coepg_dagster.workers import STEPS, write_steps
 
 WEIGHTS = "weights_are_whole"
 """Blocking check on every model artifact."""
-MODELS = "models.json"
 BASE = "base.json"
 """Marks an artifact that stands for a model that lies elsewhere, untrained here: {"checkpoint", "version"}."""
 
@@ -58,11 +60,43 @@ def open_models(work: Making) -> Outcome:
     named = {"base_planner": models.base_planner, "base_grounder": models.base_grounder}
     named |= {f"planners/{name}": path for name, path in models.planners.items()}
     named |= {f"verifiers/{name}": path for name, path in models.verifiers.items()}
-    found = {
-        name: {"checkpoint": path, "version": weights_version(work.loop.root, path)} for name, path in named.items()
-    }
+    root = work.loop.root
+    found: dict[str, dict[str, Any]] = {}
+    for name, path in named.items():
+        found[name] = {"checkpoint": path, "version": weights_version(root, path)}
+        if (root / path).is_dir():  # of a hub model the commit says it all
+            found[name]["files"] = digests(root / path)
     (work.draft / MODELS).write_text(json.dumps(found, indent=1, sort_keys=True))
-    return Outcome([MODELS], {"models": len(found)}, config=models.model_dump(mode="json"))
+    return Outcome(
+        [MODELS],
+        {"models": len(found)},
+        config=models.model_dump(mode="json"),
+        metadata={"open models": _models_table(found)},
+    )
+
+
+def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
+    columns = ("model", "checkpoint", "version", "version is the")
+    return dg.MetadataValue.table(
+        [
+            dg.TableRecord(
+                dict(
+                    zip(
+                        columns,
+                        (
+                            name,
+                            model["checkpoint"],
+                            model["version"],
+                            "hash of the weights" if "files" in model else "hub revision",
+                        ),
+                        strict=True,
+                    )
+                )
+            )
+            for name, model in found.items()
+        ],
+        dg.TableSchema([dg.TableColumn(name) for name in columns]),
+    )
 
 
 def is_local(root: Path, checkpoint: str) -> bool:

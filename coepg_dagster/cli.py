@@ -23,6 +23,7 @@ from coepg_dagster.experiment import Experiment, ExperimentError, split_referenc
 from coepg_dagster.project import ABLATIONS, Project, find_project
 
 if TYPE_CHECKING:
+    from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
     from coepg_dagster.provenance import Asset, Record
 
@@ -51,6 +52,14 @@ def _open(reference: str) -> tuple[Project, Experiment, int]:
     except ExperimentError as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _archive() -> Archive:
+    """Every version that the project's event log knows of."""
+    project = find_project()
+    from coepg_dagster.assets.ledger import archive, open_instance
+
+    return archive(project, open_instance(project))
 
 
 @app.command()
@@ -163,6 +172,52 @@ def lineage(reference: Reference) -> None:
 
 
 @app.command()
+def trace(
+    row: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROW",
+            help="a row id, or EXPERIMENT@k#N (row N of D_k, counted from 0), or EXPERIMENT@k#CANDIDATE_ID, dropped or not",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Says where a row of D_k came from: step, planner, verdicts, rule, what was dropped, and what was trained on it.
+
+    Goes up to D_0 and the open models, and compares every file on the way with the hash that was recorded when it was made:
+    what was tampered with is named, and the exit code is 1.
+    """
+    from coepg_dagster.auditing.archive import NotFound
+    from coepg_dagster.auditing.trace import find_row, parse_place, trace_row
+    from coepg_dagster.auditing.trace import trace as trace_place
+
+    try:
+        place = parse_place(row)
+        if place.reference is None or place.k is None:
+            archive = _archive()
+            found = trace_row(archive, *find_row(archive, place.what))
+        else:
+            project, experiment, seed = _open(place.reference)
+            from coepg_dagster.assets.ledger import Loop
+
+            owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
+            found = trace_place(_archive(), f"{owner}/s{seed}", place.k, place.what)
+    except NotFound as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        from coepg_dagster.auditing.text import trace_text
+
+        typer.echo(trace_text(found))
+    if found["row"]["tampered"]:
+        for line in found["row"]["tampered"]:
+            err.print(f"tampered: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+@app.command()
 def ui(
     port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address")] = 3000,
     pages_port: Annotated[int, typer.Option(help="of lineage maps and reports, on the loopback address")] = 3001,
@@ -196,6 +251,7 @@ def ui(
     env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
     processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
     err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's way to say Ctrl-C
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.5)

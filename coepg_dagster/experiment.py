@@ -385,13 +385,13 @@ def split_reference(reference: str, experiments: dict[str, Experiment]) -> tuple
 
 CODE: Final[dict[str, int]] = {
     "benchmark_steps": 1,
-    "open_models": 1,
+    "open_models": 2,
     "planner_sft": 1,
     "grounder": 1,
     "planner": 1,
-    "candidate_plans": 1,
+    "candidate_plans": 2,
     "verdicts": 1,
-    "dataset": 1,
+    "dataset": 2,
     "data_quality": 1,
     "evaluation": 1,
     "end_to_end": 1,

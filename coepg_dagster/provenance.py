@@ -150,6 +150,7 @@ class Record(BaseModel):
     seconds: float
     device: str
     figures: dict[str, Any]
+    files: dict[str, str] = {}  # name → SHA-256 of every file in `folder` as it was made
     failed_checks: list[str] = []  # blocking ones
     accepted_stale_input: bool = False
 

@@ -7,6 +7,8 @@ included.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Final
 
 import pyarrow as pa
@@ -48,6 +50,8 @@ CANDIDATE_SCHEMA: Final = pa.schema(
         pa.field("value", pa.string()),
         pa.field("gate", pa.string(), nullable=False),  # GATE_*
         pa.field("duplicate_of", pa.string()),  # candidate_id of the first plan that says the same
+        pa.field("prompt_hash", pa.string(), nullable=False),  # of the messages that the planner was given
+        pa.field("sampling_seed", pa.int64(), nullable=False),  # of the generator that drew this chunk of plans
     ]
 )
 """One generated plan for one labelled step. Only those with gate `passed` and no `duplicate_of` are verified."""
@@ -86,9 +90,25 @@ DATASET_SCHEMA: Final = pa.schema(
         pa.field("hits", pa.int32(), nullable=False),
         pa.field("answered", pa.int32(), nullable=False),
         pa.field("score", pa.float64(), nullable=False),  # orders the plans of a step, see pools.selection
+        pa.field("row_id", pa.string(), nullable=False),  # lasts: see row_id()
+        pa.field("screenshot_hash", pa.string(), nullable=False),  # of the screenshot that plan and verifiers saw
     ]
 )
 """One row (o, h, p, a) of D_k; o and h are found by step_id."""
+
+
+def short_hash(content: bytes) -> str:
+    """Sixteen hex digits of the SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def row_id(candidate_id: str, plan: str, screenshot_hash: str, made_in: int) -> str:
+    """The id of a row of D_k: `r` and sixteen hex digits of what it says, about which screen, from which pool.
+
+    The same when D_k is made again with that content, and when the row is carried over into later iterations.
+    """
+    return "r" + short_hash(json.dumps([candidate_id, plan, screenshot_hash, made_in]).encode())
+
 
 DECISION_SCHEMA: Final = pa.schema(
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +19,33 @@ UNPARTITIONED = "all"
 
 @dataclass(frozen=True)
 class Artifact:
-    """A stored artifact: its content hash and its folder."""
+    """A stored artifact: its content hash, its folder, and the SHA-256 of every file there."""
 
     version: str
     folder: Path
+    files: Mapping[str, str]
 
 
-def content_version(folder: Path, content: list[str]) -> str:
+def digests(folder: Path) -> dict[str, str]:
+    """Relative name → SHA-256 of every file below `folder`, in alphabetical order."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def version_of(files: Mapping[str, str], content: list[str]) -> str:
     """The data version of an artifact: a hash of the files `content`, names included, order not.
 
-    Raises FileNotFoundError where one is missing.
+    `files` are the digests of its folder. Raises FileNotFoundError where one is missing.
     """
     digest = hashlib.sha256()
     for name in sorted(content):
-        digest.update(name.encode() + b"\0")
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        if name not in files:
+            raise FileNotFoundError(f"the artifact has no file {name}")
+        digest.update(name.encode() + b"\0" + bytes.fromhex(files[name]))
     return digest.hexdigest()[:16]
 
 
@@ -55,13 +66,21 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def commit(self, draft: Path, place: tuple[str, ...], content: list[str]) -> Artifact:
-        """Moves a filled draft to its place in one rename. The same content lands in the folder that is already there."""
-        version = content_version(draft, content)
+        """Moves a filled draft to its place in one rename. The same content lands in the folder that is already there.
+
+        A folder that is there and no longer holds what its name says was tampered with: the draft takes its place.
+        """
+        files = digests(draft)
+        version = version_of(files, content)
         folder = self.root.joinpath(*place, version)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if not folder.exists():
-            draft.rename(folder)
-        return Artifact(version, folder)
+        if folder.exists():
+            there = digests(folder)
+            if set(content) <= there.keys() and version_of(there, content) == version:
+                return Artifact(version, folder, there)
+            shutil.rmtree(folder)
+        draft.rename(folder)
+        return Artifact(version, folder, files)
 
     def scratch(self, key: str) -> Path:
         """A folder that outlives a killed run, for the work whose inputs and configuration hash to `key`."""

@@ -11,11 +11,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import dagster as dg
+from coepg_dagster.resources.warm import WarmProcess
 
 from coepg_dagster.workers import Work
 
@@ -43,16 +43,14 @@ def run_work(
     job, result, log = (work.scratch / name for name in ("work.json", "result.json", "worker.log"))
     job.write_text(work.model_dump_json())
     result.unlink(missing_ok=True)
-    with (
-        dg.open_pipes_session(
-            context,
-            context_injector=dg.PipesTempFileContextInjector(),
-            message_reader=dg.PipesTempFileMessageReader(),
-        ) as session,
-        log.open("ab") as output,
-    ):
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(job), str(result)],
+    with dg.open_pipes_session(
+        context,
+        context_injector=dg.PipesTempFileContextInjector(),
+        message_reader=dg.PipesTempFileMessageReader(),
+    ) as session:
+        process = WarmProcess(
+            module,
+            [str(job), str(result)],
             env=os.environ
             | session.get_bootstrap_env_vars()
             | {
@@ -63,9 +61,7 @@ def run_work(
                 "PYTHONUNBUFFERED": "1",
             },
             cwd=root,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            output=log,
         )
         try:
             code = process.wait(timeout=60 * timeout_minutes)
@@ -83,7 +79,7 @@ def run_work(
     return figures
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: WarmProcess) -> None:
     """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:

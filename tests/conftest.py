@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from PIL import Image, ImageDraw
 
 from coepg_dagster.experiment import Models, Sft
-from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA
+from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, short_hash
 
 # The same examples on every machine, and no failure because a machine is busy.
 settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -112,6 +112,8 @@ def dataset(steps: pa.Table) -> pa.Table:
                 "hits": 1,
                 "answered": 1,
                 "score": 1.0,
+                "row_id": f"r-{row['step_id']}",
+                "screenshot_hash": short_hash(row["screenshot"]),
             }
         )
     return pa.Table.from_pylist(rows, DATASET_SCHEMA)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from coepg_dagster.store import Artifact, Store, content_version
+from coepg_dagster.store import Artifact, Store, digests, version_of
 
 PLACE = ("sandbox", "s13", "dataset", "1")
 
@@ -49,8 +50,24 @@ def test_missing_content_is_refused(tmp_path: Path) -> None:
 def test_names_count_and_order_does_not(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("1")
-    assert content_version(tmp_path, ["a", "b"]) == content_version(tmp_path, ["b", "a"])
-    assert content_version(tmp_path, ["a"]) != content_version(tmp_path, ["b"])
+    files = digests(tmp_path)
+    assert version_of(files, ["a", "b"]) == version_of(files, ["b", "a"])
+    assert version_of(files, ["a"]) != version_of(files, ["b"])
+
+
+def test_every_file_has_its_hash_whether_it_counts_or_not(tmp_path: Path) -> None:
+    made = put(Store(tmp_path), "1", "first")
+    assert set(made.files) == {"rows", "note"} and made.files == digests(made.folder)
+    again = put(Store(tmp_path), "1", "second")
+    assert again.files == made.files  # those of the folder that stayed
+
+
+@pytest.mark.parametrize("tamper", [lambda file: file.write_text("other"), lambda file: file.unlink()])
+def test_what_was_tampered_with_is_made_again(tmp_path: Path, tamper: Callable[[Path], object]) -> None:
+    store = Store(tmp_path)
+    tamper(put(store, "1").folder / "rows")
+    again = put(store, "1")
+    assert (again.folder / "rows").read_text() == "1" and again.files == digests(again.folder)
 
 
 def test_scratch_outlives_a_killed_run(tmp_path: Path) -> None:

@@ -81,11 +81,11 @@ class Planner:
     """π: from screenshot, goal and history to plan, action type and value."""
 
     def __init__(self, engine: Engine, screens: Screens, style: Style) -> None:
-        self._engine, self._screens, self._style = engine, screens, style
+        self._engine, self._screens, self.style = engine, screens, style
 
     def plan(self, tasks: Sequence[Task], sampling: Sampling) -> list[list[Plan]]:
         """`sampling.samples` plans for each task, in order. Raises RuntimeError where the engine fails on one."""
-        requests = [Request(self._screens.image(task.step_id), task.messages(self._style)) for task in tasks]
+        requests = [Request(self._screens.image(task.step_id), task.messages(self.style)) for task in tasks]
         result: list[list[Plan]] = []
         for task, answers in zip(tasks, self._engine.generate(requests, sampling), strict=True):
             plans = []

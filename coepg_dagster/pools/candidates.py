@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from coepg_dagster.steps import (
     GATE_UNPARSED,
     GATE_WRONG_TYPE,
     GATE_WRONG_VALUE,
+    short_hash,
 )
 
 
@@ -40,10 +42,12 @@ def write_candidates(
 ) -> pa.Table:
     """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
     sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
-    plans = planner.plan(tasks_of(steps), sampling)
+    tasks = tasks_of(steps)
+    plans = planner.plan(tasks, sampling)
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
     rows = []
-    for label, samples in zip(labels, plans, strict=True):
+    for label, task, samples in zip(labels, tasks, plans, strict=True):
+        asked = short_hash(json.dumps(task.messages(planner.style)).encode())
         for sample, plan in enumerate(samples):
             answer = plan.answer
             rows.append(
@@ -58,6 +62,8 @@ def write_candidates(
                     "value": answer and answer.value,
                     "gate": gate_of(plan, label["action_type"], label["value"]),
                     "duplicate_of": None,
+                    "prompt_hash": asked,
+                    "sampling_seed": seed,
                 }
             )
     return pa.Table.from_pylist(rows, CANDIDATE_SCHEMA)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.rewards.cdrem import NoVerdict
-from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED
+from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED, row_id, short_hash
 
 KEPT, DUPLICATE, NOT_VERIFIED, OVER_CAP = "kept", "duplicate", "not_verified", "over_cap"
 
@@ -67,11 +67,15 @@ def select(
     for row in previous.to_pylist() if previous is not None else []:
         old[row["step_id"]].append(row)
     kept_rows: list[dict[str, Any]] = []
-    for step_id in labels:
+    for position, step_id in enumerate(labels):
         ranked = sorted(verified[step_id], key=lambda row: (-row["score"], row["candidate_id"]))
         for row in ranked[config.max_plans_per_step :]:
             decisions[row["candidate_id"]] = OVER_CAP
         stay = ranked[: config.max_plans_per_step]
+        seen = short_hash(steps["screenshot"][position].as_py()) if stay else ""
+        for row in stay:
+            row["row_id"] = row_id(row["candidate_id"], row["plan"], seen, iteration)
+            row["screenshot_hash"] = seen
         kept_rows += stay + _carried(stay, old[step_id], config)
     return (
         pa.Table.from_pylist(kept_rows, DATASET_SCHEMA),

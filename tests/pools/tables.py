@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, VERDICT_SCHEMA
+from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, VERDICT_SCHEMA, row_id, short_hash
 
 
 def candidate(step_id: str, planner: str, sample: int, plan: str | None, **change: Any) -> dict[str, Any]:
@@ -21,6 +21,8 @@ def candidate(step_id: str, planner: str, sample: int, plan: str | None, **chang
         "value": plan and "",
         "gate": "passed" if plan else "unparsed",
         "duplicate_of": None,
+        "prompt_hash": "0" * 16,
+        "sampling_seed": 1,
     } | change
 
 
@@ -42,7 +44,7 @@ def verdict(candidate_id: str, verifier: str, hit: bool | None, **change: Any) -
 
 
 def row(step_id: str, plan: str, **change: Any) -> dict[str, Any]:
-    return {
+    values = {
         "step_id": step_id,
         "plan": plan,
         "action_type": "CLICK",
@@ -54,7 +56,11 @@ def row(step_id: str, plan: str, **change: Any) -> dict[str, Any]:
         "hits": 1,
         "answered": 1,
         "score": 1.0,
+        "screenshot_hash": short_hash(b""),
     } | change
+    return {
+        "row_id": row_id(*(values[name] for name in ("candidate_id", "plan", "screenshot_hash", "made_in")))
+    } | values
 
 
 def candidates(*rows: dict[str, Any]) -> pa.Table:

@@ -1,0 +1,153 @@
+"""Every version that was ever made, from its records: what it was made from, what was made from it, is it still the same.
+
+Belongs here: looking things up, and comparing files with the hashes that were recorded when they were made. What a table
+means is elsewhere. Folders of versions are named by their content, so older versions are read like current ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from coepg_dagster.provenance import LOOP, Asset, Input, Record, Ref
+from coepg_dagster.store import digests
+
+MODELS = "models.json"
+"""The list of open models in an `open_models` artifact: name → {"checkpoint", "version", "files"}."""
+
+
+class NotFound(LookupError):
+    """Something that an auditor named, or that a lineage needs, is not there; the message says what to do."""
+
+
+class Archive:
+    """The records of all versions, oldest first, and the folders in which artifacts and checkpoints lie.
+
+    Args:
+        records: of every materialization that there was, of any experiment.
+        store: the folder of all artifacts.
+        root: the project, where relative paths of checkpoints start.
+    """
+
+    def __init__(self, records: Iterable[Record], store: Path, root: Path) -> None:
+        self.records: Sequence[Record] = tuple(records)
+        self.store, self.root = store, root
+        self._by_run = {(record.folder, record.run_id): record for record in self.records}
+        self._damage: dict[str, list[str]] = {}
+
+    @cached_property
+    def current(self) -> dict[str, Record]:
+        """Place (EXPERIMENT/sSEED/ASSET/PARTITION) → the record of its newest version."""
+        return {place_of(record): record for record in self.records}
+
+    def is_current(self, record: Record) -> bool:
+        """Whether nothing else was made in this version's place since; the same content counts as the same."""
+        return self.current[place_of(record)].data_version == record.data_version
+
+    def newest(self, loop: str, asset: Asset, iteration: int | None) -> Record:
+        """The current version of an artifact of `loop` (EXPERIMENT/sSEED). Raises NotFound."""
+        place = f"{loop}/{asset}/{iteration}"
+        if place not in self.current:
+            raise NotFound(
+                f"{loop} has no {Ref(asset, iteration)}: run `coepg evolve {loop} --through {iteration}` first"
+            )
+        return self.current[place]
+
+    def versions(self, loop: str, asset: Asset) -> list[Record]:
+        """Every version of a partitioned asset of `loop`, newest first, each once."""
+        found = {r.folder: r for r in self.records if r.asset == asset and r.folder.startswith(f"{loop}/{asset}/")}
+        return sorted(found.values(), key=self.records.index, reverse=True)
+
+    def made_by(self, used: Input) -> Record:
+        """The record of a version that was read. Raises NotFound where the event log no longer has it."""
+        try:
+            return self._by_run[used.folder, used.run_id]
+        except KeyError:
+            raise NotFound(
+                f"the record of {used.ref} {used.data_version} (run {used.run_id[:8]}) is not in the event log: "
+                f"it was wiped there; materialize {used.ref} again, and what follows"
+            ) from None
+
+    def folder(self, record: Record) -> Path:
+        """Where a version lies. Raises NotFound where it was pruned."""
+        folder = self.store / record.folder
+        if not folder.is_dir():
+            raise NotFound(
+                f"{record.ref} {record.data_version} is not in the store any more: `coepg gc` or somebody removed it"
+            )
+        return folder
+
+    def lineage(self, record: Record) -> list[Record]:
+        """`record` and everything that it was made from: nearest first, each once, the open models last."""
+        found = {(record.folder, record.run_id): record}
+        todo = [record]
+        while todo:
+            for used in todo.pop().inputs:
+                if (used.folder, used.run_id) not in found:
+                    found[used.folder, used.run_id] = above = self.made_by(used)
+                    todo.append(above)
+        return sorted(found.values(), key=_distance)
+
+    def readers(self, record: Record) -> list[Record]:
+        """Every version that was made directly from this one, oldest first."""
+        return [
+            reader
+            for reader in self.records
+            if any(used.folder == record.folder and used.run_id == record.run_id for used in reader.inputs)
+        ]
+
+    def damage(self, record: Record) -> list[str]:
+        """What of a version is not as it was recorded: files that changed, are gone, or came later; checkpoints likewise.
+
+        Empty: all of it is the same, byte for byte. A version is read once, however often it is asked about.
+        """
+        if record.folder not in self._damage:
+            self._damage[record.folder] = [f"{record.ref} {record.data_version}: {what}" for what in self._look(record)]
+        return self._damage[record.folder]
+
+    def _look(self, record: Record) -> list[str]:
+        folder = self.store / record.folder
+        if not folder.is_dir():
+            return ["its folder is gone"]
+        if not record.files:
+            return ["its record has no hashes of files (an older coepg made it): materialize it again"]
+        found = changes(record.files, folder)
+        if record.asset == "open_models" and not found:
+            for name, model in json.loads((folder / MODELS).read_text()).items():
+                checkpoint = model["checkpoint"]
+                if model.get("files"):  # a hub model has its revision instead
+                    found += [f"{name}: {what}" for what in changes(model["files"], self.root / checkpoint, checkpoint)]
+        return found
+
+
+def changes(recorded: dict[str, str], folder: Path, name: str = "") -> list[str]:
+    """How the files of a folder differ from those that were recorded (name → SHA-256), one line each."""
+    now = digests(folder) if folder.is_dir() else {}
+    where = f"{name}/" if name else ""
+    lines = [f"{where}{file} is gone" for file in sorted(recorded.keys() - now.keys())]
+    lines += [f"{where}{file} was not there" for file in sorted(now.keys() - recorded.keys())]
+    lines += [
+        f"{where}{file} has other content than when it was made"
+        for file in sorted(recorded.keys() & now.keys())
+        if recorded[file] != now[file]
+    ]
+    return lines
+
+
+def place_of(record: Record) -> str:
+    """EXPERIMENT/sSEED/ASSET/PARTITION: where the versions of an artifact lie beside each other."""
+    return record.folder.rpartition("/")[0]
+
+
+def loop_of(record: Record) -> str:
+    """EXPERIMENT/sSEED of a partitioned artifact, EXPERIMENT of a shared one."""
+    return record.folder.rsplit("/", 3)[0]
+
+
+def _distance(record: Record) -> tuple[int, int, str]:
+    """Newest iteration first, within it the last that is made; what is shared comes last, the open models at the end."""
+    if record.iteration is None:
+        return 1, int(record.asset == "open_models"), record.folder
+    return -record.iteration, -LOOP.index(record.asset), record.folder

@@ -1,0 +1,180 @@
+"""Processes that start with the heavy libraries already imported.
+
+Importing torch, transformers and TRL costs a worker some eight seconds of CPU, and an iteration has six workers. So the
+first job of a run starts a server that imports them once, and every job is a fork of it: a process of its own, in its own
+session, with its own environment, which nothing ran in before. The server touches no device, and it ends with the process
+that started it. (`multiprocessing.forkserver` would import the caller's main module into every job.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+IMPORTED: Final = [
+    "coepg_dagster.resources.worker",
+    "coepg_dagster.training.sft",
+    "coepg_dagster.training.grpo",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+]
+"""What every job needs; a module that is missing fails in the job that needs it."""
+
+
+class WarmServer:
+    """The server of this process; see `warm_server`."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            # not killed by a Ctrl-C that is meant for us: we end its jobs politely, then it ends with us
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=dict(env),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._lines = self._socket.makefile("r")
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        self._codes: dict[int, int] = {}
+        self._gone = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, **job: Any) -> int:
+        """The process id of a new fork that runs `job`. Raises RuntimeError where the server is gone."""
+        with self._changed:
+            with contextlib.suppress(BrokenPipeError):  # `_gone` says so
+                self._socket.sendall(json.dumps(job).encode() + b"\n")
+            self._changed.wait_for(lambda: self._started or self._gone)
+            if not self._started:
+                raise RuntimeError("the server of jobs is gone: was it killed, or is memory full? Run this again")
+            return self._started.pop()
+
+    def code(self, pid: int, timeout: float | None) -> int | None:
+        """The exit code of a fork (negative: the signal that killed it), or None after `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._codes or self._gone, timeout)
+            return self._codes.get(pid, -signal.SIGKILL if self._gone else None)
+
+    def _listen(self) -> None:
+        for line in self._lines:
+            kind, pid, code = json.loads(line)
+            with self._changed:
+                if kind == "started":
+                    self._started.append(pid)
+                else:
+                    self._codes[pid] = code
+                self._changed.notify_all()
+        with self._changed:  # who waits must not wait for ever
+            self._gone = True
+            self._changed.notify_all()
+
+
+_server: WarmServer | None = None
+
+
+class WarmProcess:
+    """`python -m MODULE ARGUMENTS` as the leader of its own session, forked from this process's server.
+
+    Args:
+        env: the process's whole environment. What is read while libraries load (PYTHONHASHSEED, OMP_NUM_THREADS) is
+            that of the first process.
+        output: where its standard output and error are appended.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
+    ) -> None:
+        global _server
+        if _server is None:
+            _server = WarmServer(env)
+        self._server = _server
+        self.pid = _server.start(
+            module=module, arguments=list(arguments), env=dict(env), cwd=str(cwd), output=str(output)
+        )
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._server.code(self.pid, 0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it is there. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        code = self._server.code(self.pid, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return code
+
+
+def serve(channel: socket.socket) -> None:
+    """Forks a process for each job that comes in, and reports its exit code, until the other end is gone."""
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    children: set[int] = set()
+    waiting = b""
+    while True:
+        ready, _, _ = select.select([channel], [], [], 0.05 if children else None)
+        if ready:
+            received = channel.recv(1 << 16)
+            if not received:
+                return  # jobs notice by themselves that their parent is gone
+            *lines, waiting = (waiting + received).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    channel.close()
+                    run(**json.loads(line))
+                children.add(pid)
+                channel.sendall(json.dumps(["started", pid, 0]).encode() + b"\n")
+        for pid in sorted(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                children.remove(pid)
+                channel.sendall(json.dumps(["ended", pid, os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+
+
+def run(module: str, arguments: list[str], env: dict[str, str], cwd: str, output: str) -> None:
+    """Makes this fork what `python -m MODULE` would be, and ends with its exit code."""
+    code = 1
+    try:
+        os.setsid()
+        with Path(output).open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(cwd)
+        time.tzset()
+        import torch
+
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - whatever it is, it ends this fork and not the server
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as opened:
+        serve(opened)

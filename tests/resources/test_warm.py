@@ -1,0 +1,60 @@
+"""Processes forked from the server: what they get, how they end, and what survives whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from coepg_dagster.resources import warm
+
+PROGRAM = """
+import json, os, sys, time
+print(json.dumps([sys.argv[1:], os.environ.get("MARK"), os.getcwd(), os.getsid(0) == os.getpid()]), flush=True)
+if sys.argv[1] == "sleep":
+    time.sleep(600)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def start(folder: Path, *arguments: str, **env: str) -> warm.WarmProcess:
+    (folder / "program.py").write_text(PROGRAM)
+    given = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)} | env
+    return warm.WarmProcess("program", arguments, env=given, cwd=folder, output=folder / "log")
+
+
+@pytest.fixture(autouse=True)
+def own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "_server", None)
+    monkeypatch.setattr(warm, "IMPORTED", ["json", "no_such_library"])
+
+
+def test_a_fork_is_what_python_m_would_be(tmp_path: Path) -> None:
+    first = start(tmp_path, "3", "x", MARK="a")
+    assert first.wait(60) == 3 and first.poll() == 3
+    second = start(tmp_path, "0", MARK="b")
+    assert second.wait(60) == 0 and second.pid != first.pid
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines == [[["3", "x"], "a", str(tmp_path), True], [["0"], "b", str(tmp_path), True]]
+
+
+def test_signals_and_timeouts_are_those_of_a_process(tmp_path: Path) -> None:
+    process = start(tmp_path, "sleep")
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_killed_server_is_noticed(tmp_path: Path) -> None:
+    process = start(tmp_path, "sleep")
+    server = int(Path(f"/proc/{process.pid}/stat").read_text().split()[3])
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    with pytest.raises(RuntimeError, match="Run this again"):
+        start(tmp_path, "0")
+    os.killpg(process.pid, signal.SIGKILL)
