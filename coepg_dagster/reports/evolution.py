@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from coepg_dagster.reports.figures import figure, over_k, png
 from coepg_dagster.results import HEADLINES, headline
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ def _number(value: float | None) -> str:
 
 def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
     """The headline metric (macro, with its interval) over k, a line per test split."""
-    figure = _figure()
-    axes = figure.subplots()
+    drawn = figure()
+    axes = drawn.subplots()
     for split in iterations[0]["splits"]:
         points = [(row["iteration"], score[headline(score)]) for row in iterations if (score := row["splits"][split])]
         points = [(k, score) for k, score in points if score["macro"] is not None]
@@ -97,14 +96,15 @@ def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
         low = [value - bounds[0] for value, bounds in zip(values, intervals, strict=True)]
         high = [bounds[1] - value for value, bounds in zip(values, intervals, strict=True)]
         axes.errorbar(k, values, yerr=[low, high], marker="o", capsize=3, label=split)
-    _over_k(axes, iterations, f"{measure(iterations)}, %")
-    return figure
+    axes.set_ylim(0, 100)
+    over_k(axes, [row["iteration"] for row in iterations], f"{measure(iterations)}, %")
+    return drawn
 
 
 def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
     """Purity and coverage (left axis, per cent) and diversity (right axis, plans per step) of D_k over k."""
-    figure = _figure()
-    axes = figure.subplots()
+    drawn = figure()
+    axes = drawn.subplots()
     right = axes.twinx()
     for name, target, style in (("purity", axes, "o-"), ("coverage", axes, "s-"), ("diversity", right, "^--")):
         points = [(row["iteration"], row[name]) for row in iterations if row[name] is not None]
@@ -112,28 +112,6 @@ def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
         target.plot([k for k, _ in points], [value for _, value in points], style, label=name, color=color)
     right.set_ylabel("verified plans per step")
     right.legend(frameon=False, loc="lower right")
-    _over_k(axes, iterations, "%")
-    return figure
-
-
-def _figure() -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(7, 3.6), layout="constrained")
-
-
-def _over_k(axes: Any, iterations: Sequence[Mapping[str, Any]], label: str) -> None:
-    axes.set_xticks([row["iteration"] for row in iterations])
-    axes.set_xlabel("iteration k")
-    axes.set_ylabel(label)
     axes.set_ylim(0, 100)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, loc="upper left")
-
-
-def png(figure: Figure) -> str:
-    """A figure as base64 PNG, without a date in it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    return base64.b64encode(buffer.getvalue()).decode()
+    over_k(axes, [row["iteration"] for row in iterations], "%")
+    return drawn

@@ -1,0 +1,52 @@
+"""What all figures share: size, style, axes over k, and their bytes."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
+
+
+def figure(width: float = 7, height: float = 3.6) -> Figure:
+    """An empty figure; inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def over_k(axes: Any, iterations: Sequence[int], label: str) -> None:
+    """Dresses axes that show something over the iterations."""
+    axes.set_xticks(sorted(set(iterations)))
+    axes.set_xlabel("iteration k")
+    dress(axes, label)
+
+
+def dress(axes: Any, label: str) -> None:
+    """Grid, label of the y axis, and a legend where something has a label."""
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize="small")
+
+
+def png_bytes(drawn: Figure) -> bytes:
+    """A figure as PNG; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def png(drawn: Figure) -> str:
+    """A figure as base64 PNG."""
+    return base64.b64encode(png_bytes(drawn)).decode()
+
+
+def save(drawn: Figure, file: Path) -> None:
+    """Writes a figure as a PNG file."""
+    file.write_bytes(png_bytes(drawn))

@@ -1,0 +1,199 @@
+"""The paper's tables and figures from rows of results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coepg_dagster.reports.figures import png_bytes
+from coepg_dagster.reports.paper import (
+    AVERAGE,
+    FULL,
+    Results,
+    Row,
+    figure_2,
+    figure_4,
+    figure_5,
+    figure_6,
+    figure_7,
+    grpo_progress,
+    html_table,
+    paper_table_1,
+    rows_of,
+    table_1,
+    table_2,
+    table_3,
+    table_4,
+)
+from coepg_dagster.steps import ROLLOUT_SCHEMA
+
+SPLITS = ["test_seed", "test_text"]
+
+
+def row(value: float, ci95: Any = None, **change: Any) -> Row:
+    of = {
+        "experiment": "sandbox",
+        "variant": FULL,
+        "seed": 13,
+        "iteration": 3,
+        "split": "test_seed",
+        "metric": "step_sr",
+    }
+    return Row(**(of | change), value=value, ci95=ci95)
+
+
+def whole() -> Results:
+    """Three iterations, three seeds, and one ablation."""
+    rows = []
+    for seed in (13, 42, 1234):
+        for k in range(4):
+            for split in SPLITS:
+                for metric in ("ele_acc", "op_f1", "step_sr"):
+                    rows.append(row(40 + 5 * k + seed % 3, seed=seed, iteration=k, split=split, metric=metric))
+            for metric in ("purity", "purity_frozen", "diversity", "coverage"):
+                rows.append(row(2 + k, seed=seed, iteration=k, split="train", metric=metric))
+    rows += [row(50, variant="uniform", split=split) for split in SPLITS]
+    return Results(rows, SPLITS)
+
+
+def test_a_row_over_all_seeds_comes_before_the_mean_of_the_seeds() -> None:
+    single = [row(40, seed=1), row(50, seed=2)]
+    mean = Results(single, SPLITS).cell("sandbox", FULL, 3, "test_seed", "step_sr")
+    assert mean is not None and (mean.value, mean.ci95, mean.seeds) == (45, None, 2)
+    joint = Results([*single, row(46, (41, 51), seed=None)], SPLITS).cell("sandbox", FULL, 3, "test_seed", "step_sr")
+    assert joint is not None and joint.text() == "46.0 [41.0, 51.0]"
+
+
+def test_the_average_needs_every_split() -> None:
+    assert Results([row(40)], SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr") is None
+    both = [row(40, (37, 43)), row(60, (56, 64), split="test_text")]
+    average = Results(both, SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
+    # splits of one pair of models have independent errors: half-widths 3 and 4 make 5 / 2
+    assert average is not None and average.text() == "50.0 [47.5, 52.5]"
+    given_one = [*both, row(51, (45, 55), split=AVERAGE, seed=None)]
+    average = Results(given_one, SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
+    assert average is not None and average.text() == "51.0 [45.0, 55.0]"
+
+
+def test_several_seeds_get_no_interval_that_leaves_the_seeds_out() -> None:
+    rows = [row(40, (37, 43), seed=seed, split=split) for seed in (1, 2) for split in SPLITS]
+    average = Results(rows, SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
+    assert average is not None and average.ci95 is None
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=5))
+def test_the_mean_of_the_seeds_is_between_them(values: list[float]) -> None:
+    cell = Results([row(v, seed=i) for i, v in enumerate(values)], SPLITS).cell(
+        "sandbox", FULL, 3, "test_seed", "step_sr"
+    )
+    assert cell is not None and min(values) - 1e-9 <= cell.value <= max(values) + 1e-9
+
+
+def test_a_row_that_is_none_is_named() -> None:
+    good = row(40, (1.0, 2.0)).__dict__ | {"ci95": [1.0, 2.0]}
+    assert rows_of(json.loads(json.dumps([good]))) == [row(40, (1.0, 2.0))]
+    with pytest.raises(ValueError, match="row 1 of the results is not one"):
+        rows_of([good, {"experiment": "sandbox"}])
+
+
+def test_table_1_and_what_is_missing() -> None:
+    table = table_1(whole(), "sandbox", 4, "miniwob/point")
+    assert table.rows[0][:3] == ("sandbox M_0 (base pair)", "miniwob/point, macro", "40.7")
+    assert table.rows[3][-1] == "55.7"
+    assert table.rows[4][1] == "missing: `coepg evolve sandbox --through 4`"
+    assert len({len(cells) for cells in (table.header, *table.rows)}) == 1
+    assert paper_table_1().rows[-1][-1] == "58.4"
+
+
+def test_on_the_papers_splits_its_rows_come_first() -> None:
+    splits = ["test_task", "test_website", "test_domain"]
+    rows = [row(60, split=split, metric=m) for split in splits for m in ("ele_acc", "op_f1", "step_sr")]
+    table = table_1(Results(rows, splits), "sandbox", 3, "mind2web/paper")
+    assert table.rows[0][0] == "GPT-4 + Choice" and table.rows[-1][-1] == "60.0"
+    assert "Cross-Website Op.F1" in table.header
+
+
+def test_table_2() -> None:
+    rows = [row(v, split=level, metric="step_acc") for level, v in (("high", 70.0), ("low", 80.0))]
+    table = table_2(Results(rows, ["high", "low"]), "sandbox", 3, "android_control/uground")
+    assert table.rows[-1] == ("sandbox M_3", "android_control/uground", "70.0", "80.0", "75.0")
+    assert table.rows[-2][1] == "missing: `coepg evolve sandbox --through 2`"
+
+
+def test_tables_3_and_4_hold_the_papers_numbers_and_the_commands_of_missing_rows() -> None:
+    third, fourth = table_3(whole(), "sandbox", 3), table_4(whole(), "sandbox", 3)
+    assert third.rows[0][1] == "missing: `coepg evolve sandbox_end_to_end_sft --through 3`"
+    assert third.rows[3] == ("decoupled, SFT and GRPO", "55.7", "53.5")
+    by_name = {cells[0]: cells[1:] for cells in fourth.rows}
+    assert by_name["full"] == ("55.67", "55.0 to 56.0", "58.41")
+    assert by_name["w/o Confidence & Prior (uniform)"] == ("50.00", "–", "57.01")
+    assert "sandbox_no_cdrem" in fourth.markdown()
+
+
+def test_html_is_escaped_and_commands_are_code() -> None:
+    html = html_table(table_4(whole(), "<b>sandbox</b>", 3))
+    assert "<b>" not in html and "&lt;b&gt;" in html and "<code>coepg evolve" in html
+
+
+def rollout(step: int, gate: str, hits: list[bool]) -> dict[str, Any]:
+    graders = [
+        {"grounder": f"g{i}", "x": 1.0, "y": 1.0, "hit": hit, "tokens": 2, "mean_logprob": -0.1, "confidence": 0.9}
+        | {"prior": 1.0, "weight": 0.5, "failure": None}
+        for i, hit in enumerate(hits)
+    ]
+    common = {"group": 0, "step_id": "s", "text": "", "plan": "p", "reward": 1.0, "advantage": 0.0}
+    return common | {"optimizer_step": step, "gate": gate, "graders": graders}
+
+
+def test_progress_during_grpo_by_hand() -> None:
+    rows = [
+        rollout(0, "passed", [True, False]),
+        rollout(0, "passed", [False, True]),
+        rollout(0, "wrong_type", []),
+        rollout(0, "passed", []),  # no target
+        rollout(1, "passed", [True, True]),
+    ]
+    table = pa.Table.from_pylist(rows, ROLLOUT_SCHEMA)
+    assert grpo_progress(table, "g0", window=1) == [(0, 50.0), (1, 100.0)]
+    assert grpo_progress(table, "g1", window=2) == [(0, 50.0), (1, 75.0)]
+
+
+def lines(axes: Any) -> dict[str, list[float]]:
+    found = {}
+    for container in axes.containers:
+        found[container.get_label()] = [round(float(v), 2) for v in container.lines[0].get_ydata()]
+    return found
+
+
+def test_figures_show_the_rows() -> None:
+    results = whole()
+    second = figure_2(results, {"small": "sandbox", "large": "sandbox_large"})
+    assert lines(second.axes[0]) == {"small, with GRPO": [40.67, 45.67, 50.67, 55.67]}
+    assert second.axes[1].lines[0].get_ydata()[-1] == 58.4
+    fourth = figure_4(results, {25: "sandbox_labels_25", 100: "sandbox"}, 3)
+    assert lines(fourth.axes[0]) == {"M_0": [40.67], "M_3": [55.67]}
+    sixth = figure_6(results, "sandbox")
+    assert (
+        lines(sixth.axes[0])["purity, frozen verifiers"] == [2, 3, 4, 5] and lines(sixth.axes[1])["diversity"][0] == 2
+    )
+    seventh = figure_7(results, {"small": "sandbox"})
+    assert [axes.get_title() for axes in seventh.axes] == SPLITS
+    fifth = figure_5({"C-DREM": [[(0, 10.0), (1, 30.0)], [(0, 20.0), (1, 50.0)]]})
+    assert list(fifth.axes[0].lines[0].get_ydata()) == [15.0, 40.0]
+    assert png_bytes(fifth) == png_bytes(fifth)
+
+
+def test_figures_of_nothing_are_empty_and_not_errors() -> None:
+    nothing = Results([], SPLITS)
+    for drawn in (
+        figure_2(nothing, {"small": "x"}),
+        figure_6(nothing, "x"),
+        figure_7(nothing, {"s": "x"}),
+        figure_5({}),
+    ):
+        assert png_bytes(drawn).startswith(b"\x89PNG")
