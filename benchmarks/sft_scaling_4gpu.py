@@ -1,0 +1,86 @@
+"""Data parallel SFT of a 3B-sized Qwen2.5-VL: rows per second on four GPUs, against four times those on one.
+
+Both runs are in this call, on this machine, with the same settings and the same number of rows per GPU and step.
+`--quick` runs the tiny model in two processes on a CPU, or on the GPUs that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks.baseline import Log, command_line, write
+from benchmarks.sft_mfu import CONFIGURATIONS, best_settings, line_of, measure
+
+NAME: Final = "sft_scaling_4gpu"
+
+
+def launcher(processes: int) -> list[str]:
+    """What starts a module in so many processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the tiny model, a few steps; proves the code path")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--configuration", choices=sorted(CONFIGURATIONS), help="default: sft_mfu's fastest")
+    parser.add_argument("--accumulation", type=int, default=12, help="forward passes per GPU and optimizer step")
+    parser.add_argument("--steps", type=int, default=7, help="optimizer steps, of which two warm up")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each of the two runs")
+    options = parser.parse_args()
+    cuda = torch.cuda.device_count()
+    if options.quick:
+        say, many = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))), cuda or 2
+        settings = ["--size", "tiny", "--device", "cuda" if cuda else "cpu", "--accumulation", "2", "--steps", "4"]
+    elif cuda < options.gpus:
+        reason = (
+            f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path in two processes on a CPU"
+        )
+        write(
+            NAME,
+            command=command_line(),
+            value=None,
+            unit="rows/s",
+            against=None,
+            ratio=None,
+            repetitions=[],
+            reason=reason,
+        )
+        raise SystemExit(reason)
+    else:
+        say, many = Log(NAME), options.gpus
+        chosen = CONFIGURATIONS[options.configuration] if options.configuration else best_settings()
+        settings = [*chosen, "--accumulation", str(options.accumulation), "--steps", str(options.steps)]
+        settings += ["--warmup", "2"]
+    found = {}
+    for processes in (1, many):
+        say(f"{processes} processes: {' '.join(settings)}")
+        found[processes] = measure(settings, say, timeout=options.timeout, launcher=launcher(processes))
+        say(line_of(f"{processes} processes, each", found[processes]))
+    # each process reports its own rows; all of them wait for the slowest in every step
+    one, together = found[1]["sequences_per_second"], many * found[many]["sequences_per_second"]
+    say(f"{together:.2f} rows/s on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
+    if options.quick:
+        return
+    write(
+        NAME,
+        command=command_line(),
+        value=round(together, 3),
+        unit="rows/s",
+        against=round(many * one, 3),
+        ratio=round(together / (many * one), 4),
+        repetitions={str(processes): figures["step_seconds"] for processes, figures in found.items()},
+        log=say.path,
+        what=f"Rows per second on {many} GPUs against {many} times those on one, DDP, same rows per GPU and step.",
+        runs={str(processes): figures for processes, figures in found.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
