@@ -36,6 +36,7 @@ from coepg_dagster.workers import (
     STEPS,
     VERDICTS,
     CandidatesWork,
+    EndToEndWork,
     EvaluationWork,
     GrpoWork,
     SftWork,
@@ -103,6 +104,29 @@ def planner(work: Making) -> Outcome:
         config=config,
     )
     return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
+
+
+def end_to_end(work: Making) -> Outcome:
+    """The end-to-end agent of Table 3, from the steps and labels of D_{k-1}. Iteration 0: its base.
+
+    The base is the base grounder: a point must come from somewhere, and a planner has never named one.
+    """
+    experiment = work.loop.experiment
+    if work.k == 0:
+        return register_base(work, "base_grounder")
+    resource = work.context.resources.grpo_cdrem
+    grpo = resource.resolve(experiment.grpo)
+    result = work.launch(
+        resource,
+        EndToEndWork,
+        init=experiment.models.base_grounder,
+        dataset=_previous_dataset(work),
+        steps=work.folder("benchmark_steps") / STEPS,
+        train_split=experiment.benchmark.train,
+        sft=experiment.sft,
+        grpo=grpo,
+    )
+    return _outcome(CHECKPOINT, result, grpo, {WEIGHTS: None})
 
 
 def candidate_plans(work: Making) -> Outcome:
@@ -200,11 +224,12 @@ def evaluation(work: Making) -> Outcome:
     """The agent M_k = {π'_k, ϕ_k} on validation and on every test split, greedy, under the experiment's protocol."""
     experiment = work.loop.experiment
     benchmark = experiment.benchmark
+    decoupled = experiment.agent == "decoupled"
     result = work.launch(
         work.context.resources.regeneration,
         EvaluationWork,
-        planner=checkpoint_of(work.folder("planner")),
-        grounder=checkpoint_of(work.folder("grounder")),
+        planner=checkpoint_of(work.folder("planner" if decoupled else "end_to_end")),
+        grounder=checkpoint_of(work.folder("grounder")) if decoupled else None,
         steps=work.folder("benchmark_steps") / STEPS,
         splits=[benchmark.validation, *benchmark.test],
         max_steps=benchmark.max_eval_steps,
@@ -223,6 +248,7 @@ MAKERS: dict[Asset, Maker] = {
     "planner_sft": planner_sft,
     "grounder": grounder,
     "planner": planner,
+    "end_to_end": end_to_end,
     "candidate_plans": candidate_plans,
     "verdicts": verdicts,
     "dataset": dataset,

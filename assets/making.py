@@ -27,6 +27,7 @@ RESOURCES: dict[Asset, str] = {
     "planner_sft": "sft",
     "grounder": "sft",
     "planner": "grpo_cdrem",
+    "end_to_end": "grpo_cdrem",
     "candidate_plans": "regeneration",
     "verdicts": "regeneration",
     "dataset": "regeneration",

@@ -51,6 +51,15 @@ Answer with one JSON object and nothing else: {{"plan": "...", "action_type": ".
 _GROUNDER_INSTRUCT: Final = """Locate the element that this instruction refers to, precisely.
 Instruction: {plan}
 Answer with the pixel coordinates of its centre as (x,y) and nothing else."""
+_END_TO_END_INSTRUCT: Final = """You operate a {device} to complete a task.
+Task: {goal}
+{instruction}Previous actions:
+{history}
+Decide on the single next action, and where it acts.
+Action types:
+{actions}
+Answer with one JSON object and nothing else, the point being the pixel coordinates of the element's centre, or empty where \
+the action has no target: {{"action_type": "...", "value": "...", "point": "(x,y)"}}"""
 _PLANNER_COMPACT: Final = "Task: {goal}\nDone: {history}"
 _GROUNDER_COMPACT: Final = "{plan}"
 
@@ -81,15 +90,26 @@ def planner_messages(goal: str, history: Sequence[str], style: Style, instructio
     if style == "compact":
         asked = goal if instruction is None else f"{goal}\nNow: {instruction}"
         return _user(_PLANNER_COMPACT.format(goal=asked, history=" ; ".join(history) or "none"))
+    return _user(_instruct(_PLANNER_INSTRUCT, goal, history, style, instruction))
+
+
+def end_to_end_messages(
+    goal: str, history: Sequence[str], style: Style, instruction: str | None = None
+) -> list[Message]:
+    """The chat that asks an end-to-end agent for (type, value, point); `compact` asks as it asks a planner."""
+    if style == "compact":
+        return planner_messages(goal, history, style, instruction)
+    return _user(_instruct(_END_TO_END_INSTRUCT, goal, history, style, instruction))
+
+
+def _instruct(template: str, goal: str, history: Sequence[str], style: Style, instruction: str | None) -> str:
     actions = ACTION_TYPES if style == "web" else MOBILE_ACTION_TYPES
-    return _user(
-        _PLANNER_INSTRUCT.format(
-            device="web page" if style == "web" else "phone",
-            goal=goal,
-            instruction="" if instruction is None else f"Instruction for this step: {instruction}\n",
-            history="\n".join(f"{i + 1}. {action}" for i, action in enumerate(history)) or "none",
-            actions="\n".join(f"- {name}: {use}" for name, use in actions.items()),
-        )
+    return template.format(
+        device="web page" if style == "web" else "phone",
+        goal=goal,
+        instruction="" if instruction is None else f"Instruction for this step: {instruction}\n",
+        history="\n".join(f"{i + 1}. {action}" for i, action in enumerate(history)) or "none",
+        actions="\n".join(f"- {name}: {use}" for name, use in actions.items()),
     )
 
 
@@ -108,11 +128,23 @@ def grounder_answer(x: int, y: int) -> str:
     return f"({x},{y})"
 
 
+def end_to_end_answer(action_type: str, value: str, point: str) -> str:
+    """The answer that `parse_end_to_end` reads back; `point` as of `grounder_answer`, empty where there is no target."""
+    return json.dumps({"action_type": action_type, "value": value, "point": point}, ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class PlannerAnswer:
     plan: str
     action_type: str
     value: str
+
+
+@dataclass(frozen=True)
+class EndToEndAnswer:
+    action_type: str
+    value: str
+    point: tuple[float, float] | None  # in the model's own space; None: it named none
 
 
 _EMPTY_VALUES: Final = frozenset({"", "none", "no input text"})
@@ -135,24 +167,53 @@ def parse_planner(text: str) -> PlannerAnswer | None:
     The object starts at the first "{"; text around it (a code fence, a sentence) is passed over. Never evaluates
     anything, and never raises.
     """
+    answer = _object(text)
+    plan = answer.get("plan") if answer else None
+    action = _action(answer) if answer else None
+    if action is None or not (isinstance(plan, str) and plan.strip() and _can_be_kept(plan)):
+        return None
+    return PlannerAnswer(plan.strip(), *action)
+
+
+def parse_end_to_end(text: str) -> EndToEndAnswer | None:
+    """An end-to-end agent's answer, or None where the first JSON object holds no action type; as `parse_planner`."""
+    answer = _object(text)
+    action = _action(answer) if answer else None
+    if answer is None or action is None:
+        return None
+    point = answer.get("point")
+    return EndToEndAnswer(*action, parse_grounder(point) if isinstance(point, str) else None)
+
+
+def _object(text: str) -> Any:
+    """The first JSON object of a text; None where there is none."""
     start = text.find("{")
     if start < 0:
         return None
     try:
-        answer, _ = _JSON.raw_decode(text, start)
+        return _JSON.raw_decode(text, start)[0]
     except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
         return None
-    plan, action_type, value = (answer.get(key) for key in ("plan", "action_type", "value"))
-    if not (isinstance(plan, str) and plan.strip() and isinstance(action_type, str) and action_type.strip()):
+
+
+def _action(answer: Any) -> tuple[str, str] | None:
+    """(type, value) of an answer; None where it names no type, or a value that is none."""
+    action_type, value = answer.get("action_type"), answer.get("value")
+    if not (isinstance(action_type, str) and action_type.strip()):
         return None
     if not isinstance(value, str | int | float | None) or isinstance(value, bool):
         return None
-    answers = plan.strip(), action_type.strip().upper(), normal_value("" if value is None else str(value))
+    action = action_type.strip().upper(), normal_value("" if value is None else str(value))
+    return action if _can_be_kept("".join(action)) else None
+
+
+def _can_be_kept(text: str) -> bool:
+    """JSON can spell half a surrogate pair, which no table can hold."""
     try:
-        "".join(answers).encode()
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no table can hold
-        return None
-    return PlannerAnswer(*answers)
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _pair(text: str) -> re.Match[str] | None:

@@ -151,6 +151,32 @@ class GrpoWork(Work):
         )
 
 
+class EndToEndWork(Work):
+    kind: Literal["end_to_end"] = "end_to_end"
+    init: str
+    dataset: Path
+    train_split: str
+    sft: Sft
+    grpo: Grpo
+
+    def run(self, report: Report) -> dict[str, Any]:
+        from coepg_dagster.training.end_to_end import train_end_to_end
+
+        return train_end_to_end(
+            self.init,
+            pq.read_table(self.dataset),
+            steps_of(self.steps, self.train_split),
+            self.models,
+            self.sft,
+            self.grpo,
+            self.seed,
+            self.device,
+            self.scratch,
+            self.out,
+            report,
+        )
+
+
 CHUNK = 256
 """Rows of input that one chunk of pool work or evaluation takes, and that a killed run can lose."""
 
@@ -341,7 +367,7 @@ class VerdictsWork(ChunkedWork):
 class EvaluationWork(ChunkedWork):
     kind: Literal["evaluation"] = "evaluation"
     planner: str
-    grounder: str
+    grounder: str | None  # None: `planner` is an end-to-end agent
     splits: list[str]
     max_steps: int | None
     protocol: str
@@ -358,10 +384,15 @@ class EvaluationWork(ChunkedWork):
         return [Chunk("agent", start) for start in starts(self._steps().num_rows)]
 
     def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
-        from coepg_dagster.inference.predict import predict
+        from coepg_dagster.inference.predict import predict, predict_end_to_end
 
         steps = self._steps()
-        planner, grounder = (_engine(self, checkpoint, device) for checkpoint in (self.planner, self.grounder))
+        planner = _engine(self, self.planner, device)
+        if self.grounder is None:
+            return lambda start: predict_end_to_end(
+                planner, steps.slice(start, CHUNK), self.models, self.max_plan_tokens
+            )
+        grounder = _engine(self, self.grounder, device)
         tokens = self.max_plan_tokens, self.max_point_tokens
         return lambda start: predict(planner, grounder, steps.slice(start, CHUNK), self.models, *tokens)
 
@@ -385,7 +416,9 @@ def _engine(work: Work, checkpoint: str, device: str) -> Any:
     return TransformersEngine(checkpoint, dtype=work.models.dtype, device=device, batch_size=work.batch_size)
 
 
-AnyWork = Annotated[SftWork | GrpoWork | CandidatesWork | VerdictsWork | EvaluationWork, Field(discriminator="kind")]
+AnyWork = Annotated[
+    SftWork | GrpoWork | EndToEndWork | CandidatesWork | VerdictsWork | EvaluationWork, Field(discriminator="kind")
+]
 _WORK: TypeAdapter[Any] = TypeAdapter(AnyWork)
 
 

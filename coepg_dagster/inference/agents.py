@@ -16,6 +16,7 @@ from coepg_dagster.prompts import (
     PlannerAnswer,
     Style,
     coordinate_span,
+    end_to_end_messages,
     grounder_messages,
     parse_grounder,
     parse_planner,
@@ -36,6 +37,10 @@ class Task:
     def messages(self, style: Style) -> list[Message]:
         """The chat that asks π for this step's plan."""
         return planner_messages(self.goal, self.history, style, self.instruction)
+
+    def end_to_end_messages(self, style: Style) -> list[Message]:
+        """The chat that asks an end-to-end agent for this step's action."""
+        return end_to_end_messages(self.goal, self.history, style, self.instruction)
 
 
 def tasks_of(steps: pa.Table) -> list[Task]:

@@ -7,14 +7,16 @@ from typing import Any
 import pyarrow as pa
 
 from coepg_dagster.experiment import Models
+from coepg_dagster.geometry import Point, Space
 from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
-from coepg_dagster.inference.engine import Engine, Sampling
+from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
+from coepg_dagster.prompts import parse_end_to_end
 
 PREDICTION_SCHEMA = pa.schema(
     [
         pa.field("step_id", pa.string(), nullable=False),
-        pa.field("plan", pa.string()),  # null: the planner's answer could not be read
+        pa.field("plan", pa.string()),  # null: the planner's answer could not be read, or the agent is end-to-end
         pa.field("action_type", pa.string()),
         pa.field("value", pa.string(), nullable=False),
         pa.field("x", pa.float64()),  # pixels of the stored screenshot
@@ -57,6 +59,39 @@ def predict(
                 "mean_logprob": reading and reading.mean_logprob,
                 "planner_text": plan.text,
                 "grounder_text": reading.text if reading else "",
+            }
+        )
+    return pa.Table.from_pylist(rows, PREDICTION_SCHEMA)
+
+
+def predict_end_to_end(engine: Engine, steps: pa.Table, models: Models, max_tokens: int) -> pa.Table:
+    """What an end-to-end agent does on labelled steps, greedy: one prediction per step, in order (PREDICTION_SCHEMA).
+
+    Its answer is `planner_text`; no plan, no grounder. Raises RuntimeError where it gives no answer.
+    """
+    screens = Screens(steps, engine.resize)
+    tasks = tasks_of(steps)
+    requests = [Request(screens.image(task.step_id), task.end_to_end_messages(models.prompts)) for task in tasks]
+    rows: list[dict[str, Any]] = []
+    for task, answers in zip(tasks, engine.generate(requests, Sampling(max_tokens)), strict=True):
+        answer = answers[0]
+        if isinstance(answer, Failure):
+            raise RuntimeError(f"step {task.step_id}: the agent gave no answer: {answer.reason}")
+        action = parse_end_to_end(answer.text)
+        point = None
+        if action is not None and action.point is not None:
+            point = screens.viewport(task.step_id).point(Point(*action.point, models.coordinates), Space.ORIGINAL)
+        rows.append(
+            {
+                "step_id": task.step_id,
+                "plan": None,
+                "action_type": action and action.action_type,
+                "value": action.value if action else "",
+                "x": point and point.x,
+                "y": point and point.y,
+                "mean_logprob": None,
+                "planner_text": answer.text,
+                "grounder_text": "",
             }
         )
     return pa.Table.from_pylist(rows, PREDICTION_SCHEMA)

@@ -11,6 +11,7 @@ import pyarrow as pa
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.inference.agents import Plan, Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
+from coepg_dagster.prompts import EndToEndAnswer, PlannerAnswer
 from coepg_dagster.rewards.cdrem import type_reward, value_reward
 from coepg_dagster.steps import (
     CANDIDATE_SCHEMA,
@@ -24,11 +25,16 @@ from coepg_dagster.steps import (
 
 def gate_of(plan: Plan, action_type: str, value: str) -> str:
     """Which gate a plan stops at (Eq. 7 to 9), given the label's type and value."""
-    if plan.answer is None:
+    return gate_of_answer(plan.answer, action_type, value)
+
+
+def gate_of_answer(answer: PlannerAnswer | EndToEndAnswer | None, action_type: str, value: str) -> str:
+    """The same for what was read from an answer; None: nothing could be."""
+    if answer is None:
         return GATE_UNPARSED
-    if not type_reward(plan.answer.action_type, action_type):
+    if not type_reward(answer.action_type, action_type):
         return GATE_WRONG_TYPE
-    if not value_reward(plan.answer.value, value):
+    if not value_reward(answer.value, value):
         return GATE_WRONG_VALUE
     return GATE_PASSED
 

@@ -14,10 +14,12 @@ from coepg_dagster.prompts import (
     Message,
     Style,
     assistant,
+    end_to_end_answer,
     grounder_answer,
     grounder_messages,
     planner_answer,
 )
+from coepg_dagster.provenance import Agent
 
 _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 
@@ -54,27 +56,60 @@ def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: 
     for row in dataset.to_pylist():
         if row["box"] is None:
             continue
-        x1, y1, x2, y2 = row["box"]
-        centre = screens.viewport(row["step_id"]).point(Box(x1, y1, x2, y2, Space.ORIGINAL).centre, space)
         rows.append(
             {
                 "step_id": row["step_id"],
                 "prompt": _chat(grounder_messages(row["plan"], style)),
-                "completion": _chat(assistant(grounder_answer(round(centre.x), round(centre.y)))),
+                "completion": _chat(assistant(_centre(row, screens, space))),
             }
         )
     return _examples(rows, screens)
 
 
-def grpo_prompts(dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style) -> Dataset:
+def end_to_end_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style, space: Space) -> Dataset:
+    """One example per row of D_k without its plan: (screenshot, Q, h_t) → label type, label value, centre of its box."""
+    tasks = {task.step_id: task for task in tasks_of(steps)}
+    rows = []
+    for row in dataset.to_pylist():
+        point = "" if row["box"] is None else _centre(row, screens, space)
+        answer = end_to_end_answer(row["action_type"], row["value"], point)
+        rows.append(
+            {
+                "step_id": row["step_id"],
+                "prompt": _chat(tasks[row["step_id"]].end_to_end_messages(style)),
+                "completion": _chat(assistant(answer)),
+            }
+        )
+    return _examples(rows, screens)
+
+
+def _centre(row: dict[str, Any], screens: Screens, space: Space) -> str:
+    """The centre of a row's box as a grounder answers it, whole numbers in `space`."""
+    x1, y1, x2, y2 = row["box"]
+    centre = screens.viewport(row["step_id"]).point(Box(x1, y1, x2, y2, Space.ORIGINAL).centre, space)
+    return grounder_answer(round(centre.x), round(centre.y))
+
+
+def grpo_prompts(
+    dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style, agent: Agent = "decoupled"
+) -> Dataset:
     """One prompt per step that has a row in D_k, in the order of `steps`, with its step_id for the reward."""
     covered = set(dataset["step_id"].to_pylist())
     rows = [
-        {"step_id": task.step_id, "prompt": _chat(task.messages(style))}
+        {
+            "step_id": task.step_id,
+            "prompt": _chat(task.messages(style) if agent == "decoupled" else task.end_to_end_messages(style)),
+        }
         for task in tasks_of(steps)
         if task.step_id in covered
     ]
     return _examples(rows, screens)
+
+
+def completion_text(completion: Any) -> str:
+    """The text of one of TRL's conversational completions."""
+    content = completion[0]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _examples(rows: list[dict[str, Any]], screens: Screens) -> Dataset:

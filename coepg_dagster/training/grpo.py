@@ -29,7 +29,8 @@ from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, p
 from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
-from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
+from coepg_dagster.training.end_to_end import PointReward
+from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.workers import ROLLOUTS
 
 
@@ -63,7 +64,7 @@ class CdremReward:
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
         """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
-        texts = [_text(completion) for completion in completions]
+        texts = [completion_text(completion) for completion in completions]
         return self.score(texts, step_id)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
@@ -121,19 +122,13 @@ class CdremReward:
         return float(plan_reward(weights, np.array(hits))), graders
 
 
-def _text(completion: Any) -> str:
-    """The text of one of TRL's conversational completions."""
-    content = completion[0]["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
-
-
 class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPO trainer with rewards of spreadless groups made equal, and every rollout kept.
 
     The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole.
     """
 
-    def __init__(self, *args: Any, reward: CdremReward, rollouts: Path, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, reward: CdremReward | PointReward, rollouts: Path, **kwargs: Any) -> None:
         self._reward, self._rollouts = reward, rollouts
         self._writer: Any = None  # a ParquetWriter from the first rollouts to `close`
         super().__init__(*args, reward_funcs=reward, **kwargs)
@@ -171,7 +166,7 @@ class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
 
 def train_grpo(
     init: str,
-    own_grounder: tuple[str, str],
+    own_grounder: tuple[str, str] | None,
     verifiers: Mapping[str, str],
     dataset: pa.Table,
     steps: pa.Table,
@@ -187,7 +182,8 @@ def train_grpo(
     """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
 
     Args:
-        own_grounder: (name, checkpoint) of ϕ_k, which has prior `config.own_prior`.
+        own_grounder: (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, whose
+            own point is judged.
         verifiers: name → checkpoint of the open verifiers; left out where `config.ensemble` is false.
         max_point_tokens, batch_size: of the grounders' answers and forward passes.
     Returns:
@@ -197,14 +193,18 @@ def train_grpo(
     model, processor = load_for_training(init, device, freeze_vision=config.freeze_vision)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
     screens = Screens(steps, resize)
-    members = dict([own_grounder]) | (dict(verifiers) if config.ensemble else {})
-    priors = {name: config.verifier_prior for name in members} | {own_grounder[0]: config.own_prior}
+    own = dict([own_grounder] if own_grounder else [])
+    members = own | (dict(verifiers) if config.ensemble else {})
+    priors = {name: config.own_prior if name in own else config.verifier_prior for name in members}
     grounders = {}
     for name, checkpoint in members.items():
         engine = TransformersEngine(checkpoint, dtype=models.dtype, device=device, batch_size=batch_size)
         own_screens = screens if engine.resize == resize else Screens(steps, engine.resize)
         grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
-    prompts = grpo_prompts(dataset, steps, screens, models.prompts)
+    prompts = grpo_prompts(dataset, steps, screens, models.prompts, "decoupled" if own else "end_to_end")
+    reward: CdremReward | PointReward = PointReward(steps, screens, models.coordinates)
+    if own:
+        reward = CdremReward(grounders, priors, steps, screens, config)
     if len(prompts) < config.prompts_per_step:
         # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged
         raise NothingToTrainOn(
@@ -216,7 +216,7 @@ def train_grpo(
     trainer = CdremTrainer(
         model=model,
         processing_class=processor,
-        reward=CdremReward(grounders, priors, steps, screens, config),
+        reward=reward,
         rollouts=out / ROLLOUTS,
         train_dataset=prompts,
         callbacks=[ReportProgress(report, out / "training_log.jsonl")],

@@ -14,7 +14,7 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
-from coepg_dagster.training.examples import grounder_examples, planner_examples
+from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
@@ -28,7 +28,7 @@ LOADERS: Final = 4
 
 
 def train_sft(
-    role: Literal["planner", "grounder"],
+    role: Literal["planner", "grounder", "end_to_end"],
     init: str,
     dataset: pa.Table,
     steps: pa.Table,
@@ -55,6 +55,8 @@ def train_sft(
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
     if role == "planner":
         examples = planner_examples(dataset, steps, screens, models.prompts)
+    elif role == "end_to_end":
+        examples = end_to_end_examples(dataset, steps, screens, models.prompts, models.coordinates)
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
     out.mkdir(parents=True, exist_ok=True)
