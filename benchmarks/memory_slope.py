@@ -1,0 +1,111 @@
+"""Memory over 200 optimizer steps of GRPO on the tiny planner: megabytes per step, which must be flat.
+
+Resident memory of the process is read after every step, with three grounders, the rollout table and the logs as in any run.
+The slope is that of a straight line through the last STEPS - WARM_UP readings; its 95 % interval comes from blocks of
+consecutive steps, since neighbouring readings are alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import baseline, tiny
+from coepg_dagster.experiment import Grpo
+from coepg_dagster.training.grpo import train_grpo
+
+NAME = "memory_slope"
+STEPS, WARM_UP, BLOCK, SEED = 200, 40, 16, 11
+CONFIG = Grpo(
+    prompts_per_step=2,
+    group_size=4,
+    micro_batch_size=8,
+    max_steps=STEPS,
+    learning_rate=1e-5,
+    max_plan_tokens=tiny.MAX_PLAN_TOKENS,
+)
+FLAT = 0.05
+"""MB per step that count as flat: 10 MB in 200 steps."""
+
+
+def resident() -> float:
+    """Megabytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def slope(readings: np.ndarray) -> float:
+    return float(np.polyfit(np.arange(len(readings)), readings, 1)[0])
+
+
+def interval(readings: np.ndarray, rng: np.random.Generator, draws: int = 2000) -> tuple[float, float]:
+    """95 % of the slope: residuals of the line, drawn again in blocks of consecutive steps."""
+    x = np.arange(len(readings))
+    line = np.polyval(np.polyfit(x, readings, 1), x)
+    residuals, count = readings - line, -(-len(readings) // BLOCK)
+    starts = rng.integers(0, len(readings) - BLOCK + 1, (draws, count))
+    drawn = residuals[(starts[:, :, None] + np.arange(BLOCK)).reshape(draws, -1)[:, : len(readings)]]
+    slopes = [slope(line + row) for row in drawn]
+    low, high = np.percentile(slopes, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def main() -> None:
+    tiny.one_thread()
+    log = baseline.Log(NAME)
+    steps = tiny.train_steps(CONFIG.prompts_per_step * STEPS)
+    readings: list[float] = []
+
+    def read(done: int, of: int, figures: Any) -> None:
+        if "reward" in figures:
+            readings.append(resident())
+
+    names = list(tiny.GROUNDERS)
+    out = Path(tempfile.mkdtemp(prefix="coepg-bench-"))
+    try:
+        train_grpo(
+            str(tiny.MODELS / "base-planner"),
+            (names[0], str(tiny.GROUNDERS[names[0]])),
+            {name: str(tiny.GROUNDERS[name]) for name in names[1:]},
+            steps.select(["step_id"]),
+            steps,
+            tiny.settings(),
+            CONFIG,
+            tiny.MAX_POINT_TOKENS,
+            64,
+            SEED,
+            "cpu",
+            out,
+            read,
+        )
+    finally:
+        shutil.rmtree(out)
+    for step in range(0, STEPS, 20):
+        log(f"step {step + 1}: {readings[step]:.1f} MB")
+    kept = np.array(readings[WARM_UP:])
+    value, ci95 = slope(kept), interval(kept, np.random.default_rng(0))
+    flat = value <= FLAT
+    log(f"step {STEPS}: {readings[-1]:.1f} MB; {value:+.4f} MB/step, 95 % {ci95}; {'flat' if flat else 'NOT flat'}")
+    baseline.write(
+        NAME,
+        command=baseline.command_line(),
+        value=value,
+        unit="MB/step",
+        against=FLAT,
+        ratio=FLAT / value if value > 0 else None,
+        repetitions=[round(reading, 2) for reading in readings],
+        device=baseline.cpu_name(),
+        against_what="the slope that counts as flat; no ratio where memory does not grow at all",
+        ci95=ci95,
+        flat=flat,
+        steps=STEPS,
+        warm_up=WARM_UP,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the CPU benchmarks share: the embedded benchmark's screens and models, and rollouts of its planner."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models, and wait for each other on few cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.inference.agents import Planner, tasks_of
+from coepg_dagster.inference.engine import Sampling
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.readers.miniwob import load_snapshot
+
+ROOT: Final = Path(__file__).parents[1]
+MODELS: Final = ROOT / "models"
+GROUNDERS: Final = {
+    "base_grounder": MODELS / "base-grounder",
+    "verifier_a": MODELS / "verifier-a",
+    "verifier_b": MODELS / "verifier-b",
+}
+PRIORS: Final = {"base_grounder": 2.0, "verifier_a": 1.0, "verifier_b": 1.0}
+MAX_PLAN_TOKENS: Final = 48
+MAX_POINT_TOKENS: Final = 12
+
+
+def settings() -> Models:
+    """How the tiny models are asked."""
+    return Models(
+        base_planner=str(MODELS / "base-planner"),
+        base_grounder=str(MODELS / "base-grounder"),
+        planners={"planner_a": str(MODELS / "planner-a")},
+        verifiers={name: str(GROUNDERS[name]) for name in ("verifier_a", "verifier_b")},
+        prompts="compact",
+        dtype="float32",
+    )
+
+
+def train_steps(prompts: int) -> pa.Table:
+    """`prompts` training steps of the snapshot, spread over all families."""
+    table = load_snapshot(ROOT / "data" / "miniwob")
+    table = table.filter(pc.equal(table["split"], "train"))
+    return table.take([i * table.num_rows // prompts for i in range(prompts)])
+
+
+def rollouts(steps: pa.Table, group_size: int, seed: int) -> tuple[list[str], list[str]]:
+    """(texts, step ids): `group_size` sampled answers of the base planner per step, at GRPO's temperature."""
+    engine = TransformersEngine(MODELS / "base-planner", dtype="float32", device="cpu", batch_size=64)
+    planner = Planner(engine, Screens(steps, engine.resize), "compact")
+    tasks = tasks_of(steps)
+    sampling = Sampling(MAX_PLAN_TOKENS, temperature=Grpo().temperature, samples=group_size, seed=seed)
+    answers = planner.plan(tasks, sampling)
+    texts = [plan.text for plans in answers for plan in plans]
+    return texts, [task.step_id for task in tasks for _ in range(group_size)]
+
+
+def one_thread() -> None:
+    """Keeps torch to one thread, as the sandbox's workers are."""
+    torch.set_num_threads(1)
