@@ -109,17 +109,18 @@ def planner(work: Making) -> Outcome:
 def end_to_end(work: Making) -> Outcome:
     """The end-to-end agent of Table 3, from the steps and labels of D_{k-1}. Iteration 0: its base.
 
-    The base is the base grounder: a point must come from somewhere, and a planner has never named one.
+    The base is the base planner, which knows tasks; it learns to point. On the sandbox's validation split it does better than
+    the base grounder, which knows where things are (Step SR 56.7 against 47.0 after SFT on one D_1).
     """
     experiment = work.loop.experiment
     if work.k == 0:
-        return register_base(work, "base_grounder")
+        return register_base(work, "base_planner")
     resource = work.context.resources.grpo_cdrem
     grpo = resource.resolve(experiment.grpo)
     result = work.launch(
         resource,
         EndToEndWork,
-        init=experiment.models.base_grounder,
+        init=experiment.models.base_planner,
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
