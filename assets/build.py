@@ -12,9 +12,11 @@ from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.shared import WEIGHTS
 
 from coepg_dagster.experiment import Experiment, code_version
+from coepg_dagster.pools.controls import BLOCKING
+from coepg_dagster.pools.trends import WARNINGS, warnings
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Ref
 
-INPUTS_CURRENT = "inputs_current"
+INPUTS_CURRENT, RECORD_CHECKS = "inputs_current", "record_checks"
 
 DEPS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": ("previous/dataset", "benchmark_steps", "open_models"),
@@ -36,7 +38,7 @@ CHECKS: dict[Asset, tuple[str, ...]] = {
     "grounder": (WEIGHTS,),
     "planner": (WEIGHTS,),
     "end_to_end": (WEIGHTS,),
-    "dataset": ("train_split_only", "has_rows"),
+    "dataset": BLOCKING,
 }
 """Blocking checks: iteration k + 1 refuses an artifact on which one failed."""
 
@@ -116,29 +118,40 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
     ]
 
 
-def inputs_current(loop: Loop) -> dg.AssetChecksDefinition:
-    """For each asset of an iteration: is every version that it read still the current one, all the way up?"""
+def record_checks(loop: Loop) -> dg.AssetChecksDefinition:
+    """What the records say of each asset of an iteration, as warnings.
+
+    Is every version that it read still the current one, all the way up? Do its numbers hold against the iteration before?
+    """
+
+    def spec(name: str, asset: Asset, description: str) -> dg.AssetCheckSpec:
+        return dg.AssetCheckSpec(
+            name, asset=loop.key(asset), partitions_def=partitions(loop.experiment), description=description
+        )
 
     @dg.multi_asset_check(
-        name=f"{loop.experiment.name}_s{loop.seed}_{INPUTS_CURRENT}",
+        name=f"{loop.experiment.name}_s{loop.seed}_{RECORD_CHECKS}",
         specs=[
-            dg.AssetCheckSpec(
-                INPUTS_CURRENT,
-                asset=loop.key(asset),
-                partitions_def=partitions(loop.experiment),
-                description="Every version that was read is still the current one, and so on up to D_0.",
-            )
-            for asset in loop.made
+            *(
+                spec(INPUTS_CURRENT, asset, "Every version that was read is still the current one, up to D_0.")
+                for asset in loop.made
+            ),
+            *(spec(name, asset, what) for asset in loop.made for name, what in WARNINGS.get(asset, {}).items()),
         ],
         can_subset=True,
     )
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
-        records = loop.records(context.instance)
+        records, k = loop.records(context.instance), int(context.partition_key)
         stale = loop.stale(records)
         for key in context.selected_asset_check_keys:
             asset: Any = key.asset_key.path[-1]
-            ref = Ref(asset, int(context.partition_key))
-            why = str(stale[ref]) if ref in stale else None if ref in records else f"{ref} does not exist"
+            ref = Ref(asset, k)
+            if ref not in records:
+                why: str | None = f"{ref} does not exist"
+            elif key.name == INPUTS_CURRENT:
+                why = str(stale[ref]) if ref in stale else None
+            else:
+                why = warnings(asset, k, records, loop.experiment.quality)[key.name]
             yield dg.AssetCheckResult(
                 asset_key=key.asset_key,
                 check_name=key.name,

@@ -138,7 +138,7 @@ class Watch:
         self._cursor = news.cursor
         for entry in (record.event_log_entry for record in news.records):
             step = entry.step_key
-            if step is None or step.endswith("inputs_current"):
+            if step is None or step.endswith("record_checks"):
                 continue
             event = entry.dagster_event
             if event is None:

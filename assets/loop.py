@@ -24,6 +24,7 @@ from coepg_dagster.assets.shared import (
 
 from coepg_dagster.experiment import Strict
 from coepg_dagster.pools.candidates import pool_members
+from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import select
 from coepg_dagster.provenance import Asset
@@ -33,6 +34,7 @@ from coepg_dagster.workers import (
     DECISIONS,
     PREDICTIONS,
     SCORES,
+    SHUFFLED,
     STEPS,
     VERDICTS,
     CandidatesWork,
@@ -41,6 +43,7 @@ from coepg_dagster.workers import (
     GrpoWork,
     SftWork,
     VerdictsWork,
+    all_steps,
     steps_of,
     write_table,
 )
@@ -161,8 +164,9 @@ def verdicts(work: Making) -> Outcome:
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
         config=config,
+        shuffled_plans=experiment.quality.shuffled_plans,
     )
-    return _outcome([VERDICTS], result, config)
+    return _outcome([VERDICTS, SHUFFLED], result, config)
 
 
 def dataset(work: Making) -> Outcome:
@@ -181,24 +185,17 @@ def dataset(work: Making) -> Outcome:
     )
     write_table(rows, work.draft / DATASET)
     write_table(decisions, work.draft / DECISIONS)
-    covered = set(rows["step_id"].to_pylist())
-    train = set(steps_of(steps_file, experiment.benchmark.train)["step_id"].to_pylist())
-    outside = sorted(covered - train)
+    covered = len(set(rows["step_id"].to_pylist()))
     return Outcome(
         [DATASET, DECISIONS],
-        {"rows": rows.num_rows, "covered_steps": len(covered), "of_steps": steps.num_rows},
-        {
-            "train_split_only": f"{len(outside)} steps are not in the train split, e.g. {outside[0]}"
-            if outside
-            else None,
-            "has_rows": None if rows.num_rows else "no candidate was verified: look at `decisions` and at `verdicts`",
-        },
+        {"rows": rows.num_rows, "covered_steps": covered, "of_steps": steps.num_rows},
+        dataset_checks(rows, all_steps(steps_file), experiment.benchmark.train, experiment.quality),
         config=config.model_dump(mode="json"),
     )
 
 
 def data_quality(work: Making) -> Outcome:
-    """Purity, diversity and coverage of D_k (Fig. 6), the reasons of its drops, and its drift since D_{k-1}."""
+    """Purity, diversity and coverage of D_k (Fig. 6), agreement of its verifiers, controls, and its drift since D_{k-1}."""
     experiment = work.loop.experiment
     config = experiment.regeneration
     verdict_record = work.record("verdicts")
@@ -211,11 +208,14 @@ def data_quality(work: Making) -> Outcome:
         ),
         pq.read_table(work.read_by("verdicts", "candidate_plans") / CANDIDATES),
         pq.read_table(work.folder("verdicts") / VERDICTS),
+        pq.read_table(work.folder("verdicts") / SHUFFLED),
         pq.read_table(work.folder("dataset") / DECISIONS),
         pq.read_table(work.folder("dataset") / DATASET),
         pq.read_table(previous / DATASET) if previous else None,
         config.model_validate(verdict_record.config),
+        experiment.quality,
         frozenset(experiment.models.verifiers),
+        [tuple(size) for name, size in verdict_record.figures.items() if name.startswith("resize_")],
     )
     (work.draft / QUALITY).write_text(json.dumps(figures, indent=1, sort_keys=True))
     return Outcome([QUALITY], figures, config=config.model_dump(mode="json"))

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from coepg_dagster.assets.automation import alert, automation
-from coepg_dagster.assets.build import inputs_current, loop_assets, shared_assets
+from coepg_dagster.assets.build import loop_assets, record_checks, shared_assets
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
 from coepg_dagster.assets.making import Maker
@@ -45,7 +45,7 @@ def build(
             *(asset for experiment in experiments for asset in shared_assets(experiment, project.root, makers)),
             *(asset for loop in loops for asset in loop_assets(loop, makers)),
         ],
-        asset_checks=[inputs_current(loop) for loop in loops],
+        asset_checks=[record_checks(loop) for loop in loops],
         sensors=[alert(seconds)],
         resources={"store": StoreResource(), **default_resources(), **(resources or {})},
     )

@@ -196,6 +196,32 @@ _TAKEN_WITH: Final[dict[str, tuple[Asset, ...]]] = {
 """What a taken asset was made from, or with, is the parent's too."""
 
 
+class Quality(Strict):
+    """Controls of D_k, and when its checks speak; rates in per cent, differences in points."""
+
+    shuffled_plans: int = Field(
+        128, ge=1, description="pairs of a screen and another step's plan that each verifier is asked about"
+    )
+    shared_screens_at_most: float = Field(
+        0, ge=0, le=100, description="steps of D_k with a screenshot of a validation or test step; more fail D_k"
+    )
+    outside_boxes_at_most: float = Field(
+        0, ge=0, le=100, description="steps whose target box is not inside the screenshot; more fail D_k"
+    )
+    blank_screens_at_most: float = Field(
+        0, ge=0, le=100, description="steps with a screenshot of one colour; more fail D_k"
+    )
+    legible_px: float = Field(8, gt=0, description="smaller side of a target in the image that a verifier sees")
+    illegible_at_most: float = Field(5, ge=0, le=100, description="rows with smaller targets; more are warned of")
+    duplicates_at_most: float = Field(1, ge=0, le=100, description="rows that say the same as another of their step")
+    purity_may_fall: float = Field(5, ge=0, description="since D_{k-1}; a deeper fall is warned of")
+    coverage_may_fall: float = Field(2, ge=0, description="since D_{k-1}; a deeper fall is warned of")
+    planner_share_at_most: float = Field(70, gt=0, le=100, description="of the rows of D_k by one planner")
+    shuffled_over_chance_at_most: float = Field(
+        15, ge=0, description="hits with another step's plan beyond chance; more are warned of"
+    )
+
+
 class Experiment(Strict):
     """One experiment: everything that decides its results, for every seed."""
 
@@ -215,6 +241,7 @@ class Experiment(Strict):
     sft: Sft = Sft()
     grpo: Grpo = Grpo()
     regeneration: Regeneration = Regeneration()
+    quality: Quality = Quality()
     batch_size: int = Field(64, ge=1, description="requests per forward pass in generation, verification, evaluation")
 
     @property
@@ -390,9 +417,9 @@ CODE: Final[dict[str, int]] = {
     "grounder": 1,
     "planner": 1,
     "candidate_plans": 2,
-    "verdicts": 1,
+    "verdicts": 2,
     "dataset": 2,
-    "data_quality": 1,
+    "data_quality": 2,
     "evaluation": 1,
     "end_to_end": 1,
     "evolution_report": 1,
@@ -402,7 +429,7 @@ CODE: Final[dict[str, int]] = {
 
 def code_version(experiment: Experiment, asset: str) -> str:
     """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
-    pools, eyes = experiment.regeneration, {"prompts", "coordinates", "dtype"}
+    pools, quality, eyes = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
         "benchmark_steps": [(experiment.benchmark, {"reader", "path", "view", "level"})],
         "open_models": [(experiment.models, None)],
@@ -415,12 +442,17 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment, {"batch_size"}),  # the plans of a batch are drawn from one generator
             (experiment.models, eyes),
         ],
-        "verdicts": [(pools, {"max_point_tokens", "trained_members"}), (experiment.models, eyes)],
+        "verdicts": [
+            (pools, {"max_point_tokens", "trained_members"}),
+            (quality, {"shuffled_plans"}),
+            (experiment.models, eyes),
+        ],
         "dataset": [
             (pools, {"rule", "k", "max_plans_per_step", "carry_over"}),
             (experiment.benchmark, {"train", "max_train_steps"}),
+            (quality, {"shared_screens_at_most", "outside_boxes_at_most", "blank_screens_at_most"}),
         ],
-        "data_quality": [],
+        "data_quality": [(quality, {"legible_px"})],
         "evaluation": [
             (experiment.benchmark, {"validation", "test", "protocol", "max_eval_steps"}),
             (pools, {"max_plan_tokens", "max_point_tokens"}),

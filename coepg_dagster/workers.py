@@ -27,6 +27,8 @@ from coepg_dagster.progress import Report
 from coepg_dagster.steps import VERDICT_SCHEMA
 
 STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
+SHUFFLED = "shuffled.parquet"
+"""Verdicts on other steps' plans (see pools.controls): `step_id` names the screen, `candidate_id` the plan."""
 DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
 ROLLOUTS = "rollouts.parquet"
 
@@ -271,6 +273,10 @@ class ChunkedWork(Work):
                 process.join()
 
 
+CONTROL = -1
+"""The start of a verifier's last chunk, which holds the plan shuffle."""
+
+
 def starts(rows: int) -> range:
     """The first rows of the chunks of `rows` rows."""
     return range(0, rows, CHUNK)
@@ -326,6 +332,7 @@ class VerdictsWork(ChunkedWork):
     candidates: Path
     train_split: str
     config: Regeneration
+    shuffled_plans: int
 
     def _asked(self) -> pa.Table:
         """The candidates to verify, those of one screenshot together."""
@@ -337,30 +344,48 @@ class VerdictsWork(ChunkedWork):
 
     def chunks(self) -> list[Chunk]:
         rows = self._asked().num_rows
-        return [Chunk(name, start) for name in self.members for start in starts(rows)]
+        return [Chunk(name, start) for name in self.members for start in (*starts(rows), CONTROL)]
 
     def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
         from coepg_dagster.inference.agents import Grounder
         from coepg_dagster.inference.screens import Screens
+        from coepg_dagster.pools.controls import shuffled
         from coepg_dagster.pools.verdicts import give_verdicts
 
         asked = self._asked()
         engine = _engine(self, self.members[member], device)
-        screens = Screens(steps_of(self.steps, self.train_split), engine.resize)
+        steps = steps_of(self.steps, self.train_split)
+        screens = Screens(steps, engine.resize)
+        self._resize(member).write_text(json.dumps(engine.resize))
         grounder = Grounder(engine, screens, self.models.prompts, self.models.coordinates, self.config.max_point_tokens)
-        return lambda start: give_verdicts(grounder, member, asked.slice(start, CHUNK), screens)
+
+        def make(start: int) -> pa.Table:
+            if start == CONTROL:
+                plans = shuffled(asked, steps, self.config.similar, self.shuffled_plans)
+            else:
+                plans = asked.slice(start, CHUNK)
+            return give_verdicts(grounder, member, plans, screens)
+
+        return make
+
+    def _resize(self, member: str) -> Path:
+        """How a member's image processor resizes: written when it is loaded, kept like the chunks."""
+        return self.scratch / f"resize-{member}.json"
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         figures: dict[str, Any] = {}
-        tables = []
-        for name, part in parts.items():
-            verdicts = pa.concat_tables(part)
+        tables, controls = [], []
+        for name, (*part, control) in parts.items():
+            controls.append(control)
+            figures[f"resize_{name}"] = json.loads(self._resize(name).read_text())
+            verdicts = pa.concat_tables(part) if part else VERDICT_SCHEMA.empty_table()
             tables.append(verdicts)
             answered = verdicts.filter(pc.is_null(verdicts["failure"]))
             figures[f"hit_rate_{name}"] = 100 * (pc.mean(answered["hit"]).as_py() or 0.0)
             figures[f"failed_{name}"] = verdicts.num_rows - answered.num_rows
-        table = pa.concat_tables(tables) if tables else VERDICT_SCHEMA.empty_table()
+        table = pa.concat_tables(tables)
         write_table(table, self.out / VERDICTS)
+        write_table(pa.concat_tables(controls), self.out / SHUFFLED)
         return {"rows": table.num_rows, **figures}
 
 

@@ -60,7 +60,13 @@ WORK = [
         **COMMON, members={"p": "a"}, train_split="train", max_steps=None, config=Regeneration(), processes=2
     ),
     VerdictsWork(
-        **COMMON, members={"v": "b"}, candidates=Path("c"), train_split="train", config=Regeneration(), processes=2
+        **COMMON,
+        members={"v": "b"},
+        candidates=Path("c"),
+        train_split="train",
+        config=Regeneration(),
+        shuffled_plans=9,
+        processes=2,
     ),
     EvaluationWork(
         **COMMON,
@@ -242,6 +248,7 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
             candidates=tmp_path / "whole" / "out" / "candidates.parquet",
             train_split="train",
             config=config,
+            shuffled_plans=3,
             processes=1,
         ).run(quiet)
 
@@ -250,19 +257,22 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     n = to_verify(table).num_rows
     assert 3 <= n <= figures["to_verify"]
     found = verdicts("whole")
-    assert counted["ground"] == 2 * n
-    assert found["rows"] == 2 * n
+    moved = pq.read_table(tmp_path / "whole" / "out" / "shuffled.parquet").num_rows // 2
+    assert counted["ground"] == 2 * (n + moved) and 1 <= moved <= 3
+    assert found["rows"] == 2 * n and found["resize_learnt"] == found["resize_random"]
     given_ = pq.read_table(tmp_path / "whole" / "out" / "verdicts.parquet")
     asked = to_verify(table)
     for name in ("learnt", "random"):
         mine = given_.filter(pa.compute.equal(given_["verifier"], name))
         assert sorted(mine["candidate_id"].to_pylist()) == sorted(asked["candidate_id"].to_pylist())
 
-    done = [chunk for chunk in (tmp_path / "whole" / "scratch").iterdir() if "verdicts-learnt" in chunk.name]
+    kept = ("verdicts-learnt", "resize-learnt")
+    done = [chunk for chunk in (tmp_path / "whole" / "scratch").iterdir() if chunk.name.startswith(kept)]
     for chunk in done:
         (tmp_path / "killed" / "scratch" / chunk.name).write_bytes(chunk.read_bytes())
     counted["ground"] = 0
     assert verdicts("killed") == found
-    assert counted["ground"] == n, "only the second verifier's"
-    results = [(tmp_path / name / "out" / "verdicts.parquet").read_bytes() for name in ("whole", "killed")]
-    assert results[0] == results[1]
+    assert counted["ground"] == n + moved, "only the second verifier's"
+    for file in ("verdicts.parquet", "shuffled.parquet"):
+        results = [(tmp_path / name / "out" / file).read_bytes() for name in ("whole", "killed")]
+        assert results[0] == results[1]

@@ -1,50 +1,74 @@
-"""How good D_k is: purity, diversity, coverage (Fig. 6), why candidates were dropped, what changed since D_{k-1}."""
+"""How good D_k is: purity, diversity, coverage (Fig. 6), how far the verifiers agree, what changed since D_{k-1}."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment import Quality, Regeneration
+from coepg_dagster.pools.candidates import jaccard, plan_tokens
+from coepg_dagster.pools.controls import shuffle_rates, smallest_targets
 from coepg_dagster.pools.selection import is_verified
-from coepg_dagster.steps import GATE_PASSED
+from coepg_dagster.steps import GATE_PASSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE, NO_VALUE
+
+Votes = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Candidate → the verdicts on it."""
 
 
 def _per_cent(part: float, whole: float) -> float | None:
     return 100 * part / whole if whole else None
 
 
-def _rows_of(dataset: pa.Table) -> set[tuple[str, int]]:
-    return set(zip(dataset["candidate_id"].to_pylist(), dataset["made_in"].to_pylist(), strict=True))
+def _mean(values: Iterable[float]) -> float | None:
+    each = list(values)
+    return sum(each) / len(each) if each else None
 
 
 def data_quality(
     steps: pa.Table,
     candidates: pa.Table,
     verdicts: pa.Table,
+    moved: pa.Table,
     decisions: pa.Table,
     dataset: pa.Table,
     previous: pa.Table | None,
     config: Regeneration,
+    quality: Quality,
     open_verifiers: frozenset[str],
+    resizes: Sequence[tuple[int, int, int]],
 ) -> dict[str, Any]:
     """Named measures of one iteration's data, rates in per cent.
 
     - purity: verified / generated, over plans for steps with a target; a duplicate counts as the plan that it repeats.
     - purity_open: the same by the open verifiers' votes only, which are the same in every iteration: purity by the
-      current pool also rises when its members become lenient (COEPG.md, ambiguity t).
+      current pool also rises when its members become lenient (COEPG.md, ambiguity t). None where not all of them voted.
+    - type_accuracy, value_accuracy: plans with the label's type, of those that could be read; with its value, of those with
+      its type on steps that take a value.
     - diversity: mean number of different verified plans per covered step, before the cap.
     - diversity_kept: mean number of rows of D_k per covered step.
+    - plans: `raw` (generated), `distinct` (that could be read, different after normalising) and `verified` (different ones,
+      before the cap) plans per step and per task (episode), over all of them, verified plans or not.
     - coverage: share of the training steps that have a row in D_k.
+    - verifier_agreement: share of pairs of verifiers that agree on a plan; verifier_kappa: the same beyond chance (Fleiss).
+    - plan_words: mean length of a plan of D_k. specificity: mean information of a plan about its step, log(steps / steps with
+      that plan) / log(steps); 100: no plan occurs at two steps, 0: all steps have the same one.
+    - share_by_planner: of the rows of D_k.
     - carried_over: rows that D_k took from D_{k-1} as they were.
-    - drift: share of the plans of D_k that D_{k-1} did not hold for that step; null for D_0.
+    - repeated: share of the other rows that say what D_{k-1} said for that step. duplicates: rows that say the same as one
+      before them for their step.
+    - drift: share of the plans of D_k that D_{k-1} did not hold for that step. drift_words: Jensen-Shannon divergence of their
+      words, in bits (0: the same words, 1: no word in common). Both null for D_0.
+    - plan_shuffle: see pools.controls. illegible: rows whose target is smaller than `legible_px` for some verifier.
     """
-    targets = {row["step_id"]: bool(row["boxes"]) for row in steps.select(["step_id", "boxes"]).to_pylist()}
+    targets = {row["step_id"]: row for row in steps.select(["step_id", "episode_id", "value", "boxes"]).to_pylist()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
         votes[verdict["candidate_id"]].append(verdict)
+    frozen_voted = open_verifiers <= set(verdicts["verifier"].to_pylist())
 
     def verified(candidate: str, members: frozenset[str] | None) -> bool:
         answered = [
@@ -56,10 +80,17 @@ def data_quality(
 
     generated: Counter[str] = Counter()
     pure: Counter[str] = Counter()
+    gates: Counter[tuple[bool, str]] = Counter()  # (the step takes a value, gate)
     pure_open = 0
     unique_verified: Counter[str] = Counter()
-    for row in candidates.to_pylist():
-        if not targets[row["step_id"]]:
+    distinct: dict[str, set[frozenset[str]]] = defaultdict(set)
+    columns = ["candidate_id", "step_id", "planner", "plan", "gate", "duplicate_of"]
+    for row in candidates.select(columns).to_pylist():
+        step = targets[row["step_id"]]
+        gates[step["value"] != NO_VALUE, row["gate"]] += 1
+        if row["plan"] is not None:
+            distinct[row["step_id"]].add(plan_tokens(row["plan"]))
+        if not step["boxes"]:
             continue
         generated[row["planner"]] += 1
         if row["gate"] != GATE_PASSED:
@@ -71,6 +102,48 @@ def data_quality(
                 unique_verified[row["step_id"]] += 1
         pure_open += verified(original, open_verifiers)
     total = sum(generated.values())
+    right_type = sum(n for (_, gate), n in gates.items() if gate in (GATE_PASSED, GATE_WRONG_VALUE))
+    with_value = gates[True, GATE_PASSED] + gates[True, GATE_WRONG_VALUE]
+    covered = set(dataset["step_id"].to_pylist())
+    sizes = smallest_targets(dataset, steps, resizes)
+    boxes = zip(dataset["step_id"].to_pylist(), dataset["box"].to_pylist(), strict=True)
+    sides = [sizes[step_id, tuple(box)] for step_id, box in boxes if box is not None and (step_id, tuple(box)) in sizes]
+    per = {
+        "raw": candidates.num_rows,
+        "distinct": sum(map(len, distinct.values())),
+        "verified": sum(unique_verified.values()),
+    }
+    tasks = len({step["episode_id"] for step in targets.values()})
+    return {
+        "rows": dataset.num_rows,
+        "generated": candidates.num_rows,
+        "purity": _per_cent(sum(pure.values()), total),
+        "purity_open": _per_cent(pure_open, total) if frozen_voted else None,
+        "purity_by_planner": {name: _per_cent(pure[name], n) for name, n in sorted(generated.items())},
+        "type_accuracy": _per_cent(right_type, right_type + sum(gates[v, GATE_WRONG_TYPE] for v in (False, True))),
+        "value_accuracy": _per_cent(gates[True, GATE_PASSED], with_value),
+        **_by_verifier(verdicts),
+        **_agreement(votes),
+        "diversity": sum(unique_verified.values()) / len(unique_verified) if unique_verified else None,
+        "diversity_kept": dataset.num_rows / len(covered) if covered else None,
+        "plans": {
+            "per_step": {name: n / steps.num_rows for name, n in per.items()},
+            "per_task": {name: n / tasks for name, n in per.items()},
+        },
+        "coverage": _per_cent(len(covered), steps.num_rows),
+        **_plans(dataset),
+        "share_by_planner": {
+            name: 100 * n / dataset.num_rows for name, n in sorted(Counter(dataset["planner"].to_pylist()).items())
+        },
+        "decisions": dict(sorted(Counter(decisions["decision"].to_pylist()).items())),
+        **_since(dataset, previous, config.similar),
+        "plan_shuffle": shuffle_rates(verdicts, moved, steps),
+        "illegible": _per_cent(sum(side < quality.legible_px for side in sides), len(sides)),
+        "smallest_target_px": min(sides, default=None),
+    }
+
+
+def _by_verifier(verdicts: pa.Table) -> dict[str, Any]:
     hits: Counter[str] = Counter()
     answered: Counter[str] = Counter()
     failed: Counter[str] = Counter()
@@ -81,26 +154,91 @@ def data_quality(
             hits[name] += verdict["hit"]
         else:
             failed[name] += 1
-    covered = set(dataset["step_id"].to_pylist())
-    rows = set(zip(dataset["step_id"].to_pylist(), dataset["plan"].to_pylist(), strict=True))
-    old = None
-    carried = 0
-    if previous is not None:
-        old = set(zip(previous["step_id"].to_pylist(), previous["plan"].to_pylist(), strict=True))
-        # an open planner's candidates have the same ids in every iteration: only with `made_in` do they name a row
-        carried = len(_rows_of(dataset) & _rows_of(previous))
     return {
-        "rows": dataset.num_rows,
-        "generated": candidates.num_rows,
-        "purity": _per_cent(sum(pure.values()), total),
-        "purity_open": _per_cent(pure_open, total),
-        "purity_by_planner": {name: _per_cent(pure[name], n) for name, n in sorted(generated.items())},
         "hit_rate_by_verifier": {name: _per_cent(hits[name], n) for name, n in sorted(answered.items())},
         "failed_by_verifier": dict(sorted(failed.items())),
-        "diversity": sum(unique_verified.values()) / len(unique_verified) if unique_verified else None,
-        "diversity_kept": dataset.num_rows / len(covered) if covered else None,
-        "coverage": _per_cent(len(covered), steps.num_rows),
-        "decisions": dict(sorted(Counter(decisions["decision"].to_pylist()).items())),
-        "carried_over": carried,
-        "drift": None if old is None else _per_cent(len(rows - old), len(rows)),
     }
+
+
+def _agreement(votes: Votes) -> dict[str, float | None]:
+    """Pairwise agreement over the plans that two or more verifiers answered, and Fleiss' kappa of it (None: undefined)."""
+    shares, hits, answers = [], 0, 0
+    for each in votes.values():
+        said = [vote["hit"] for vote in each if vote["failure"] is None]
+        n, yes = len(said), sum(said)
+        if n > 1:
+            shares.append((yes * (yes - 1) + (n - yes) * (n - yes - 1)) / (n * (n - 1)))
+            hits, answers = hits + yes, answers + n
+    agreed = _mean(shares)
+    if agreed is None:
+        return {"verifier_agreement": None, "verifier_kappa": None}
+    by_chance = (hits / answers) ** 2 + (1 - hits / answers) ** 2
+    kappa = None if by_chance == 1 else (agreed - by_chance) / (1 - by_chance)
+    return {"verifier_agreement": 100 * agreed, "verifier_kappa": kappa}
+
+
+def _plans(dataset: pa.Table) -> dict[str, float | None]:
+    """Length and specificity of the plans of D_k."""
+    said = [
+        (step_id, plan_tokens(plan))
+        for step_id, plan in zip(dataset["step_id"].to_pylist(), dataset["plan"].to_pylist(), strict=True)
+    ]
+    used: dict[frozenset[str], set[str]] = defaultdict(set)
+    for step_id, tokens in said:
+        used[tokens].add(step_id)
+    steps = len({step_id for step_id, _ in said})
+    informed = [math.log(steps / len(used[tokens])) for _, tokens in said]
+    mean = _mean(informed)
+    return {
+        "plan_words": _mean(len(plan.split()) for plan in dataset["plan"].to_pylist()),
+        "specificity": None if mean is None or steps == 1 else 100 * mean / math.log(steps),
+    }
+
+
+def _since(dataset: pa.Table, previous: pa.Table | None, similar: float) -> dict[str, Any]:
+    """What D_k has of D_{k-1}, and what it says twice."""
+    columns = ["row_id", "step_id", "plan"]
+    said: dict[str, list[frozenset[str]]] = defaultdict(list)
+    duplicates = 0
+    rows = dataset.select(columns).to_pylist()
+    for row in rows:
+        tokens = plan_tokens(row["plan"])
+        duplicates += _same(tokens, said[row["step_id"]], similar)
+        said[row["step_id"]].append(tokens)
+    if previous is None:
+        return {"carried_over": 0, "repeated": None, "duplicates": duplicates, "drift": None, "drift_words": None}
+    old_rows = previous.select(columns).to_pylist()
+    old_said: dict[str, list[frozenset[str]]] = defaultdict(list)
+    for row in old_rows:
+        old_said[row["step_id"]].append(plan_tokens(row["plan"]))
+    old_ids = {row["row_id"] for row in old_rows}
+    new = [row for row in rows if row["row_id"] not in old_ids]
+    repeated = sum(_same(plan_tokens(row["plan"]), old_said[row["step_id"]], similar) for row in new)
+    old = {(row["step_id"], row["plan"]) for row in old_rows}
+    now = {(row["step_id"], row["plan"]) for row in rows}
+    words, old_words = (Counter(w for _, plan in each for w in plan.lower().split()) for each in (now, old))
+    return {
+        "carried_over": len(rows) - len(new),
+        "repeated": _per_cent(repeated, len(new)),
+        "duplicates": duplicates,
+        "drift": _per_cent(len(now - old), len(now)),
+        "drift_words": jensen_shannon(words, old_words),
+    }
+
+
+def _same(tokens: frozenset[str], others: Iterable[frozenset[str]], similar: float) -> bool:
+    return any(tokens == other or jaccard(tokens, other) > similar for other in others)
+
+
+def jensen_shannon(a: Counter[str], b: Counter[str]) -> float | None:
+    """The Jensen-Shannon divergence of two counts, in bits, 0..1; None where one is empty."""
+    n, m = a.total(), b.total()
+    if not n or not m:
+        return None
+    divergence = 0.0
+    for word in a.keys() | b.keys():
+        p, q = a[word] / n, b[word] / m
+        for share in (p, q):
+            if share:
+                divergence += share * math.log2(2 * share / (p + q)) / 2
+    return divergence

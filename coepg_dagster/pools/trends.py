@@ -1,0 +1,97 @@
+"""What an iteration's numbers warn of, read from the records: nothing of it keeps the next iteration from training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from coepg_dagster.experiment import Quality
+from coepg_dagster.provenance import Asset, Record, Ref
+from coepg_dagster.results import headline
+
+Figures = Mapping[str, Any]
+
+
+def warnings(asset: Asset, k: int, records: Mapping[Ref, Record], config: Quality) -> dict[str, str | None]:
+    """Each warning check of `asset` (see WARNINGS) → None, or what it warns of at iteration `k`.
+
+    A check whose number is not there passes: what was not measured did not fall.
+    """
+    now, before = (records[Ref(asset, i)].figures if Ref(asset, i) in records else {} for i in (k, k - 1))
+    return {name: look(now, before, config) for name, look in _LOOKS.get(asset, {}).items()}
+
+
+def _fell(name: str, at_most: Callable[[Quality], float]) -> Callable[[Figures, Figures, Quality], str | None]:
+    def look(now: Figures, before: Figures, config: Quality) -> str | None:
+        a, b, limit = before.get(name), now.get(name), at_most(config)
+        if a is None or b is None or b >= a - limit:
+            return None
+        return f"{name} fell from {a:.1f} to {b:.1f}, by more than {limit:g} points"
+
+    return look
+
+
+def _dominates(now: Figures, before: Figures, config: Quality) -> str | None:
+    shares = now.get("share_by_planner") or {}
+    if len(shares) < 2 or max(shares.values()) <= config.planner_share_at_most:
+        return None
+    name = max(shares, key=shares.__getitem__)
+    return f"{name} wrote {shares[name]:.1f} % of the rows, over {config.planner_share_at_most:g} %"
+
+
+def _unread(now: Figures, before: Figures, config: Quality) -> str | None:
+    bad = [
+        f"{name} hits {rates['shuffled']:.1f} % of targets when given another step's plan; chance is {rates['chance']:.1f} %"
+        for name, rates in (now.get("plan_shuffle") or {}).items()
+        if rates["shuffled"] > rates["chance"] + config.shuffled_over_chance_at_most
+    ]
+    return "; ".join(bad) or None
+
+
+def _illegible(now: Figures, before: Figures, config: Quality) -> str | None:
+    share = now.get("illegible")
+    if share is None or share <= config.illegible_at_most:
+        return None
+    return f"{share:.1f} % of the rows have a target of less than {config.legible_px:g} px in the image that a verifier sees"
+
+
+def _duplicates(now: Figures, before: Figures, config: Quality) -> str | None:
+    share = 100 * now["duplicates"] / now["rows"] if now.get("rows") and now.get("duplicates") else 0
+    if share <= config.duplicates_at_most:
+        return None
+    return f"{share:.1f} % of the rows say the same as another row of their step"
+
+
+def _success_fell(now: Figures, before: Figures, config: Quality) -> str | None:
+    bad = []
+    for split in sorted(now.keys() & before.keys()):
+        metric = headline(now[split]["metrics"])
+        a, b = before[split]["metrics"][metric], now[split]["metrics"][metric]
+        if b["macro"] is not None and a["ci95"] is not None and b["macro"] < a["ci95"][0]:
+            bad.append(f"{split}: {b['macro']:.1f}, below {a['ci95'][0]:.1f} to {a['ci95'][1]:.1f} before")
+    return "; ".join(bad) or None
+
+
+_LOOKS: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures, Quality], str | None]]]] = {
+    "data_quality": {
+        "purity_holds": _fell("purity", lambda config: config.purity_may_fall),
+        "coverage_holds": _fell("coverage", lambda config: config.coverage_may_fall),
+        "no_planner_dominates": _dominates,
+        "plans_are_read": _unread,
+        "targets_are_legible": _illegible,
+        "rows_say_different_things": _duplicates,
+    },
+    "evaluation": {"success_holds": _success_fell},
+}
+WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
+    "data_quality": {
+        "purity_holds": "Purity did not fall since D_{k-1} by more than `quality.purity_may_fall`.",
+        "coverage_holds": "Coverage did not fall since D_{k-1} by more than `quality.coverage_may_fall`.",
+        "no_planner_dominates": "No planner wrote more of D_k than `quality.planner_share_at_most`.",
+        "plans_are_read": "Given another step's plan, no verifier finds a target much more often than by chance.",
+        "targets_are_legible": "Targets have `quality.legible_px` in the image that verifiers see.",
+        "rows_say_different_things": "Rows of one step say different things.",
+    },
+    "evaluation": {"success_holds": "On no split is the success rate below its 95 % interval of the iteration before."},
+}
+"""Asset → its warning checks, and what each says."""
