@@ -270,6 +270,23 @@ def archive(project: Project, instance: dg.DagsterInstance) -> Archive:
     return Archive((record for _, record in sorted(found, key=lambda one: one[0])), project.store, project.root)
 
 
+def unfinished_runs(instance: dg.DagsterInstance) -> list[str]:
+    """The ids of all runs that are queued or going on."""
+    return [run.run_id for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES))]
+
+
+def finished_jobs(project: Project, instance: dg.DagsterInstance) -> set[str]:
+    """EXPERIMENT-sSEED-ASSET-K of every artifact that is there and current, as scratch folders begin."""
+    found = set()
+    for experiment in (project.experiments() | project.experiments(ABLATIONS)).values():
+        for seed in experiment.seeds:
+            loop = Loop(experiment, seed, project.root)
+            records = loop.records(instance)
+            current = records.keys() - loop.stale(records).keys()
+            found |= {f"{experiment.name}-s{seed}-{r.asset}-{r.iteration}" for r in current if r.asset in loop.made}
+    return found
+
+
 def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:
     materialization = event.asset_materialization
     value = materialization.metadata.get(RECORD) if materialization else None

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 from safetensors import SafetensorError, safe_open
 
-from coepg_dagster.auditing.archive import MODELS
+from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.experiment import Benchmark, Strict, fingerprint
 from coepg_dagster.provenance import Asset
 from coepg_dagster.readers.importing import Options, load_benchmark
@@ -23,8 +23,6 @@ from coepg_dagster.workers import STEPS, write_steps
 
 WEIGHTS = "weights_are_whole"
 """Blocking check on every model artifact."""
-BASE = "base.json"
-"""Marks an artifact that stands for a model that lies elsewhere, untrained here: {"checkpoint", "version"}."""
 
 
 def benchmark_steps(work: Making) -> Outcome:

@@ -54,12 +54,17 @@ def _open(reference: str) -> tuple[Project, Experiment, int]:
         raise typer.Exit(2) from None
 
 
-def _archive() -> Archive:
+def _archive(project: Project) -> Archive:
     """Every version that the project's event log knows of."""
-    project = find_project()
     from coepg_dagster.assets.ledger import archive, open_instance
 
     return archive(project, open_instance(project))
+
+
+def _refused(error: Exception) -> typer.Exit:
+    """Says why a command cannot go on; to be raised."""
+    err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(2)
 
 
 @app.command()
@@ -194,17 +199,16 @@ def trace(
     try:
         place = parse_place(row)
         if place.reference is None or place.k is None:
-            archive = _archive()
+            archive = _archive(find_project())
             found = trace_row(archive, *find_row(archive, place.what))
         else:
             project, experiment, seed = _open(place.reference)
             from coepg_dagster.assets.ledger import Loop
 
             owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
-            found = trace_place(_archive(), f"{owner}/s{seed}", place.k, place.what)
+            found = trace_place(_archive(project), f"{owner}/s{seed}", place.k, place.what)
     except NotFound as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise _refused(error) from None
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -215,6 +219,104 @@ def trace(
         for line in found["row"]["tampered"]:
             err.print(f"tampered: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def audit(
+    reference: Reference,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Compares every artifact of a loop, and all they were made from, with the hashes that were recorded at the making.
+
+    And every row of every D_k with its screenshot, its candidate and its verdicts. What was tampered with is named, and the
+    exit code is 1.
+    """
+    project, experiment, seed = _open(reference)
+    from coepg_dagster.auditing.archive import NotFound
+    from coepg_dagster.auditing.check import check
+
+    try:
+        found = check(_archive(project), f"{experiment.name}/s{seed}")
+    except NotFound as error:
+        raise _refused(error) from None
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        for line in found["tampered"]:
+            typer.echo(f"tampered: {line}")
+        looked_at = ", ".join(f"{found[what]} {what}" for what in ("artifacts", "files", "rows"))
+        typer.echo(f"looked at {looked_at}: {len(found['tampered']) or 'none'} tampered with")
+    if found["tampered"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="from this one")],
+    b: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="to this one")],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Says what differs between two iterations, of one experiment or two: rows of D_k and why, models, results."""
+    from coepg_dagster.auditing.archive import NotFound
+    from coepg_dagster.auditing.differences import Side, differences
+
+    sides = []
+    for name in (a, b):
+        reference, _, k = name.rpartition("@")
+        if not (reference and k.isdecimal()):
+            raise typer.BadParameter(f"{name!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
+        project, experiment, seed = _open(reference)
+        from coepg_dagster.assets.ledger import Loop
+
+        loop = Loop(experiment, seed, project.root)
+        sides.append(Side(f"{loop.name}@{k}", int(k), loop.owner, seed))
+    try:
+        found = differences(_archive(project), *sides)
+    except NotFound as error:
+        raise _refused(error) from None
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        from coepg_dagster.auditing.text import diff_text
+
+        typer.echo(diff_text(found))
+
+
+@app.command()
+def gc(
+    keep: Annotated[int, typer.Option(help="newest versions of each artifact that stay", min=1)] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+) -> None:
+    """Removes what nothing needs any more: older versions, leftovers of finished jobs, old outputs of `coepg play`.
+
+    What a current artifact was made from stays, however old. Refuses while anything is running.
+    """
+    try:
+        project = find_project()
+        project.experiments()  # a file that cannot be read would make its artifacts look unneeded
+    except ExperimentError as error:
+        raise _refused(error) from None
+    from coepg_dagster.assets.ledger import end_dead_runs, finished_jobs, open_instance, unfinished_runs
+    from coepg_dagster.auditing.archive import NotFound
+    from coepg_dagster.auditing.cleaning import leftovers
+
+    instance = open_instance(project)
+    end_dead_runs(instance, project.store)
+    busy = unfinished_runs(instance)
+    if busy:
+        err.print(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
+        raise typer.Exit(2)
+    try:
+        found = leftovers(_archive(project), finished_jobs(project, instance), keep)
+    except NotFound as error:
+        raise _refused(error) from None
+    for leftover in found:
+        if not dry_run:
+            leftover.remove()
+        name = leftover.folder.relative_to(project.store)
+        typer.echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
+    total = sum(leftover.size for leftover in found)
+    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(found)} folders, {total:,} bytes")
 
 
 @app.command()

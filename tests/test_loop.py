@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import random
+import re
 from pathlib import Path
 
 import dagster as dg
+import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from coepg_dagster.assets.ledger import archive
 
+from coepg_dagster.auditing.trace import trace
+from coepg_dagster.project import Project
 from tests.project import REPOSITORY, coepg, make_project, run
 from tests.reproducible import dataset_versions
 
@@ -98,3 +107,86 @@ def test_unknown_references_are_refused(projects: list[Path]) -> None:
         process = coepg(projects[0], "results", reference)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2 and word in err
+
+
+def test_ten_rows_of_d_2_are_traced_to_what_the_tables_say(projects: list[Path]) -> None:
+    """Expected answers come from the Parquet files and folder names alone, with pandas."""
+    project = projects[0]
+    home = project / "store" / "tiny" / "s7"
+
+    def table(asset: str, k: int, file: str) -> pd.DataFrame:
+        [version] = (home / asset / str(k)).iterdir()
+        return pd.read_parquet(version / file)
+
+    def version(asset: str, k: int) -> str:
+        [folder] = (home / asset / str(k)).iterdir()
+        return folder.name
+
+    [models_file] = (project / "store" / "tiny" / "open_models" / "all").glob("*/models.json")
+    opened = json.loads(models_file.read_text())
+
+    def weights(member: str, pool: str, asset: str) -> str:
+        trained = re.fullmatch(r"\w+_(\d)", member)
+        return version(asset, int(trained[1])) if trained else opened[f"{pool}/{member}"]["version"]
+
+    [steps_file] = (project / "store" / "tiny" / "benchmark_steps" / "all").glob("*/steps.arrow")
+    steps = pa.ipc.open_file(steps_file).read_all().to_pandas().set_index("step_id")
+    d = {k: table("dataset", k, "dataset.parquet") for k in range(THROUGH + 1)}
+    with dg.DagsterInstance.from_config(str(project / ".dagster")) as instance:
+        found = archive(Project(project), instance)
+    for number in random.Random(0).sample(range(len(d[2])), 10):
+        row = d[2].iloc[number]
+        traced = trace(found, "tiny/s7", 2, str(number))
+        made_in = row["made_in"]
+        candidates = table("candidate_plans", made_in, "candidates.parquet").set_index("candidate_id")
+        votes = table("verdicts", made_in, "verdicts.parquet")
+        decided = table("dataset", made_in, "decisions.parquet").set_index("candidate_id")["decision"]
+        mine = candidates.loc[row["candidate_id"]]
+        step = steps.loc[row["step_id"]]
+        assert traced["row"]["id"] == row["row_id"] and traced["row"]["tampered"] == []
+        holders = [(k, list(d[k]["row_id"]).index(row["row_id"])) for k in d if row["row_id"] in set(d[k]["row_id"])]
+        assert [(one["iteration"], one["number"]) for one in traced["row"]["datasets"]] == holders
+        assert (traced["step"]["step_id"], traced["step"]["goal"]) == (row["step_id"], step["goal"])
+        shot = hashlib.sha256(step["screenshot"]).hexdigest()[:16]
+        assert traced["step"]["screenshot"]["hash"] == shot == row["screenshot_hash"]
+        assert (traced["plan"]["plan"], traced["plan"]["text"]) == (row["plan"], mine["text"])
+        planner = traced["planner"]
+        assert (planner["name"], planner["seed"]) == (mine["planner"], mine["sampling_seed"])
+        assert planner["prompt"]["hash"] == mine["prompt_hash"]
+        assert planner["weights"] == weights(mine["planner"], "planners", "planner")
+        given = votes[votes["candidate_id"] == row["candidate_id"]]
+        assert [
+            (one["name"], one["hit"], one["point"], one["weights"], pytest.approx(one["confidence"]))
+            for one in traced["verdicts"]
+        ] == [
+            (
+                v.verifier,
+                v.hit,
+                [v.x, v.y],
+                weights(v.verifier, "verifiers", "grounder"),
+                min(1, math.exp(v.mean_logprob)),
+            )
+            for v in given.itertuples()
+        ]
+        assert traced["rule"]["hits"] == given["hit"].sum() == row["hits"]
+        others = candidates[(candidates["step_id"] == row["step_id"]) & (decided.reindex(candidates.index) != "kept")]
+        assert {one["candidate_id"]: one["reason"] for one in traced["dropped"]} == decided[others.index].to_dict()
+        trained = {(a, k + 1) for k, _ in holders if k < THROUGH for a in ("planner_sft", "grounder", "planner")}
+        assert {(one["asset"], one["iteration"]) for one in traced["trained"]} == trained
+        assert (traced["parents"][-1]["asset"], traced["parents"][-1]["models"].keys()) == (
+            "open_models",
+            opened.keys(),
+        )
+    printed = json.loads(run(project, "trace", d[2].iloc[0]["row_id"], "--json"))
+    assert printed == json.loads(json.dumps(trace(found, "tiny/s7", 2, "0")))
+
+
+def test_a_model_that_was_tampered_with_is_named_by_the_command(projects: list[Path]) -> None:
+    [weights] = (projects[1] / "store" / "tiny" / "s7" / "grounder" / "1").glob("*/model.safetensors")
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    process = coepg(projects[1], "trace", "tiny@2#0")
+    out, err = process.communicate(timeout=120)
+    weights.write_bytes(before)
+    assert process.returncode == 1 and "TAMPERED" in out
+    assert "tampered: grounder[1]" in err and "model.safetensors has other content than when it was made" in err

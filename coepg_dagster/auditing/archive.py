@@ -17,6 +17,9 @@ from coepg_dagster.store import digests
 MODELS = "models.json"
 """The list of open models in an `open_models` artifact: name → {"checkpoint", "version", "files"}."""
 
+BASE = "base.json"
+"""In the artifact of a model that stands for one that lies elsewhere, untrained here: {"checkpoint", "version"}."""
+
 
 class NotFound(LookupError):
     """Something that an auditor named, or that a lineage needs, is not there; the message says what to do."""

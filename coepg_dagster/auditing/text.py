@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 
 def trace_text(found: dict[str, Any]) -> str:
@@ -68,3 +68,56 @@ def _parent(one: dict[str, Any]) -> str:
     name = one["asset"] if one["iteration"] is None else f"{one['asset']}[{one['iteration']}]"
     state = "" if one["current"] else ", not current"
     return f"{name} {one['data_version']} (run {one['run_id'][:8]}){state}{', TAMPERED' if one['tampered'] else ''}"
+
+
+def diff_text(found: dict[str, Any]) -> str:
+    """Differences (see auditing.differences) as lines; of rows, a few of each kind."""
+    data = found["data"]
+    (version_a, version_b), (rows_a, rows_b) = data["versions"], data["rows"]
+    lines = [
+        f"{found['a']} → {found['b']}",
+        f"data      {version_a} ({rows_a} rows) → {version_b} ({rows_b} rows): {data['same']} the same, "
+        f"{len(data['gained'])} gained, {len(data['lost'])} lost, {len(data['changed'])} changed",
+    ]
+    for kind in ("gained", "lost", "changed"):
+        lines += [f"{kind:9} {n:6}  {why}" for why, n in data["why"][kind].items()]
+        lines += [f"          e.g. {_row(one)}" for one in data[kind][:SHOWN]]
+    for asset, model in found["models"].items():
+        if model is None:
+            lines.append(f"{asset:12} is not there on both sides")
+            continue
+        distance = "" if model["distance"] is None else f", ‖Δ‖/‖A‖ = {model['distance']:.4f}"
+        same = "same weights" if model["same_weights"] else "other weights"
+        lines.append(f"{asset:12} {' → '.join(model['versions'])}: {same}{distance}")
+        for what in ("inputs", "settings", "code"):
+            lines += [
+                f"          {what[:-1] if what != 'code' else what} {key}: {was} → {now}"
+                for key, (was, now) in model[what].items()
+            ]
+    for split, result in (found["results"] or {}).items():
+        if "not_comparable" in result:
+            lines.append(f"results   {split}: {result['not_comparable']}")
+            continue
+        for metric, difference in result["differences"].items():
+            lines.append(f"results   {split:12} {metric:8} {_difference(difference)} ({result['steps']} steps)")
+    if found["results"] is None:
+        lines.append("results   were not evaluated on both sides")
+    return "\n".join(lines)
+
+
+SHOWN: Final = 3
+"""How many rows of a kind are shown."""
+
+
+def _row(one: dict[str, Any]) -> str:
+    ids = one["row"] if "row" in one else " → ".join(one["rows"])
+    changes = "".join(f"; {name}: {was} → {now}" for name, (was, now) in one.get("changes", {}).items())
+    return f"{ids} {one['step_id']}: {one['plan']!r}{changes}"
+
+
+def _difference(difference: dict[str, Any]) -> str:
+    if difference["macro"] is None:
+        return "undefined"
+    low, high = difference["ci95"] or (None, None)
+    interval = "" if low is None else f" [{low:+.1f}, {high:+.1f}]"
+    return f"{difference['macro']:+.1f}{interval}{', differs' if difference['differs'] else ''}"

@@ -100,7 +100,7 @@ def trace_row(archive: Archive, dataset: Record, row: dict[str, Any]) -> dict[st
     """The provenance of a row (DATASET_SCHEMA) of one version of D_k; see `trace`."""
     if "row_id" not in row:
         raise NotFound(f"{dataset.ref} was made by an older coepg, without row ids: materialize {dataset.ref} again")
-    home = _home(archive, dataset, row["made_in"])
+    home = home_of(archive, dataset, row["made_in"])
     return _trace(archive, home, row["candidate_id"], row, _versions_with(archive, home, row["row_id"]))
 
 
@@ -266,7 +266,7 @@ def member(archive: Archive, name: str, reader: Record, models: Record) -> dict[
     return {"name": name, "model": entry["checkpoint"], "iteration": None, "weights": entry["version"]}
 
 
-def _home(archive: Archive, dataset: Record, made_in: int) -> Record:
+def home_of(archive: Archive, dataset: Record, made_in: int) -> Record:
     """The version of D_`made_in` from which `dataset` has the rows that were made there."""
     while dataset.iteration is not None and dataset.iteration > made_in:
         dataset = archive.made_by(dataset.input("dataset"))

@@ -140,5 +140,5 @@ def light_definitions(project: Project, **settings: Any) -> dg.Definitions:
     from coepg_dagster.definitions import build
 
     return dg.Definitions.merge(
-        build(project, makers=LIGHT_MAKERS, **settings), dg.Definitions(executor=dg.in_process_executor)
+        build(project, **({"makers": LIGHT_MAKERS} | settings)), dg.Definitions(executor=dg.in_process_executor)
     )

@@ -9,9 +9,10 @@ import dagster as dg
 from coepg_dagster.assets.ledger import EVOLVE_TAG, claim, end_dead_runs, living_run
 from filelock import FileLock
 
+from coepg_dagster.pools.controls import BLOCKING
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
-from tests.assets.light import EXPERIMENT, plant
+from tests.assets.light import EXPERIMENT, plant, steps_log
 from tests.assets.test_graph import stale_in_dagster
 
 
@@ -64,7 +65,8 @@ def test_a_failed_blocking_check_keeps_the_next_iteration_from_training(light: I
     assert not light.run(0).success
     result = light.run(1)
     assert not result.success
-    assert "dataset[0]: blocking check failed: has_rows, train_split_only" in light.why(result)
+    assert f"dataset[0]: blocking check failed: {', '.join(sorted(BLOCKING))}" in light.why(result)
+    assert not any(step["k"] == 1 for step in steps_log(light.project))
 
 
 def test_a_stale_input_is_refused_unless_it_is_accepted(light: InProcess) -> None:

@@ -1,0 +1,104 @@
+"""`coepg gc`: what of the store nothing needs any more. What a current artifact was made from is always needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from coepg_dagster.auditing.archive import Archive, place_of
+
+PLAY: Final = "play"
+"""The folder of `coepg play` beside the assets of a loop."""
+DRAFT_SECONDS: Final = 3600
+"""A draft in which nothing was written for so long belongs to a process that was killed."""
+_SCRATCH: Final = re.compile(r"(?P<job>.+)-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder of the store that may go."""
+
+    folder: Path
+    kind: str  # "version", "play", "scratch" or "draft"
+    size: int  # bytes
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder)
+
+
+def needed(archive: Archive, keep: int = 1) -> set[str]:
+    """The folders of the newest `keep` versions of every artifact, and of all that these were made from.
+
+    Raises NotFound where the record of something needed is gone: what that was made from cannot be told then.
+    """
+    by_place: dict[str, dict[str, None]] = defaultdict(dict)
+    newest = {record.folder: record for record in archive.records}
+    for record in reversed(archive.records):
+        by_place[place_of(record)].setdefault(record.folder)
+    folders: set[str] = set()
+    for versions in by_place.values():
+        for folder in list(versions)[:keep]:
+            folders.update(record.folder for record in archive.lineage(newest[folder]))
+    return folders
+
+
+def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: float | None = None) -> list[Leftover]:
+    """What may go, in alphabetical order. Nothing may be at work in the store meanwhile.
+
+    - versions that are not `needed`; a place of which the event log knows no version at all is left alone, so that a lost
+      log does not cost the store;
+    - what `coepg play` left, but for the newest `keep` of each iteration;
+    - scratch folders of jobs in `finished` (EXPERIMENT-sSEED-ASSET-K of current artifacts): nothing will go on from them;
+    - drafts of processes that were killed.
+    """
+    stay, known = needed(archive, keep), set(archive.current)
+    found: list[tuple[Path, str]] = []
+    for place, versions in _places(archive.store):
+        name = str(place.relative_to(archive.store))
+        if place.parent.name == PLAY:
+            old = sorted(versions, key=lambda folder: folder.stat().st_mtime, reverse=True)[keep:]
+            found += [(folder, "play") for folder in old]
+        elif name in known:
+            found += [(folder, "version") for folder in versions if f"{name}/{folder.name}" not in stay]
+    for folder in _folders(archive.store / ".scratch"):
+        job = _SCRATCH.fullmatch(folder.name)
+        if job and job["job"] in finished:
+            found.append((folder, "scratch"))
+    for folder in _folders(archive.store / ".drafts"):
+        if _last_write(folder) < (time.time() if now is None else now) - DRAFT_SECONDS:
+            found.append((folder, "draft"))
+    return [Leftover(folder, kind, _size(folder)) for folder, kind in sorted(found)]
+
+
+def _places(store: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """EXPERIMENT[/sSEED]/ASSET/PARTITION and the versions there."""
+    for experiment in _folders(store):
+        if experiment.name.startswith("."):
+            continue
+        for inner in _folders(experiment):
+            assets = _folders(inner) if re.fullmatch(r"s\d+", inner.name) else [inner]
+            for asset in assets:
+                for place in _folders(asset):
+                    yield place, _folders(place)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _last_write(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
