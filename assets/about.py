@@ -8,11 +8,14 @@ import dagster as dg
 import pyarrow as pa
 from coepg_dagster.assets.ledger import Loop
 
-from coepg_dagster.provenance import SHARED, Asset
+from coepg_dagster.provenance import SHARED, Asset, Ref
+from coepg_dagster.reports.site import EVOLUTION, INDEX, LINEAGE, page_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA
 
 PAGES = "COEPG_PAGES"
 """Environment variable with the address of the page server that `coepg ui` starts; unset where there is none."""
+DEFAULT_PAGES = "http://127.0.0.1:3001"
+"""Where `coepg ui` serves them unless it is told otherwise."""
 
 ABOUT: dict[Asset, str] = {
     "benchmark_steps": """Every labelled step of the benchmark: screenshot, task, history, label action, target box, split.
@@ -171,9 +174,15 @@ def _links(loop: Loop, asset: Asset) -> str:
     """Links to the pages of the loop where a page server runs, else the commands that make them."""
     pages = os.environ.get(PAGES)
     if not pages:
-        return f"Lineage map: `coepg lineage {loop.name}`"
-    lineage = f"[lineage map]({pages}/lineage/{loop.name})"
-    return f"[report]({pages}/report/{loop.name}), {lineage}" if asset == "evolution_report" else lineage
+        return f"Pages: `coepg report {loop.name} --out DIR`; lineage map: `coepg lineage {loop.name}`"
+    lineage = f"[lineage map]({pages}/{loop.name}/{LINEAGE}), [all pages]({pages}/{loop.name}/{INDEX})"
+    return f"[report]({pages}/{loop.name}/{EVOLUTION}), {lineage}" if asset == "evolution_report" else lineage
+
+
+def page_link(loop: Loop, ref: Ref) -> dict[str, dg.UrlMetadataValue]:
+    """Metadata that leads to the page of an artifact; `coepg ui` serves it."""
+    pages = os.environ.get(PAGES, DEFAULT_PAGES)
+    return {"page": dg.MetadataValue.url(f"{pages}/{loop.name}/{page_of(ref)}")}
 
 
 def table_schema(schema: pa.Schema) -> dg.TableSchema:

@@ -13,6 +13,7 @@ from typing import Any
 
 import dagster as dg
 import pyarrow.parquet as pq
+from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.ledger import RECORD, SOURCE, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import Processes
@@ -182,6 +183,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
             **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
             "inputs": _inputs_table(record.inputs),
             "folder": dg.MetadataValue.path(str(artifact.folder)),
+            **page_link(loop, work.ref),
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
         },
         check_results=[

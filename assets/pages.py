@@ -1,36 +1,38 @@
-"""Serves the pages of a project on the loopback address, beside Dagster's web UI: live lineage maps, and reports.
+"""The pages of a project: written below its store or into a folder, and served on the loopback address beside Dagster's web UI.
 
-`/` lists them, `/lineage/EXPERIMENT/sSEED` is drawn from the event log when it is asked for, so that it is never out of date.
+`/` lists the loops; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when what it shows has
+changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate.
 """
 
 from __future__ import annotations
 
+import mimetypes
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import dagster as dg
-import jinja2
-from coepg_dagster.assets.ledger import Loop
-from coepg_dagster.assets.report import REPORT
+from coepg_dagster.assets.ledger import Loop, archive
 
+from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.experiment import ExperimentError, split_reference
 from coepg_dagster.project import ABLATIONS, Project
 from coepg_dagster.provenance import Ref
+from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import lineage_page
+from coepg_dagster.reports.site import INDEX, Site, View
+from coepg_dagster.reports.trace import trace_page
 
-_INDEX = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Co-EPG pages</title>
-<style>body{font:16px/1.6 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}</style>
-<h1>Pages of this project</h1>
-<ul>{% for name in names %}<li>{{ name }}: <a href="/lineage/{{ name }}">lineage map</a>,
-<a href="/report/{{ name }}">evolution report</a></li>{% endfor %}</ul>
-{% if dagster %}<p><a href="{{ dagster }}">Dagster</a></p>{% endif %}</html>"""
+TRACE = "trace.html"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; script-src 'self'; base-uri 'none'"
 
 
-def lineage_of(loop: Loop, instance: dg.DagsterInstance, dagster: str | None = None) -> str:
-    """The lineage map of a loop as it is now; `dagster` is the address of the web UI, for links."""
+def view_of(loop: Loop, instance: dg.DagsterInstance) -> View:
+    """A loop as it is now."""
     records = loop.records(instance)
     times = {ref: made for ref in records if (made := _made_at(loop, instance, ref)) is not None}
-    return lineage_page(loop.experiment, loop.seed, records, loop.stale(records), times, dagster)
+    return View(loop.experiment, loop.seed, records, loop.stale(records), times)
 
 
 def _made_at(loop: Loop, instance: dg.DagsterInstance, ref: Ref) -> float | None:
@@ -41,52 +43,99 @@ def _made_at(loop: Loop, instance: dg.DagsterInstance, ref: Ref) -> float | None
     return found[0].timestamp if found else None
 
 
+def pages_folder(project: Project, loop: Loop) -> Path:
+    """Where the pages of a loop lie."""
+    return project.store / "pages" / loop.experiment.name / f"s{loop.seed}"
+
+
+def site_of(
+    project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path | None = None, dagster: str | None = None
+) -> Site:
+    """The pages of a loop in `folder`, or below the store; `dagster`: address of the web UI where they are served."""
+    return Site(
+        folder or pages_folder(project, loop),
+        archive(project, instance),
+        view_of(loop, instance),
+        dagster,
+        live=dagster is not None,
+    )
+
+
+def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path) -> list[Path]:
+    """Writes every page of a loop into `folder`; they stand alone as files."""
+    site = site_of(project, loop, instance, folder)
+    return [site.make(page) for page in site.pages()]
+
+
+def lineage_of(loop: Loop, instance: dg.DagsterInstance, dagster: str | None = None) -> str:
+    """The lineage map of a loop as it is now, alone; `dagster` is the address of the web UI, for links."""
+    view = view_of(loop, instance)
+    return lineage_page(view.experiment, view.seed, view.records, view.stale, view.times, dagster)
+
+
 def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) -> str:
     """Writes the lineage map of a loop below the store and returns its path."""
-    page = project.store / "pages" / loop.experiment.name / f"s{loop.seed}" / "lineage.html"
+    page = pages_folder(project, loop) / "lineage-map.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_suffix(".partial")
-    partial.write_text(lineage_of(loop, instance))
+    partial.write_text(lineage_of(loop, instance), "utf-8")
     partial.replace(page)
     return str(page)
 
 
 def page_server(project: Project, instance: dg.DagsterInstance, port: int, dagster: str | None) -> ThreadingHTTPServer:
     """A server of the project's pages on 127.0.0.1, to be run with `serve_forever`; port 0 takes a free one."""
+    one_at_a_time = threading.Lock()  # a page is made by one request, the others wait for it
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
                 self._answer(403, "only for this machine")  # another name that leads here is an attack on the browser
                 return
-            path = unquote(urlsplit(self.path).path).strip("/")
-            kind, _, reference = path.partition("/")
+            address = urlsplit(self.path)
+            path = unquote(address.path).strip("/")
             try:
                 experiments = project.experiments() | project.experiments(ABLATIONS)
                 if not path:
-                    names = [f"{name}/s{seed}" for name, found in experiments.items() for seed in found.seeds]
-                    page = jinja2.Environment(autoescape=True).from_string(_INDEX)
-                    self._answer(200, page.render(names=names, dagster=dagster))
+                    loops = [f"{name}/s{seed}" for name, found in experiments.items() for seed in found.seeds]
+                    self._answer(
+                        200, render("loops.html", loops=loops, crumbs=[("Dagster", dagster)] if dagster else [])
+                    )
                     return
-                experiment, seed = split_reference(reference, experiments)
-            except ExperimentError as error:
+                name, seed, page = ([*path.split("/", 2), "", ""])[:3]
+                experiment, number = split_reference(f"{name}/{seed}" if seed else name, experiments)
+                loop = Loop(experiment, number, project.root)
+                query = {key: values[0] for key, values in parse_qs(address.query).items()}
+                self._page(loop, page or INDEX, query)
+            except (ExperimentError, NotFound) as error:
                 self._answer(404, str(error), "text/plain")
-                return
-            loop = Loop(experiment, seed, project.root)
-            if kind == "lineage":
-                self._answer(200, lineage_of(loop, instance, dagster))
-            elif kind == "report" and (report := loop.report(instance)) is not None:
-                self._answer(200, (project.store / report.folder / REPORT).read_text())
+
+        def _page(self, loop: Loop, page: str, query: dict[str, str]) -> None:
+            if page == TRACE:
+                found = archive(project, instance)
+                self._answer(200, _trace(found, loop, query))
+            elif page.endswith(".html"):
+                with one_at_a_time:
+                    file = site_of(project, loop, instance, dagster=dagster or "").make(page)
+                    body = file.read_bytes()
+                self._send(200, body, "text/html; charset=utf-8")
             else:
-                self._answer(404, f"there is no {kind} of {loop.name} yet", "text/plain")
+                folder = pages_folder(project, loop).resolve()
+                file = (folder / page).resolve()
+                if not file.is_relative_to(folder) or not file.is_file() or ".made" in file.parts:
+                    raise NotFound(f"there is no {page} of {loop.name}")
+                kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+                self._send(200, file.read_bytes(), kind)
 
         def _answer(self, status: int, text: str, kind: str = "text/html") -> None:
-            body = text.encode()
+            self._send(status, text.encode(), f"{kind}; charset=utf-8")
+
+        def _send(self, status: int, body: bytes, kind: str) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; img-src data:")
+            self.send_header("Content-Security-Policy", _POLICY)
             self.end_headers()
             self.wfile.write(body)
 
@@ -94,3 +143,12 @@ def page_server(project: Project, instance: dg.DagsterInstance, port: int, dagst
             """Requests are nobody's business."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+def _trace(found: Archive, loop: Loop, query: dict[str, str]) -> str:
+    if not query.get("k", "").isdecimal() or "row" not in query:
+        raise NotFound(
+            f"a trace is asked for as {TRACE}?k=ITERATION&row=ROW: a number from 0, a row id, or a candidate id"
+        )
+    owner = f"{loop.owner('dataset')}/s{loop.seed}"
+    return trace_page(found, owner, int(query["k"]), query["row"])

@@ -4,11 +4,11 @@ import json
 import time
 
 import dagster as dg
-from coepg_dagster.assets.about import about
+from coepg_dagster.assets.about import about, page_link
 from coepg_dagster.assets.ledger import RECORD, REPORTED, Loop, tag_run
 
 from coepg_dagster.experiment import code_version
-from coepg_dagster.provenance import Record
+from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import write_report
 from coepg_dagster.results import results
 from coepg_dagster.store import UNPARTITIONED
@@ -65,7 +65,8 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(artifact.version),
             metadata={
                 "figures": dg.MetadataValue.md(preview),
-                "page": dg.MetadataValue.path(str(artifact.folder / REPORT)),
+                "file": dg.MetadataValue.path(str(artifact.folder / REPORT)),
+                **page_link(loop, Ref("evolution_report")),
                 RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
             },
         )

@@ -320,6 +320,30 @@ def gc(
 
 
 @app.command()
+def report(
+    reference: Reference,
+    out: Annotated[Path, typer.Option(help="folder of the pages")],
+) -> None:
+    """Writes the pages of an experiment as HTML files and prints the path of their index.
+
+    The lineage map, the evolution report, an audit page for each D_k and a page for each model. They need no server and no
+    network. What is there and current is not written again. `coepg ui` serves the same pages, and the trace of each row.
+    """
+    project, experiment, seed = _open(reference)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.pages import write_pages
+    from coepg_dagster.auditing.archive import NotFound
+
+    try:
+        written = write_pages(project, Loop(experiment, seed, project.root), instance, out)
+    except NotFound as error:
+        raise _refused(error) from None
+    typer.echo(str(written[0]))
+
+
+@app.command()
 def ui(
     port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address")] = 3000,
     pages_port: Annotated[int, typer.Option(help="of lineage maps and reports, on the loopback address")] = 3001,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP
-from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script
+from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script, shown_steps
 from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
 
 CHUNK: Final = 200
@@ -105,7 +105,7 @@ def write_audit(
     rows = _rows(about, candidates, verdicts, decisions, dataset, columns)
     wanted = set(rows)
     screens, cards, shown, texts = ScreenFiles(folder), _Cards(data), 0, []
-    for step in _steps(steps, wanted, screens):
+    for step in shown_steps(steps, wanted, screens):
         label = columns.code("action", step["action"])
         texts.append(f"{step['family']} {step['goal']} {step['id']}".lower())
         for row in rows[step["id"]]:
@@ -114,7 +114,7 @@ def write_audit(
             columns.action.append(label)
             columns.votes.append(sum(vote[1] * 4 ** vote[0] for vote in row["votes"]))
             columns.step.append(shown)
-            columns.plans.append(f"{row['plan'] or row['text'] or ''} {row['candidate']}".lower())
+            columns.plans.append(f"{row['plan'] or row['text'] or ''} {row['candidate']} {row['id'] or ''}".lower())
             row["why"] = _why(row.pop("reason"), row, step, about.config)
             cards.add(row | {"step": shown}, step)
         shown += 1
@@ -179,26 +179,6 @@ class _Cards:
             self._rows, self._steps = [], {}
 
 
-def _steps(steps: pa.Table, wanted: set[str], screens: ScreenFiles) -> Iterator[dict[str, Any]]:
-    """What the cards show of each wanted step; its screenshot becomes a file."""
-    for batch in steps.to_batches(max_chunksize=256):
-        texts = batch.drop_columns(["screenshot"]).to_pylist()
-        for row, text in enumerate(texts):
-            if text["step_id"] in wanted:
-                yield {
-                    "id": text["step_id"],
-                    "family": text["family"],
-                    "goal": text["goal"],
-                    "history": text["history"],
-                    "width": text["width"],
-                    "height": text["height"],
-                    "boxes": [[round(edge, 2) for edge in box] for box in text["boxes"]],
-                    "action": text["action_type"],
-                    "value": text["value"],
-                    "screenshot": screens.put(batch.column("screenshot")[row].as_buffer()),
-                }
-
-
 def _rows(
     about: AuditOf,
     candidates: pa.Table,
@@ -215,10 +195,11 @@ def _rows(
     numbers: dict[str, int] = {}
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     carried = []
-    kept = dataset.select(["candidate_id", "step_id", "made_in", "planner", "plan", "action_type", "value"]).to_pylist()
-    for number, row in enumerate(kept):
+    ids: dict[str, str] = {}
+    for number, row in enumerate(dataset.to_pylist()):
         if row["made_in"] == about.iteration:
             numbers[row["candidate_id"]] = number
+            ids[row["candidate_id"]] = row["row_id"]
         else:
             carried.append((number, row))
     for row in candidates.to_pylist():
@@ -227,7 +208,7 @@ def _rows(
         # a plan that repeats another one was not shown to the verifiers; their votes on the other one hold for it
         seen = votes.get(row["duplicate_of"] or candidate, [])
         found[row["step_id"]].append(
-            _row(about, candidate, row, numbers.get(candidate), about.iteration, seen)
+            _row(about, candidate, row | {"row_id": ids.get(candidate)}, numbers.get(candidate), about.iteration, seen)
             | {"decision": decision, "reason": (decision, row["duplicate_of"])}
         )
     for number, row in carried:
@@ -244,6 +225,7 @@ def _row(
     reference = f"{about.loop}@{about.iteration}#{candidate if number is None else number}"
     return {
         "row": None if number is None else reference,
+        "id": row["row_id"],
         "candidate": candidate,
         "planner": row["planner"],
         "plan": row["plan"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def script(head: str, value: Any, tail: str = "") -> str:
     return f"{head}{json.dumps(value, separators=(',', ':'), allow_nan=False)}{tail};\n"
 
 
+def image_type(start: bytes) -> str:
+    """`png` or `jpeg`, from the first bytes of an encoded image."""
+    return "png" if start[:4] == b"\x89PNG" else "jpeg"
+
+
 class ScreenFiles:
     """Screenshots as files below `folder`, each content once, under its hash."""
 
@@ -41,7 +47,7 @@ class ScreenFiles:
     def put(self, image: bytes | pa.Buffer) -> str:
         """Keeps an encoded PNG or JPEG; returns its address relative to the pages."""
         view = memoryview(image)
-        ending = "png" if bytes(view[:4]) == b"\x89PNG" else "jpg"
+        ending = image_type(bytes(view[:4]))
         name = hashlib.sha256(view).hexdigest()[:20]
         file = self._folder / SCREENS / name[:2] / f"{name}.{ending}"
         if not file.exists():
@@ -50,3 +56,26 @@ class ScreenFiles:
             partial.write_bytes(view)
             partial.rename(file)
         return f"{SCREENS}/{name[:2]}/{name}.{ending}"
+
+
+def shown_steps(steps: pa.Table, wanted: Collection[str], screens: ScreenFiles) -> Iterator[dict[str, Any]]:
+    """What pages show of each wanted step, in the order of the table; its screenshot becomes a file.
+
+    `steps` may be mapped memory: screenshots are read one at a time.
+    """
+    for batch in steps.to_batches(max_chunksize=256):
+        texts = batch.drop_columns(["screenshot"]).to_pylist()
+        for row, text in enumerate(texts):
+            if text["step_id"] in wanted:
+                yield {
+                    "id": text["step_id"],
+                    "family": text["family"],
+                    "goal": text["goal"],
+                    "history": text["history"],
+                    "width": text["width"],
+                    "height": text["height"],
+                    "boxes": [[round(edge, 2) for edge in box] for box in text["boxes"]],
+                    "action": text["action_type"],
+                    "value": text["value"],
+                    "screenshot": screens.put(batch.column("screenshot")[row].as_buffer()),
+                }

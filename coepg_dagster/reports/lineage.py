@@ -7,7 +7,7 @@ alone: one file, no script, no network.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,7 +53,7 @@ class Node:
             return symbol
         if len(symbol) > 2:
             return f"{symbol}[{self.ref.iteration}]"
-        return f"{symbol}{str(self.ref.iteration).translate(_SUBSCRIPTS)}  {self.ref.asset}"
+        return f"{symbol}{subscript(self.ref.iteration)}  {self.ref.asset}"
 
     @property
     def state(self) -> str:
@@ -68,6 +68,11 @@ class Node:
         if self.record is not None and self.record.failed_checks:
             return f"blocking check failed: {', '.join(self.record.failed_checks)}"
         return f"stale: {self.stale}" if self.stale else ""
+
+
+def subscript(iteration: int | None) -> str:
+    """An iteration as the index of a symbol."""
+    return "" if iteration is None else str(iteration).translate(_SUBSCRIPTS)
 
 
 def key_number(experiment: Experiment, record: Record) -> str:
@@ -102,8 +107,15 @@ def lineage_page(
     stale: Mapping[Ref, Stale],
     times: Mapping[Ref, float],
     dagster: str | None = None,
+    page_of: Callable[[Ref], str | None] = lambda ref: None,
 ) -> str:
-    """The map as HTML. `times`: when each artifact was made, seconds since 1970; `dagster`: address of the web UI, for links."""
+    """The map as HTML.
+
+    Args:
+        times: when each artifact was made, seconds since 1970.
+        dagster: address of the web UI, for links.
+        page_of: the address of the page of an artifact, relative to the map's.
+    """
     nodes = {node.ref: node for node in _nodes(experiment, records, stale, times)}
     edges = [(nodes[used], node) for node in nodes.values() for used in _drawn_inputs(experiment, node.ref)]
     edges.sort(key=lambda edge: edge[0].ref.iteration is not None)  # what everything reads lies behind
@@ -125,6 +137,7 @@ def lineage_page(
         link=lambda ref: _asset_link(
             dagster, str(experiment.parent) if ref.asset in experiment.taken else experiment.name, seed, ref
         ),
+        page_of=page_of,
         run_link=lambda run_id: f"{dagster}/runs/{run_id}" if dagster else None,
     )
 
@@ -235,9 +248,12 @@ iteration.</p>
 <title>{{ node.ref }}{{ node.whose }} {{ node.why }}</title>
 <rect x="{{ node.x }}" y="{{ node.y }}" width="{{ box[0] }}" height="{{ box[1] }}" rx="6"/>
 {% set href = link(node.ref) %}
-{% if href %}<a href="{{ href }}">{% endif %}
+{% set page = page_of(node.ref) if node.record else none %}
+{% if page %}<a href="{{ page }}">{% endif %}
 <text class="title" x="{{ node.x + 9 }}" y="{{ node.y + 18 }}">{{ node.title }}{{ node.whose }}</text>
-{% if href %}</a>{% endif %}
+{% if page %}</a>{% endif %}
+{% if href %}<a href="{{ href }}">
+<text x="{{ node.x + box[0] - 9 }}" y="{{ node.y + 66 }}" text-anchor="end">in Dagster</text></a>{% endif %}
 {% if node.record %}
 <text x="{{ node.x + 9 }}" y="{{ node.y + 36 }}">{{ numbers[node.ref] }}</text>
 <text x="{{ node.x + 9 }}" y="{{ node.y + 52 }}">version {{ node.record.data_version }}</text>

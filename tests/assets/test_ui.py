@@ -93,7 +93,7 @@ def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page
     assert page.locator("g.stale#planner_sft-1").count() == 1 and page.locator("g.current#planner_sft-0").count() == 1
     page.locator("dd").filter(has_text=re.compile(r"dataset\[0\] is now \w+, it read \w+")).first.wait_for()
     picture(page, "lineage-map")
-    page.locator("g#planner_sft-1 a").first.click()
+    page.locator("g#planner_sft-1 a").get_by_text("in Dagster").click()
     page.wait_for_url(re.compile("/assets/other/s2/planner_sft"))
 
 
@@ -106,9 +106,10 @@ def test_pages_answer_this_machine_only(deployment: Deployment) -> None:
         return found
 
     here = f"127.0.0.1:{deployment.pages_port}"
-    assert status("/", here) == 200 and status("/lineage/other/s2", here) == 200
-    assert status("/lineage/other/s2", "example.com:80") == 403
-    assert status("/lineage/nothing", here) == 404 and status("/../../etc/passwd", here) == 404
+    assert status("/", here) == 200 and status("/other/s2/lineage.html", here) == 200
+    assert status("/other/s2/lineage.html", "example.com:80") == 403
+    assert status("/nothing/s1/lineage.html", here) == 404
+    assert status("/../../etc/passwd", here) == 404 and status("/other/s2/../../../dagster.yaml", here) == 404
 
 
 def test_a_user_reads_the_evolution_report(deployment: Deployment, page: playwright.Page) -> None:

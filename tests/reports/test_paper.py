@@ -143,7 +143,7 @@ def test_html_is_escaped_and_commands_are_code() -> None:
 def rollout(step: int, gate: str, hits: list[bool]) -> dict[str, Any]:
     graders = [
         {"grounder": f"g{i}", "x": 1.0, "y": 1.0, "hit": hit, "tokens": 2, "mean_logprob": -0.1, "confidence": 0.9}
-        | {"prior": 1.0, "weight": 0.5, "failure": None}
+        | {"prior": 1.0, "weight": 0.5, "seconds": 0.01, "failure": None}
         for i, hit in enumerate(hits)
     ]
     common = {"group": 0, "step_id": "s", "text": "", "plan": "p", "reward": 1.0, "advantage": 0.0}

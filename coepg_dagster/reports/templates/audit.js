@@ -179,7 +179,7 @@ function card(number, row, steps) {
         ? make("details", {}, make("summary", {}, `${step.history.length} actions before`), make("ol", {}, ...step.history.map((text) => make("li", {}, text))))
         : null,
       row.votes.length ? make("table", {}, make("tr", {}, ...heads), ...votes) : null,
-      make("p", { class: "from" }, `${row.row ?? row.candidate} · planner ${data.names.planner[data.planner[number]]} · made in iteration ${row.madeIn} · `,
+      make("p", { class: "from" }, `${row.row ? `row ${row.row} (${row.id})` : row.candidate} · planner ${data.names.planner[data.planner[number]]} · made in iteration ${row.madeIn} · `,
         row.row === null ? null : `candidate ${row.candidate} · `,
         make("a", { href: "#" + new URLSearchParams({ search: step.id }) }, "all plans of this step"),
         row.trace ? make("span", {}, " · ", make("a", { href: row.trace }, "trace")) : null),

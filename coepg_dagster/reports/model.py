@@ -1,0 +1,273 @@
+"""The page of one trained model: how training went, what rewarded it, samples, and how calibrated the confidences are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from coepg_dagster.reports.calibration import reliability_figure
+from coepg_dagster.reports.figures import dress, figure, png
+from coepg_dagster.reports.html import ScreenFiles, render, shown_steps
+from coepg_dagster.rewards.calibration import Calibration, of_rollouts, of_verdicts
+from coepg_dagster.rewards.cdrem import SPREAD_FLOOR
+from coepg_dagster.steps import GATE_PASSED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CURVES: Final = (
+    ("reward", "reward (mean of the batch)"),
+    ("loss", "loss"),
+    ("mean_token_accuracy", "token accuracy"),
+    ("kl", "KL(π‖π_k)"),
+    ("entropy", "entropy"),
+    ("gate_passed", "share through the gate"),
+    ("groups_without_spread", "share of groups without spread"),
+    ("completions/mean_length", "tokens of an answer"),
+    ("grad_norm", "gradient norm"),
+    ("learning_rate", "learning rate"),
+)
+"""What is drawn of a trainer's log, where it is there: key, title."""
+SAMPLES: Final = 8
+"""Rollouts or verdicts shown with their screenshots."""
+
+
+@dataclass(frozen=True)
+class ModelOf:
+    """What the page says of the model."""
+
+    name: str  # EXPERIMENT/sSEED
+    symbol: str  # π, π′ or ϕ with its index
+    what: str
+    facts: Sequence[tuple[str, str]]  # (name, value): version, run, seconds …
+    config: Mapping[str, Any]
+    made_from: Sequence[tuple[str, str, str | None]]  # (artifact, data version, address of its page)
+    crumbs: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What rewarded a planner's rollouts, in per cent where it is a share."""
+
+    rollouts: int
+    reward: float
+    gates: Mapping[str, float]
+    no_target: float
+    graders: Sequence[Mapping[str, Any]]  # grounder, asked, hit, confidence, prior, weight, adds
+    groups: int
+    without_spread: float
+    all_zero: float  # of the groups: every reward is 0
+    all_best: float  # of the groups: every reward is 1
+    fractional: float  # of the groups: equal, and neither
+
+
+def reward_of(rollouts: pa.Table) -> Reward:
+    """The breakdown of a rollout table (ROLLOUT_SCHEMA). `adds` is the mean of w_j·Acc_j over the plans that j was asked."""
+    rows = rollouts.to_pylist()
+    gates = Counter(row["gate"] for row in rows)
+    votes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in rows:
+        groups[row["optimizer_step"], row["group"]].append(row["reward"])
+        for grader in row["graders"]:
+            votes[grader["grounder"]].append(grader)
+    flat = [rewards for rewards in groups.values() if _std(rewards) < SPREAD_FLOOR]
+    all_zero = sum(max(rewards) < SPREAD_FLOOR for rewards in flat)
+    all_best = sum(min(rewards) > 1 - SPREAD_FLOOR for rewards in flat)
+    return Reward(
+        rollouts=len(rows),
+        reward=fmean(row["reward"] for row in rows),
+        gates={gate: 100 * n / len(rows) for gate, n in gates.most_common()},
+        no_target=100 * sum(row["gate"] == GATE_PASSED and not row["graders"] for row in rows) / len(rows),
+        graders=[_grader(name, given) for name, given in votes.items()],
+        groups=len(groups),
+        without_spread=100 * len(flat) / len(groups),
+        all_zero=100 * all_zero / len(groups),
+        all_best=100 * all_best / len(groups),
+        fractional=100 * (len(flat) - all_zero - all_best) / len(groups),
+    )
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+
+
+def _grader(name: str, votes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    answered = [vote for vote in votes if vote["failure"] is None]
+    sure = [vote["confidence"] for vote in answered if vote["confidence"] is not None]
+    return {
+        "grounder": name,
+        "asked": len(votes),
+        "failed": len(votes) - len(answered),
+        "hit": 100 * fmean(vote["hit"] for vote in answered) if answered else None,
+        "confidence": fmean(sure) if sure else None,
+        "prior": votes[0]["prior"],
+        "weight": fmean(vote["weight"] for vote in votes),
+        "adds": fmean(vote["weight"] * vote["hit"] for vote in votes),
+    }
+
+
+def curves_figure(log: Sequence[Mapping[str, float]]) -> Figure | None:
+    """The curves of a trainer's log, a panel each; None where it logged nothing of them."""
+    shown = [(key, title) for key, title in CURVES if sum(key in entry for entry in log) > 1]
+    if not shown:
+        return None
+    rows = -(-len(shown) // 3)
+    drawn = figure(10, 2.3 * rows)
+    panels = drawn.subplots(rows, 3, squeeze=False).ravel()
+    for axes, (key, title) in zip(panels, shown, strict=False):
+        points = [(entry["step"], entry[key]) for entry in log if key in entry]
+        x, y = [step for step, _ in points], [value for _, value in points]
+        axes.plot(x, y, color="C0")
+        if key == "reward" and all("reward_std" in entry for entry in log if key in entry):
+            std = [entry["reward_std"] for entry in log if key in entry]
+            low, high = [a - b for a, b in zip(y, std, strict=True)], [a + b for a, b in zip(y, std, strict=True)]
+            axes.fill_between(x, low, high, alpha=0.15, color="C0")
+        axes.set_title(title, fontsize="medium")
+        dress(axes, "")
+    for axes in panels[len(shown) :]:
+        axes.set_visible(False)
+    drawn.supxlabel("optimizer step", fontsize="medium")
+    return drawn
+
+
+def reward_figure(rollouts: pa.Table) -> Figure:
+    """Over the optimizer steps: what stopped rollouts, how often each grounder hit, and groups without spread."""
+    gates: dict[int, Counter[str]] = defaultdict(Counter)
+    hits: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rollouts.to_pylist():
+        step = row["optimizer_step"]
+        gates[step][row["gate"]] += 1
+        groups[step][row["group"]].append(row["reward"])
+        for grader in row["graders"]:
+            if grader["failure"] is None:
+                hits[grader["grounder"]][step].append(grader["hit"])
+    steps = sorted(gates)
+    drawn = figure(10, 2.8)
+    gate, hit, spread = drawn.subplots(1, 3)
+    names = [name for name, _ in sum(gates.values(), Counter()).most_common()]
+    shares = [[100 * gates[step][name] / gates[step].total() for step in steps] for name in names]
+    gate.stackplot(steps, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
+    gate.set_title("gate, % of rollouts", fontsize="medium")
+    for name, found in hits.items():
+        at = sorted(found)
+        hit.plot(at, [100 * fmean(found[step]) for step in at], label=name)
+    hit.set_title("hits of each grounder, %", fontsize="medium")
+    flat = [100 * fmean(_std(rewards) < SPREAD_FLOOR for rewards in groups[step].values()) for step in steps]
+    spread.bar(steps, flat, color="0.6")
+    spread.set_title("groups without spread, %", fontsize="medium")
+    for axes in (gate, hit, spread):
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("optimizer step")
+        dress(axes, "")
+    return drawn
+
+
+def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, Any]]:
+    """Pairs of rollouts, the best and the worst of a group, from groups spread evenly over training that do differ.
+
+    A rule, so that the page shows what happened and not what looks good.
+    """
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in rollouts.to_pylist():
+        groups[row["optimizer_step"], row["group"]].append(row)
+    differ = [rows for _, rows in sorted(groups.items()) if _std([row["reward"] for row in rows]) >= SPREAD_FLOOR]
+    pairs = max(1, count // 2)
+    chosen = [differ[i * len(differ) // pairs] for i in range(pairs)] if len(differ) >= pairs else differ
+    found = []
+    for rows in chosen:
+        ranked = sorted(rows, key=lambda row: row["reward"])
+        found += [ranked[-1], ranked[0]]
+    return found
+
+
+def sample_verdicts(verdicts: pa.Table, name: str, count: int = SAMPLES) -> list[dict[str, Any]]:
+    """Answers of one grounder, half of them hits and half misses, spread evenly over the table."""
+    mine = [row for row in verdicts.to_pylist() if row["verifier"] == name and row["failure"] is None]
+    found = []
+    for hit in (True, False):
+        of = [row for row in mine if row["hit"] is hit and row["x"] is not None]
+        half = min(len(of), count // 2)
+        found += [of[i * len(of) // half] for i in range(half)]
+    return found
+
+
+def write_model(
+    folder: Path,
+    page: str,
+    about: ModelOf,
+    log: Sequence[Mapping[str, float]],
+    steps: pa.Table,
+    rollouts: pa.Table | None = None,
+    verdicts: pa.Table | None = None,
+    plans: Mapping[str, str] | None = None,
+    member: str | None = None,
+) -> Path:
+    """Writes the page of a model into `folder`, and the screenshots that it shows.
+
+    Args:
+        log: the trainer's log lines, in order; empty where nothing was trained.
+        steps: at least those of the tables; may be mapped memory.
+        rollouts: of GRPO, for π'_k.
+        verdicts, plans, member: the verdicts of the pool that the model was a verifier of, the plan of each candidate, and
+            its name in the pool; for ϕ_k.
+    """
+    reward, reward_png, samples = None, None, []
+    calibrations: dict[str, Calibration] = {}
+    if rollouts is not None and rollouts.num_rows:
+        reward, reward_png = reward_of(rollouts), png(reward_figure(rollouts))
+        samples = [_rollout(row) for row in sample_rollouts(rollouts)]
+        calibrations = of_rollouts(rollouts)
+    if verdicts is not None and plans is not None and member is not None:
+        samples = [_verdict(row, plans[row["candidate_id"]]) for row in sample_verdicts(verdicts, member)]
+        calibrations = {name: found for name, found in of_verdicts(verdicts).items() if name == member}
+    shown = {step["id"]: step for step in shown_steps(steps, {s["step_id"] for s in samples}, ScreenFiles(folder))}
+    curves = curves_figure(log)
+    file = folder / page
+    file.write_text(
+        render(
+            "model.html",
+            about=about,
+            crumbs=about.crumbs,
+            curves=png(curves) if curves else None,
+            reward=reward,
+            reward_figure=reward_png,
+            samples=[(sample, shown[sample["step_id"]]) for sample in samples],
+            judged=verdicts is not None,
+            calibration=png(reliability_figure(calibrations)) if calibrations else None,
+        ),
+        "utf-8",
+    )
+    return file
+
+
+def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
+    points = [
+        {**grader, "color": i, "name": grader["grounder"], "sure": grader["confidence"]}
+        for i, grader in enumerate(row["graders"])
+    ]
+    head = f"optimizer step {row['optimizer_step']}, group {row['group']}: reward {row['reward']:.2f}"
+    return {**row, "head": f"{head}, advantage {row['advantage']:+.2f}", "points": points, "good": row["advantage"] > 0}
+
+
+def _verdict(row: Mapping[str, Any], plan: str) -> dict[str, Any]:
+    sure = None if row["mean_logprob"] is None else math.exp(min(0.0, row["mean_logprob"]))
+    point = {**row, "color": 0, "name": row["verifier"], "sure": sure, "weight": None}
+    return {
+        "step_id": row["step_id"],
+        "plan": plan,
+        "text": row["text"],
+        "gate": GATE_PASSED,
+        "points": [point],
+        "head": "hit" if row["hit"] else "miss",
+        "good": row["hit"],
+    }

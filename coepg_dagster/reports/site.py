@@ -1,0 +1,244 @@
+"""The pages of one loop, each made from the records and stored tables of the versions that were really read.
+
+A folder with `index.html`, the lineage map, the evolution report, an audit page per D_k and a page per model, linked with each
+other by relative addresses: it opens from files, and from the page server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from coepg_dagster.auditing.archive import Archive, NotFound
+from coepg_dagster.auditing.trace import member, readable
+from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
+from coepg_dagster.provenance import Asset, Record, Ref, Stale
+from coepg_dagster.reports.audit import AuditOf, Member, write_audit
+from coepg_dagster.reports.evolution import write_report
+from coepg_dagster.reports.html import render
+from coepg_dagster.reports.lineage import SYMBOLS, key_number, lineage_page, subscript
+from coepg_dagster.reports.model import ModelOf, write_model
+from coepg_dagster.results import results
+from coepg_dagster.steps import STEP_SCHEMA
+from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
+
+INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
+LAYOUT: Final = 1
+"""Raise it when pages change: pages that were made before are made again."""
+MODELS: Final[dict[Asset, str]] = {
+    "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
+    "planner": "The planner after GRPO with the confidence-weighted reward of its grounders, C-DREM (Eq. 3 to 10).",
+    "grounder": "The grounder after supervised fine-tuning on D of the iteration before (Eq. 2).",
+    "end_to_end": "One model that answers type, value and point, without a plan.",
+}
+"""Assets that have a model page, and what it says first."""
+_AUDITED: Final[tuple[Asset, ...]] = ("candidate_plans", "verdicts", "dataset", "data_quality")
+LOG = "training_log.jsonl"
+
+
+@dataclass(frozen=True)
+class View:
+    """A loop as it is now: its current records, which of them are stale, and when each was made (seconds since 1970)."""
+
+    experiment: Experiment
+    seed: int
+    records: Mapping[Ref, Record]
+    stale: Mapping[Ref, Stale]
+    times: Mapping[Ref, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment.name}/s{self.seed}"
+
+
+def page_of(ref: Ref) -> str | None:
+    """The file on which people look at an artifact; None where it has no page of its own."""
+    if ref.asset in ("evaluation", "evolution_report"):
+        return EVOLUTION
+    if ref.asset in _AUDITED:
+        return f"audit-{ref.iteration}.html"
+    if ref.asset in MODELS:
+        return f"{ref.asset}-{ref.iteration}.html"
+    return LINEAGE
+
+
+class Site:
+    """The pages of the loop `view`, in `folder`.
+
+    Args:
+        dagster: address of the web UI, for links; None in files that stand alone.
+        live: the pages are served, so that rows can link to their trace.
+    """
+
+    def __init__(
+        self, folder: Path, archive: Archive, view: View, dagster: str | None = None, *, live: bool = False
+    ) -> None:
+        self.folder, self.archive, self.view = folder, archive, view
+        self._dagster, self._live = dagster, live
+
+    def pages(self) -> dict[str, str]:
+        """File → what it shows, of every page that can be made now."""
+        found = {INDEX: "all pages", LINEAGE: "lineage map", EVOLUTION: "evolution report"}
+        for ref in sorted(self.view.records, key=lambda ref: (ref.iteration or 0, str(ref))):
+            if ref.asset == "dataset":
+                found[str(page_of(ref))] = f"audit of D{subscript(ref.iteration)}"
+            elif ref.asset in MODELS:
+                found[str(page_of(ref))] = f"{SYMBOLS[ref.asset]}{subscript(ref.iteration)} {ref.asset}"
+        return found
+
+    def make(self, page: str) -> Path:
+        """Writes a page and what it needs, unless it is there and made from the same versions. Raises NotFound."""
+        if page not in self.pages():
+            raise NotFound(f"{self.view.name} has no page {page} yet: there are {', '.join(self.pages())}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file, stamp = self.folder / page, self.folder / ".made" / page
+        now = self._made_from(page)
+        if not (file.exists() and stamp.exists() and stamp.read_text() == now):
+            self._write(page)
+            stamp.parent.mkdir(exist_ok=True)
+            stamp.write_text(now)
+        return file
+
+    def _made_from(self, page: str) -> str:
+        """What decides the page: the layout, and the versions that it shows, with what is stale and when it was made."""
+        view = self.view
+        whole = page in (INDEX, LINEAGE, EVOLUTION)
+        shown = [ref for ref in view.records if whole or page_of(ref) == page]
+        versions = sorted((str(ref), view.records[ref].data_version, view.records[ref].run_id) for ref in shown)
+        stale = sorted((str(ref), str(view.stale[ref])) for ref in shown if ref in view.stale)
+        return fingerprint([LAYOUT, versions, stale, self._dagster, self._live, view.experiment.fingerprint()])
+
+    def _write(self, page: str) -> None:
+        name, _, k = page.removesuffix(".html").rpartition("-")
+        if page == INDEX:
+            self._text(page, self._index())
+        elif page == LINEAGE:
+            view = self.view
+            self._text(
+                page,
+                lineage_page(view.experiment, view.seed, view.records, view.stale, view.times, self._dagster, page_of),
+            )
+        elif page == EVOLUTION:
+            view = self.view
+            write_report(results(view.experiment, view.seed, view.records, view.stale), self.folder / page)
+        elif name == "audit":
+            self._audit(self.view.records[Ref("dataset", int(k))])
+        else:
+            self._model(self.view.records[Ref(name, int(k))])  # type: ignore[arg-type]
+
+    def _text(self, page: str, text: str) -> None:
+        (self.folder / page).write_text(text, "utf-8")
+
+    def _crumbs(self) -> list[tuple[str, str]]:
+        top = [("Dagster", self._dagster)] if self._dagster else []
+        return [(self.view.name, INDEX), ("lineage map", LINEAGE), ("evolution report", EVOLUTION), *top]
+
+    def _index(self) -> str:
+        view = self.view
+        rows = []
+        for k in range(view.experiment.iterations + 1):
+            refs = sorted((ref for ref in view.records if ref.iteration == k), key=lambda ref: str(ref))
+            cells = [
+                (ref, page_of(ref), key_number(view.experiment, view.records[ref]), ref in view.stale) for ref in refs
+            ]
+            if cells:
+                rows.append((k, cells))
+        return render("index.html", view=view, rows=rows, crumbs=self._crumbs())
+
+    def _table(self, record: Record, file: str) -> pa.Table:
+        folder = self.archive.folder(record)
+        with readable(self.archive, record, file):
+            return pq.read_table(folder / file)
+
+    def _audit(self, dataset: Record) -> None:
+        archive = self.archive
+        verdicts = archive.made_by(dataset.input("verdicts"))
+        candidates = archive.made_by(verdicts.input("candidate_plans"))
+        models = archive.made_by(candidates.input("open_models"))
+        benchmark = archive.made_by(candidates.input("benchmark_steps"))
+        plans, votes = self._table(candidates, CANDIDATES), self._table(verdicts, VERDICTS)
+        members = [
+            Member(name, role, found["model"], found["weights"])
+            for role, reader, names in (
+                ("planner", candidates, plans["planner"].unique().to_pylist()),
+                ("verifier", verdicts, votes["verifier"].unique().to_pylist()),
+            )
+            for name in names
+            for found in [member(archive, name, reader, models)]
+        ]
+        assert dataset.iteration is not None
+        write_audit(
+            self.folder,
+            AuditOf(
+                loop=self.view.name,
+                iteration=dataset.iteration,
+                config=Regeneration.model_validate(dataset.config),
+                made_from=[(str(r.ref), r.data_version, r.run_id) for r in archive.lineage(dataset)],
+                members=members,
+                crumbs=self._crumbs(),
+                trace=trace_address if self._live else None,
+            ),
+            all_steps(archive.folder(benchmark) / STEPS),
+            plans,
+            votes,
+            self._table(dataset, DECISIONS),
+            self._table(dataset, DATASET),
+        )
+
+    def _model(self, record: Record) -> None:
+        folder = self.archive.folder(record)
+        log = [json.loads(line) for line in (folder / LOG).read_text().splitlines()] if (folder / LOG).exists() else []
+        above = self.archive.lineage(record)
+        benchmark = next((one for one in above if one.asset == "benchmark_steps"), None)
+        rollouts = self._table(record, ROLLOUTS) if (folder / ROLLOUTS).exists() else None
+        write_model(
+            self.folder,
+            str(page_of(record.ref)),
+            ModelOf(
+                name=self.view.name,
+                symbol=f"{SYMBOLS[record.asset]}{subscript(record.iteration)}",
+                what=MODELS[record.asset],
+                facts=_facts(record, key_number(self.view.experiment, record)),
+                config=record.config,
+                made_from=[(str(used.ref), used.data_version, page_of(used.ref)) for used in record.inputs],
+                crumbs=self._crumbs(),
+            ),
+            log,
+            all_steps(self.archive.folder(benchmark) / STEPS) if benchmark else STEP_SCHEMA.empty_table(),
+            rollouts,
+            **(self._verdicts_by(record) if record.asset == "grounder" else {}),
+        )
+
+    def _verdicts_by(self, grounder: Record) -> dict[str, Any]:
+        """The verdicts that this version of ϕ_k gave in the pool of its own iteration; empty where there are none."""
+        verdicts = self.view.records.get(Ref("verdicts", grounder.iteration))
+        if verdicts is None or not any(used == grounder.as_input() for used in verdicts.inputs):
+            return {}
+        candidates = self._table(self.archive.made_by(verdicts.input("candidate_plans")), CANDIDATES)
+        ids, plans = candidates["candidate_id"].to_pylist(), candidates["plan"].to_pylist()
+        return {
+            "verdicts": self._table(verdicts, VERDICTS),
+            "plans": dict(zip(ids, plans, strict=True)),
+            "member": f"grounder_{grounder.iteration}",
+        }
+
+
+def trace_address(reference: str) -> str:
+    """Where the trace of `EXPERIMENT/sSEED@k#…` is served, relative to the pages of its loop."""
+    _, _, place = reference.partition("@")
+    k, _, what = place.partition("#")
+    from urllib.parse import urlencode
+
+    return f"trace.html?{urlencode({'k': k, 'row': what})}"
+
+
+def _facts(record: Record, number: str) -> Sequence[tuple[str, str]]:
+    facts = [("data version", record.data_version), ("run", record.run_id[:8]), ("device", record.device)]
+    facts += [("seconds", f"{record.seconds:.0f}")]
+    return [*facts, ("key number", number)] if number and not number.endswith(" s") else facts

@@ -1,0 +1,75 @@
+"""Model pages: the reward breakdown by hand, samples by their rule, and points on the right pixels."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from coepg_dagster.reports.model import curves_figure, reward_of, sample_rollouts, sample_verdicts
+from coepg_dagster.steps import ROLLOUT_SCHEMA
+from tests.chromium import NEEDS_CHROMIUM
+from tests.conftest import WIDTH
+from tests.pools.tables import verdict, verdicts
+from tests.reports.loop import ROWS, site_of, trained
+from tests.reports.test_audit import BOX_COLOUR, HIT_COLOUR, near
+
+TABLE = pa.Table.from_pylist(ROWS, ROLLOUT_SCHEMA)
+
+
+def test_the_reward_breakdown_by_hand() -> None:
+    found = reward_of(TABLE)
+    assert found.rollouts == 8 and found.reward == pytest.approx(0.5)
+    assert found.gates == {"passed": 62.5, "unparsed": 25.0, "wrong_type": 12.5}
+    assert (found.groups, found.without_spread, found.all_zero, found.all_best, found.fractional) == (4, 50, 25, 25, 0)
+    own, judge = found.graders
+    assert own["grounder"] == "grounder_1" and own["asked"] == 5 and own["hit"] == 80
+    assert own["adds"] == pytest.approx(0.6 * 4 / 5) and judge["adds"] == pytest.approx(0.4 * 4 / 5)
+    passed = [row["reward"] for row in ROWS if row["gate"] == "passed"]
+    assert own["adds"] + judge["adds"] == pytest.approx(sum(passed) / len(passed))  # Eq. 4
+
+
+def test_samples_are_the_best_and_worst_of_groups_that_differ() -> None:
+    shown = sample_rollouts(TABLE)
+    assert [(row["optimizer_step"], row["group"], row["reward"]) for row in shown] == [
+        (0, 0, 1.0),
+        (0, 0, 0.6),
+        (1, 0, 0.4),
+        (1, 0, 0.0),
+    ]
+
+
+def test_sample_verdicts_are_half_hits_and_half_misses_of_one_grounder() -> None:
+    table = verdicts(*(verdict(f"s{i}#p#0", name, i % 4 > 0) for i in range(40) for name in ("a", "b")))
+    shown = sample_verdicts(table, "b", 8)
+    assert {row["verifier"] for row in shown} == {"b"} and [row["hit"] for row in shown] == [True] * 4 + [False] * 4
+
+
+def test_curves_show_what_was_logged_and_nothing_else() -> None:
+    log = [{"step": 1.0, "loss": 2.0}, {"step": 2.0, "loss": 1.0}, {"step": 2.0, "train_runtime": 3.0}]
+    drawn = curves_figure(log)
+    assert drawn is not None and [axes.get_title() for axes in drawn.axes if axes.get_visible()] == ["loss"]
+    assert list(drawn.axes[0].lines[0].get_ydata()) == [2.0, 1.0]
+    assert curves_figure([]) is None
+
+
+@pytest.mark.browser
+@NEEDS_CHROMIUM
+def test_a_rollout_lies_on_its_screenshot(tmp_path: Path, tab: Any) -> None:
+    page = site_of(trained(tmp_path), tmp_path / "out").make("planner-1.html")
+    tab.goto(f"file://{page}")
+    assert tab.get_by_role("img", name="training curves").evaluate("image => image.naturalWidth") > 500
+    assert tab.get_by_role("img", name="reliability curve").count() == 1
+    screen = tab.locator(".sample .screen").first
+    screen.scroll_into_view_if_needed()
+    screen.locator("img").evaluate("image => image.decode()")
+    area, picture = screen.bounding_box(), Image.open(io.BytesIO(tab.screenshot())).convert("RGB")
+    scale = (area["width"] - 2) / WIDTH
+    x, y = area["x"] + 1 + 15 * scale, area["y"] + 1 + 15 * scale
+    assert near(picture, x + 4, y, HIT_COLOUR) and near(picture, x, y - 4, HIT_COLOUR)
+    assert near(picture, area["x"] + 1 + 10 * scale, y, BOX_COLOUR)
+    assert "<i>" not in tab.locator(".sample").nth(3).inner_html()

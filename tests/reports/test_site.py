@@ -1,0 +1,98 @@
+"""The pages of a loop as files: all are there, lead to each other, are made again when something changed, and tell the truth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from coepg_dagster.auditing.archive import NotFound
+from coepg_dagster.reports.site import Site
+from coepg_dagster.reports.trace import trace_page
+from coepg_dagster.workers import CANDIDATES
+from tests.auditing.loop import Hand
+from tests.chromium import NEEDS_CHROMIUM
+from tests.reports.loop import site_of, trained
+
+
+@pytest.fixture(scope="module")
+def hand(tmp_path_factory: pytest.TempPathFactory) -> Hand:
+    return trained(tmp_path_factory.mktemp("loop"))
+
+
+@pytest.fixture(scope="module")
+def site(hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    site = site_of(hand, tmp_path_factory.mktemp("pages") / "hand")
+    for page in site.pages():
+        site.make(page)
+    return site
+
+
+def test_every_link_leads_to_a_page(site: Site) -> None:
+    pages = {file.name for file in site.folder.glob("*.html")}
+    assert pages == set(site.pages()) and len(pages) == 3 + 2 + 6
+    linked = set()
+    for page in pages:
+        addresses = re.findall(r'(?:href|src)="([^"#?:]+)(?:#[^"]*)?"', (site.folder / page).read_text())
+        assert [a for a in addresses if not (site.folder / unquote(a)).exists()] == [], page
+        linked |= set(addresses)
+    assert pages <= linked
+
+
+def test_nothing_comes_from_the_network(site: Site) -> None:
+    for page in site.folder.glob("*.html"):
+        assert "http" not in re.sub('data:image[^"]*', "", page.read_text()), page
+
+
+def test_a_page_is_made_again_when_what_it_shows_changed(tmp_path: Path) -> None:
+    hand = trained(tmp_path)
+    first = site_of(hand, tmp_path / "out")
+    page = first.make("planner-1.html")
+    made = page.stat().st_mtime_ns
+    assert first.make("planner-1.html").stat().st_mtime_ns == made
+    hand.model("planner", 1, "others")
+    assert site_of(hand, tmp_path / "out").make("planner-1.html").stat().st_mtime_ns > made
+
+
+def test_a_page_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    hand = trained(tmp_path)
+    site = site_of(hand, tmp_path / "out")
+    with pytest.raises(NotFound, match=r"no page audit-7.html yet"):
+        site.make("audit-7.html")
+    file = next((hand.store.root / "hand" / "s1" / "candidate_plans" / "1").glob(f"*/{CANDIDATES}"))
+    file.write_text("broken")
+    with pytest.raises(NotFound, match="has other content than when it was made"):
+        site.make("audit-1.html")
+    assert not (tmp_path / "out" / ".made" / "audit-1.html").exists()
+
+
+def test_the_audit_page_names_members_and_versions(site: Site, hand: Hand) -> None:
+    text = (site.folder / "audit-1.html").read_text()
+    for record in hand.newest.values():
+        if record.asset in ("dataset", "verdicts", "candidate_plans", "open_models"):
+            assert record.data_version in text
+    assert "grounder[1]" in text and "of judge" in text  # weights of the open verifier
+
+
+def test_a_trace_page_says_what_the_trace_says(hand: Hand) -> None:
+    kept = trace_page(hand.archive, "hand/s1", 1, "0")
+    assert "byte for byte" in kept and "s#planner_1#1" in kept and "not verified" in kept
+    dropped = trace_page(hand.archive, "hand/s1", 1, "s#planner_1#1")
+    assert "This candidate was dropped" in dropped and 'class="point"' in dropped
+
+
+@pytest.mark.browser
+@NEEDS_CHROMIUM
+def test_every_page_opens_in_chromium(site: Site, tab: Any) -> None:
+    tab.goto("about:blank")
+    for page in site.pages():
+        tab.goto(f"file://{site.folder / page}")
+        assert tab.locator("h1").count() == 1
+        for picture in tab.locator("img:not([loading=lazy])").all():
+            assert picture.evaluate("image => image.naturalWidth") > 0, page
+    tab.goto(f"file://{site.folder / 'lineage.html'}")
+    tab.locator("g#dataset-1 a").first.click()
+    tab.locator("#found", has_text="of 4 candidates").wait_for()  # three of D_1, and the row that it carried over
