@@ -73,7 +73,7 @@ def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
         deps=[_dep(loop, dep) for dep in _deps(loop, asset)],
         code_version=code_version(loop.experiment, asset),
         check_specs=[dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())],
-        required_resource_keys={"store"} | ({RESOURCES[asset]} if asset in RESOURCES else set()),
+        required_resource_keys={"store"} | ({RESOURCES[asset], "engines"} if asset in RESOURCES else set()),
         pool=loop.experiment.pool if heavy else None,
         output_required=True,
         group_name=page.group,

@@ -175,14 +175,11 @@ class Loop:
     def source(self, asset: Asset) -> str:
         """A fingerprint of the files that an unpartitioned asset is read from: names, sizes, times. Hub models have none."""
         experiment = self.experiment
-        models = experiment.models
-        checkpoints = [
-            models.base_planner,
-            models.base_grounder,
-            *models.planners.values(),
-            *models.verifiers.values(),
-        ]
-        roots = [experiment.benchmark.path] if asset == "benchmark_steps" else [Path(name) for name in checkpoints]
+        roots = (
+            [experiment.benchmark.path]
+            if asset == "benchmark_steps"
+            else [Path(name) for name in experiment.models.checkpoints()]
+        )
         found = []
         for root in sorted(set(roots)):
             place = self.root / root

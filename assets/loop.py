@@ -22,7 +22,7 @@ from coepg_dagster.assets.shared import (
     same_model,
 )
 
-from coepg_dagster.experiment import Strict
+from coepg_dagster.experiment import Member, Strict
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import data_quality as measure_quality
@@ -274,23 +274,23 @@ def _previous_dataset(work: Making) -> Path:
     return folder / DATASET
 
 
-def _trained_members(work: Making, asset: Asset) -> dict[str, str]:
+def _trained_members(work: Making, asset: Asset) -> dict[str, Member]:
     """The trained members of a pool, newest first: of k, and of k - 1 from iteration 2 on."""
     if work.k == 0:
         return {}
-    members = {f"{asset}_{work.k}": checkpoint_of(work.folder(asset))}
+    members = {f"{asset}_{work.k}": Member(model=checkpoint_of(work.folder(asset)))}
     before = work.previous_folder(asset)
     if before is not None and work.loop.experiment.regeneration.trained_members > 1:
-        members[f"{asset}_{work.k - 1}"] = checkpoint_of(before)
+        members[f"{asset}_{work.k - 1}"] = Member(model=checkpoint_of(before))
     return members
 
 
-def _chosen(members: dict[str, str], names: list[str] | None) -> dict[str, str]:
+def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Member]:
     """The members that a run asked for; all where it asked for none."""
     unknown = sorted(set(names or ()) - set(members))
     if unknown:
         raise ValueError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
-    return {name: path for name, path in members.items() if names is None or name in names}
+    return {name: member for name, member in members.items() if names is None or name in names}
 
 
 def _outcome(

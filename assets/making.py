@@ -19,7 +19,7 @@ from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
-from coepg_dagster.experiment import Models, code_version, fingerprint
+from coepg_dagster.experiment import Member, Models, code_version, fingerprint
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
 from coepg_dagster.store import UNPARTITIONED, Store
 from coepg_dagster.workers import ChunkedWork, Work
@@ -100,11 +100,14 @@ class Making:
             "batch_size": experiment.batch_size,
             "seed": seed_of(self.loop.seed, self.ref),
         }
-        key = fingerprint([kind.__name__, common, {name: _plain(value) for name, value in settings.items()}])
+        # where an endpoint is decides nothing: a job goes on after its server has moved
+        decides = common | {"models": self.models.without_places().model_dump(mode="json")}
+        key = fingerprint([kind.__name__, decides, {name: _plain(value) for name, value in settings.items()}])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
         if issubclass(kind, ChunkedWork):  # how many processes share the work does not change what it finds
             settings["processes"] = resource.processes
-        work = kind(**common, **settings, out=self.draft, scratch=scratch)
+        serving = self.context.resources.engines.serving()
+        work = kind(**common, **settings, serving=serving, out=self.draft, scratch=scratch)
         result = resource.launch(self.context, work, self.loop.root)
         shutil.rmtree(scratch)
         return result
@@ -115,9 +118,11 @@ Maker = Callable[[Making], Outcome]
 
 
 def _plain(value: Any) -> Any:
-    return json.loads(
-        json.dumps(value, default=lambda o: o.model_dump(mode="json") if hasattr(o, "model_dump") else str(o))
-    )
+    def plain(part: Any) -> Any:
+        part = part.without_place() if isinstance(part, Member) else part
+        return part.model_dump(mode="json") if hasattr(part, "model_dump") else str(part)
+
+    return json.loads(json.dumps(value, default=plain))
 
 
 def seed_of(seed: int, ref: Ref) -> int:

@@ -20,11 +20,11 @@ from typing import Final
 import dagster as dg
 from coepg_dagster.assets.evolve import make_inputs
 from coepg_dagster.assets.ledger import Loop
-from coepg_dagster.assets.shared import is_local
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from coepg_dagster.experiment import Experiment, ExperimentError
+from coepg_dagster.inference.weights import is_local
 from coepg_dagster.project import ABLATIONS, Project
 from coepg_dagster.provenance import Ref
 from coepg_dagster.results import headline
@@ -81,9 +81,8 @@ def _rank(experiment: Experiment, root: Experiment) -> tuple[bool, bool, str]:
 
 def missing_checkpoints(root: Path, experiment: Experiment) -> list[str]:
     """The local checkpoint folders that an experiment names and that are not there."""
-    models = experiment.models
-    named = [models.base_planner, models.base_grounder, *models.planners.values(), *models.verifiers.values()]
-    return [path for path in dict.fromkeys(named) if is_local(root, path) and not (root / path).is_dir()]
+    named = experiment.models.checkpoints()
+    return [path for path in named if is_local(root, path) and not (root / path).is_dir()]
 
 
 @dataclass

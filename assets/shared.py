@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from coepg_dagster.assets.making import Making, Outcome
 from safetensors import SafetensorError, safe_open
 
 from coepg_dagster.auditing.archive import BASE, MODELS
-from coepg_dagster.experiment import Benchmark, Strict, fingerprint
+from coepg_dagster.experiment import Benchmark, Member, Strict, fingerprint
+from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
+from coepg_dagster.inference.weights import weights_version
 from coepg_dagster.provenance import Asset
 from coepg_dagster.readers.importing import Options, load_benchmark
 from coepg_dagster.readers.miniwob import load_snapshot
@@ -55,15 +56,13 @@ def read_benchmark(config: Benchmark, root: Path, imports: Path) -> tuple[pa.Tab
 def open_models(work: Making) -> Outcome:
     """The base pair and the open members of both pools, each with the hash of its weights."""
     models = work.models
-    named = {"base_planner": models.base_planner, "base_grounder": models.base_grounder}
-    named |= {f"planners/{name}": path for name, path in models.planners.items()}
-    named |= {f"verifiers/{name}": path for name, path in models.verifiers.items()}
-    root = work.loop.root
-    found: dict[str, dict[str, Any]] = {}
-    for name, path in named.items():
-        found[name] = {"checkpoint": path, "version": weights_version(root, path)}
-        if (root / path).is_dir():  # of a hub model the commit says it all
-            found[name]["files"] = digests(root / path)
+    named = {
+        "base_planner": Member(model=models.base_planner),
+        "base_grounder": Member(model=models.base_grounder),
+        **{f"planners/{name}": member for name, member in models.planners.items()},
+        **{f"verifiers/{name}": member for name, member in models.verifiers.items()},
+    }
+    found = {name: identity(work.loop.root, member) for name, member in named.items()}
     (work.draft / MODELS).write_text(json.dumps(found, indent=1, sort_keys=True))
     return Outcome(
         [MODELS],
@@ -85,7 +84,11 @@ def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
                             name,
                             model["checkpoint"],
                             model["version"],
-                            "hash of the weights" if "files" in model else "hub revision",
+                            "hash of the weights"
+                            if "files" in model
+                            else "name at the endpoint, hash of what that says of it"
+                            if "server" in model
+                            else "hub revision",
                         ),
                         strict=True,
                     )
@@ -97,30 +100,18 @@ def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
     )
 
 
-def is_local(root: Path, checkpoint: str) -> bool:
-    """Whether a checkpoint is a folder below `root`, there or not, and no name on the hub."""
-    return checkpoint.startswith((".", "/")) or checkpoint.count("/") != 1 or (root / checkpoint).parent.is_dir()
-
-
-def weights_version(root: Path, checkpoint: str) -> str:
-    """A hash of the weights of a local folder below `root`; of a hub model, its commit. Raises FileNotFoundError."""
-    folder = root / checkpoint
-    if not folder.is_dir():
-        if is_local(root, checkpoint):
-            raise FileNotFoundError(
-                f"there is no checkpoint folder {checkpoint}: make it, or correct `models` in the file"
-            )
-        from huggingface_hub import HfApi
-
-        return str(HfApi().model_info(checkpoint).sha)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no *.safetensors: other weight formats are refused; convert it first")
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()[:16]
+def identity(root: Path, member: Member) -> dict[str, Any]:
+    """Which model a member is: the version of its weights, or of what its endpoint says of them, since those are unseen."""
+    found: dict[str, Any] = {"checkpoint": member.model}
+    if member.engine is not None:
+        found["engine"] = member.engine
+    if member.engine == "openai":
+        told = served_model(endpoint_of(member))
+        return found | {"version": served_version(told), "server": told}
+    found["version"] = weights_version(root, member.model)
+    if (root / member.model).is_dir():  # of a hub model the commit says it all
+        found["files"] = digests(root / member.model)
+    return found
 
 
 def register_base(work: Making, model: str) -> Outcome:

@@ -32,7 +32,7 @@ def build(
 
     Args:
         makers: the functions that make the artifacts of the loop.
-        resources: in place of those that are there by default, by key: `sft`, `grpo_cdrem`, `regeneration`, `store`.
+        resources: in place of those that are there by default, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
         nightly, weekly: when the schedules run (cron, UTC), once they are turned on.
         seconds: between two looks of a sensor, once it is turned on.
     """

@@ -11,11 +11,23 @@ import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from coepg_dagster.geometry import Space
+from coepg_dagster.inference.capabilities import EngineName, require
 from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset
 
@@ -72,20 +84,86 @@ class Benchmark(Strict):
         return self
 
 
+class Member(Strict):
+    """An open model of a pool, and the engine that answers for it. Plain text is the model alone."""
+
+    model: str = Field(min_length=1, description="local folder or hub name; for `openai`, its name at the endpoint")
+    engine: EngineName | None = Field(None, description="null: as `models.engine` says")
+    processor: str | None = Field(
+        None, description="openai: folder or hub name of the served model's processor; null: `model`"
+    )
+    base_url: str | None = Field(None, description="openai: the endpoint, up to /v1")
+    api_key_env: str | None = Field(None, description="openai: the environment variable that holds the key")
+    in_flight: int = Field(16, ge=1, le=1024, description="openai: requests at a time, of each process")
+    timeout_seconds: float = Field(120.0, gt=0, description="openai: after which a request has failed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_text(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _settings_go_with_an_endpoint(self) -> Self:
+        if self.engine != "openai":
+            given = sorted(ENDPOINT & self.model_fields_set)
+            if given:
+                raise ValueError(
+                    f"{', '.join(given)}: only `engine: openai` has an endpoint; remove it, or set `engine`"
+                )
+            return self
+        require("openai", "an open model")
+        url = urlsplit(self.base_url or "")
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError("`engine: openai` needs `base_url`, e.g. `http://10.0.0.7:8000/v1`")
+        if url.username or url.password or url.query:
+            raise ValueError("base_url must hold no key: name its environment variable in `api_key_env`")
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise ValueError("api_key_env is the *name* of an environment variable, not the key")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, dump: SerializerFunctionWrapHandler) -> Any:
+        default = {name: field.default for name, field in type(self).model_fields.items()}
+        told = {name: value for name, value in dump(self).items() if value != default[name]}
+        return self.model if set(told) == {"model"} else told
+
+    def without_place(self) -> Member:
+        """What decides its answers: not where it is, nor how fast it is asked."""
+        return self.model_copy(update={name: type(self).model_fields[name].default for name in PLACE})
+
+
+PLACE: Final = frozenset({"base_url", "api_key_env", "in_flight", "timeout_seconds"})
+ENDPOINT: Final = PLACE | {"processor"}
+
+
 class Models(Strict):
     """The checkpoints that an experiment starts from: local folders or hub names, safetensors only."""
 
     base_planner: str
     base_grounder: str
-    planners: dict[Name, str] = Field(description="members of the planner pool Π besides the trained ones")
-    verifiers: dict[Name, str] = Field(description="members of the verifier pool Φ besides the trained ones")
+    planners: dict[Name, Member] = Field(description="members of the planner pool Π besides the trained ones")
+    verifiers: dict[Name, Member] = Field(description="members of the verifier pool Φ besides the trained ones")
+    engine: EngineName = Field("transformers", description="what answers for checkpoints: `transformers` or `vllm`")
     prompts: Style = Field("web", description="`web`, `mobile`, or `compact` for models trained on nothing else")
     coordinates: Space = Field(Space.RESIZED, description="space in which grounders answer (Qwen2.5-VL: resized)")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
+    @field_validator("base_planner", "base_grounder", mode="before")
+    @classmethod
+    def _base_is_trained(cls, base: Any) -> Any:
+        if isinstance(base, dict) and base.get("engine") in ("vllm", "openai"):
+            require(base["engine"], "training")
+        return base
+
+    @field_validator("engine")
+    @classmethod
+    def _serves_what_is_trained(cls, engine: EngineName) -> EngineName:
+        require(engine, "own checkpoints")
+        return engine
+
     @field_validator("planners", "verifiers")
     @classmethod
-    def _pool_has_members(cls, pool: dict[str, str]) -> dict[str, str]:
+    def _pool_has_members(cls, pool: dict[str, Member]) -> dict[str, Member]:
         if not pool:
             raise ValueError("a pool needs at least one member: name an open model, e.g. `{qwen_7b: Qwen/…}`")
         taken = [name for name in pool if re.fullmatch(r"(planner|grounder)_\d+", name)]
@@ -99,6 +177,37 @@ class Models(Strict):
         if space is Space.UNIT:
             raise ValueError("grounders answer in whole numbers, which say nothing in `unit` space: use `norm_1000`")
         return space
+
+    def engine_of(self, member: Member) -> EngineName:
+        """What answers for a member of a pool."""
+        return member.engine or self.engine
+
+    def checkpoints(self) -> list[str]:
+        """Every checkpoint that is loaded here: local folders and hub names, each once."""
+        members = (*self.planners.values(), *self.verifiers.values())
+        loaded = [member.model for member in members if member.engine != "openai"]
+        return list(dict.fromkeys([self.base_planner, self.base_grounder, *loaded]))
+
+    def without_places(self) -> Models:
+        """The same models, wherever endpoints are."""
+        pools = {"planners": self.planners, "verifiers": self.verifiers}
+        return self.model_copy(
+            update={
+                pool: {name: member.without_place() for name, member in members.items()}
+                for pool, members in pools.items()
+            }
+        )
+
+
+class Serving(Strict):
+    """How vLLM runs here. None of it decides an answer."""
+
+    python: str | None = Field(None, description="interpreter that has vLLM, for servers; null: vLLM is installed here")
+    memory: float = Field(0.85, gt=0, le=1, description="share of a GPU for all vLLM models that are open at once")
+    context: int = Field(16384, ge=256, description="longest prompt and answer, in tokens, visual ones included")
+    arguments: list[str] = Field(default=[], description="more arguments of the servers")
+    start_minutes: float = Field(20.0, gt=0, description="a server that does not answer by then is given up")
+    in_flight: int = Field(64, ge=1, description="requests at a time, of each server")
 
 
 class Sft(Strict):
@@ -430,22 +539,24 @@ CODE: Final[dict[str, int]] = {
 def code_version(experiment: Experiment, asset: str) -> str:
     """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
     pools, quality, eyes = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
+    # the default stays out, so that what was made before there was a choice stays current
+    answers = eyes | ({"engine"} if experiment.models.engine != "transformers" else set())
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
         "benchmark_steps": [(experiment.benchmark, {"reader", "path", "view", "level"})],
-        "open_models": [(experiment.models, None)],
+        "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
         "planner_sft": [(experiment.sft, None), (experiment.models, eyes)],
         "grounder": [(experiment.sft, None), (experiment.models, eyes)],
-        "planner": [(experiment.grpo, None), (pools, {"max_point_tokens"}), (experiment.models, eyes)],
+        "planner": [(experiment.grpo, None), (pools, {"max_point_tokens"}), (experiment.models, answers)],
         "candidate_plans": [
             (pools, {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}),
             (experiment.benchmark, {"train", "max_train_steps"}),
             (experiment, {"batch_size"}),  # the plans of a batch are drawn from one generator
-            (experiment.models, eyes),
+            (experiment.models, answers),
         ],
         "verdicts": [
             (pools, {"max_point_tokens", "trained_members"}),
             (quality, {"shuffled_plans"}),
-            (experiment.models, eyes),
+            (experiment.models, answers),
         ],
         "dataset": [
             (pools, {"rule", "k", "max_plans_per_step", "carry_over"}),
@@ -456,7 +567,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
         "evaluation": [
             (experiment.benchmark, {"validation", "test", "protocol", "max_eval_steps"}),
             (pools, {"max_plan_tokens", "max_point_tokens"}),
-            (experiment.models, eyes),
+            (experiment.models, answers),
         ],
         "end_to_end": [
             (experiment.sft, None),
@@ -465,6 +576,5 @@ def code_version(experiment: Experiment, asset: str) -> str:
         ],
         "evolution_report": [],
     }
-    return (
-        f"{CODE[asset]}-{fingerprint([part.model_dump(mode='json', include=keys) for part, keys in reads[asset]])[:8]}"
-    )
+    read = [part.model_dump(mode="json", include=keys) for part, keys in reads[asset]]
+    return f"{CODE[asset]}-{fingerprint(read)[:8]}"

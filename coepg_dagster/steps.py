@@ -131,6 +131,7 @@ GRADER: Final = pa.struct(
         pa.field("prior", pa.float64(), nullable=False),  # σ_j
         pa.field("weight", pa.float64(), nullable=False),  # w_j, Eq. 5
         pa.field("seconds", pa.float64(), nullable=False),  # this answer's share of the time of its batch
+        pa.field("version", pa.string()),  # of the weights that answered
         pa.field("failure", pa.string()),
     ]
 )

@@ -12,8 +12,10 @@ import multiprocessing
 import multiprocessing.connection
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter
 
-from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft, Strict
+from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict
 from coepg_dagster.progress import Report
 from coepg_dagster.steps import VERDICT_SCHEMA
 
@@ -86,6 +88,7 @@ class Work(Strict):
     device: str
     batch_size: int
     seed: int
+    serving: Serving = Serving()
 
     def device_name(self) -> str:
         """The device as a person would name it."""
@@ -127,7 +130,7 @@ class GrpoWork(Work):
     kind: Literal["grpo"] = "grpo"
     init: str
     own_grounder: tuple[str, str]
-    verifiers: dict[str, str]
+    verifiers: dict[str, Member]
     dataset: Path
     train_split: str
     max_point_tokens: int
@@ -150,6 +153,7 @@ class GrpoWork(Work):
             self.device,
             self.out,
             report,
+            self.serving,
         )
 
 
@@ -206,8 +210,22 @@ class ChunkedWork(Work):
         """All chunks, those of one member together."""
 
     @abstractmethod
-    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
-        """Loads what `member` needs; returns the function that makes the chunk from a start row."""
+    def open(self, member: str, device: str) -> AbstractContextManager[Callable[[int], pa.Table]]:
+        """Loads what `member` needs, for as long as it is needed; gives the function that makes the chunk from a start row."""
+
+    def engine(self, member: Member, device: str, share: int = 1) -> AbstractContextManager[Any]:
+        """The engine that answers for `member`; `share` local models are open at once."""
+        from coepg_dagster.inference.opening import opened
+
+        return opened(
+            member,
+            self.models,
+            device=device,
+            batch_size=self.batch_size,
+            serving=self.serving,
+            logs=self.scratch,
+            share=share,
+        )
 
     @abstractmethod
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
@@ -241,13 +259,12 @@ class ChunkedWork(Work):
         report(sum(self._file(chunk).exists() for chunk in chunks), len(chunks), {})
 
     def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
-        member, make = None, None
-        for chunk in chunks:
-            if member != chunk.member or make is None:
-                member, make = chunk.member, None  # the model before it goes before the next one comes
-                make = self.open(chunk.member, device)
-            write_table(make(chunk.start), self._file(chunk))
-            done()
+        # the model before it goes before the next one comes
+        for member, of_member in groupby(chunks, key=lambda chunk: chunk.member):
+            with self.open(member, device) as make:
+                for chunk in of_member:
+                    write_table(make(chunk.start), self._file(chunk))
+                    done()
 
     def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
         # a forked process need not import torch again; CUDA cannot be used after a fork
@@ -284,7 +301,7 @@ def starts(rows: int) -> range:
 
 class CandidatesWork(ChunkedWork):
     kind: Literal["candidates"] = "candidates"
-    members: dict[str, str]
+    members: dict[str, Member]
     train_split: str
     max_steps: int | None
     config: Regeneration
@@ -296,20 +313,21 @@ class CandidatesWork(ChunkedWork):
         rows = self._steps().num_rows
         return [Chunk(name, start) for name in self.members for start in starts(rows)]
 
-    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
+    @contextmanager
+    def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
         from coepg_dagster.inference.agents import Planner
         from coepg_dagster.inference.screens import Screens
         from coepg_dagster.pools.candidates import write_candidates
 
         steps = self._steps()
-        engine = _engine(self, self.members[member], device)
-        planner = Planner(engine, Screens(steps, engine.resize), self.models.prompts)
+        with self.engine(self.members[member], device) as engine:
+            planner = Planner(engine, Screens(steps, engine.resize), self.models.prompts)
 
-        def make(start: int) -> pa.Table:
-            seed = zlib.crc32(f"{self.seed}/{member}/{start}".encode())
-            return write_candidates(planner, member, steps.slice(start, CHUNK), self.config, seed)
+            def make(start: int) -> pa.Table:
+                seed = zlib.crc32(f"{self.seed}/{member}/{start}".encode())
+                return write_candidates(planner, member, steps.slice(start, CHUNK), self.config, seed)
 
-        return make
+            yield make
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         from coepg_dagster.pools.candidates import mark_duplicates
@@ -328,7 +346,7 @@ class CandidatesWork(ChunkedWork):
 
 class VerdictsWork(ChunkedWork):
     kind: Literal["verdicts"] = "verdicts"
-    members: dict[str, str]
+    members: dict[str, Member]
     candidates: Path
     train_split: str
     config: Regeneration
@@ -346,27 +364,29 @@ class VerdictsWork(ChunkedWork):
         rows = self._asked().num_rows
         return [Chunk(name, start) for name in self.members for start in (*starts(rows), CONTROL)]
 
-    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
+    @contextmanager
+    def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
         from coepg_dagster.inference.agents import Grounder
         from coepg_dagster.inference.screens import Screens
         from coepg_dagster.pools.controls import shuffled
         from coepg_dagster.pools.verdicts import give_verdicts
 
         asked = self._asked()
-        engine = _engine(self, self.members[member], device)
         steps = steps_of(self.steps, self.train_split)
-        screens = Screens(steps, engine.resize)
-        self._resize(member).write_text(json.dumps(engine.resize))
-        grounder = Grounder(engine, screens, self.models.prompts, self.models.coordinates, self.config.max_point_tokens)
+        with self.engine(self.members[member], device) as engine:
+            screens = Screens(steps, engine.resize)
+            self._resize(member).write_text(json.dumps(engine.resize))
+            tokens = self.config.max_point_tokens
+            grounder = Grounder(engine, screens, self.models.prompts, self.models.coordinates, tokens)
 
-        def make(start: int) -> pa.Table:
-            if start == CONTROL:
-                plans = shuffled(asked, steps, self.config.similar, self.shuffled_plans)
-            else:
-                plans = asked.slice(start, CHUNK)
-            return give_verdicts(grounder, member, plans, screens)
+            def make(start: int) -> pa.Table:
+                if start == CONTROL:
+                    plans = shuffled(asked, steps, self.config.similar, self.shuffled_plans)
+                else:
+                    plans = asked.slice(start, CHUNK)
+                return give_verdicts(grounder, member, plans, screens)
 
-        return make
+            yield make
 
     def _resize(self, member: str) -> Path:
         """How a member's image processor resizes: written when it is loaded, kept like the chunks."""
@@ -408,18 +428,23 @@ class EvaluationWork(ChunkedWork):
     def chunks(self) -> list[Chunk]:
         return [Chunk("agent", start) for start in starts(self._steps().num_rows)]
 
-    def open(self, member: str, device: str) -> Callable[[int], pa.Table]:
+    @contextmanager
+    def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
         from coepg_dagster.inference.predict import predict, predict_end_to_end
 
         steps = self._steps()
-        planner = _engine(self, self.planner, device)
         if self.grounder is None:
-            return lambda start: predict_end_to_end(
-                planner, steps.slice(start, CHUNK), self.models, self.max_plan_tokens
-            )
-        grounder = _engine(self, self.grounder, device)
+            with self.engine(Member(model=self.planner), device) as agent:
+                yield lambda start: predict_end_to_end(
+                    agent, steps.slice(start, CHUNK), self.models, self.max_plan_tokens
+                )
+            return
         tokens = self.max_plan_tokens, self.max_point_tokens
-        return lambda start: predict(planner, grounder, steps.slice(start, CHUNK), self.models, *tokens)
+        with (
+            self.engine(Member(model=self.planner), device, share=2) as planner,
+            self.engine(Member(model=self.grounder), device, share=2) as grounder,
+        ):
+            yield lambda start: predict(planner, grounder, steps.slice(start, CHUNK), self.models, *tokens)
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         from coepg_dagster.evaluation.score import score_steps
@@ -433,12 +458,6 @@ class EvaluationWork(ChunkedWork):
             start += table.num_rows
         (self.out / SCORES).write_text(json.dumps(scores, indent=1, sort_keys=True))
         return scores
-
-
-def _engine(work: Work, checkpoint: str, device: str) -> Any:
-    from coepg_dagster.inference.transformers_engine import TransformersEngine
-
-    return TransformersEngine(checkpoint, dtype=work.models.dtype, device=device, batch_size=work.batch_size)
 
 
 AnyWork = Annotated[

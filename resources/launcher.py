@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import dagster as dg
 from coepg_dagster.resources.warm import WarmProcess
 
+from coepg_dagster.processes import end_group, tail
 from coepg_dagster.workers import Work
-
-GRACE_SECONDS: Final = 20
-"""How long a group has after SIGINT, and again after SIGTERM."""
 
 
 def run_work(
@@ -77,23 +74,3 @@ def run_work(
         raise dg.Failure(f"the worker ended with code {code}. The end of {log}:\n{tail(log)}", allow_retries=False)
     figures: dict[str, Any] = json.loads(result.read_text())
     return figures
-
-
-def end_group(process: WarmProcess) -> None:
-    """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number if process.poll() is None else signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(timeout=GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-        # the leader is gone; what is left of its group is killed in the next round
-    process.wait()
-
-
-def tail(log: Path, lines: int = 30) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

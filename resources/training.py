@@ -13,7 +13,7 @@ import dagster as dg
 from coepg_dagster.resources.launcher import run_work
 from pydantic import Field
 
-from coepg_dagster.experiment import Strict
+from coepg_dagster.experiment import Serving, Strict
 from coepg_dagster.workers import Work
 
 Config = TypeVar("Config", bound=Strict)
@@ -114,6 +114,39 @@ class RegenerationResource(Processes):
     )
 
 
+class EnginesResource(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """How vLLM runs on this machine, where an experiment asks for it (`models.engine`, or a pool member's `engine`)."""
+
+    vllm_python: str | None = Field(
+        default=None, description="Interpreter that has vLLM, for servers. Empty: the one of the code location."
+    )
+    vllm_memory: float = Field(
+        default=0.85, gt=0, le=1, description="Share of a GPU for all vLLM models that are open at the same time."
+    )
+    vllm_context: int = Field(
+        default=16384, ge=256, description="Longest prompt and answer in tokens, visual ones included."
+    )
+    vllm_arguments: list[str] = Field(default=[], description="More arguments of vLLM's servers.")
+    start_minutes: float = Field(default=20.0, gt=0, description="A server that does not answer by then is given up.")
+    in_flight: int = Field(default=64, ge=1, description="Requests at a time, of each vLLM server.")
+
+    def serving(self) -> Serving:
+        """The same, as jobs know it."""
+        return Serving(
+            python=self.vllm_python,
+            memory=self.vllm_memory,
+            context=self.vllm_context,
+            arguments=self.vllm_arguments,
+            start_minutes=self.start_minutes,
+            in_flight=self.in_flight,
+        )
+
+
 def default_resources() -> dict[str, Any]:
     """The resources of a code location, by key."""
-    return {"sft": SftResource(), "grpo_cdrem": GrpoCdremResource(), "regeneration": RegenerationResource()}
+    return {
+        "sft": SftResource(),
+        "grpo_cdrem": GrpoCdremResource(),
+        "regeneration": RegenerationResource(),
+        "engines": EnginesResource(),
+    }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from dagster_pipes import PipesContext, open_dagster_pipes
 
+from coepg_dagster.processes import end_with_parent
 from coepg_dagster.workers import read_work
 
 REPORT_EVERY_SECONDS = 2.0
@@ -28,18 +26,6 @@ def main(work_file: Path, result_file: Path) -> None:
         figures = work.run(reporter)
         seconds = time.monotonic() - started
         result_file.write_text(json.dumps({"figures": figures, "device": work.device_name(), "seconds": seconds}))
-
-
-def end_with_parent() -> None:
-    """From now on this process and its group are killed when the process that started it is gone."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Reporter:

@@ -13,6 +13,8 @@ from coepg_dagster.experiment import (
     Experiment,
     ExperimentError,
     Grpo,
+    Member,
+    Models,
     Regeneration,
     Sft,
     code_version,
@@ -22,6 +24,9 @@ from coepg_dagster.experiment import (
 )
 
 REPOSITORY = Path(__file__).parent.parent
+
+
+REMOTE = {"model": "x", "engine": "openai", "base_url": "http://x/v1"}
 
 
 def content(**change: Any) -> dict[str, Any]:
@@ -93,6 +98,21 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ({"models__verifiers": {}}, "models.verifiers", "at least one member"),
         ({"models__planners": {"planner_1": "x"}}, "models.planners", "call the open model otherwise"),
         ({"models__verifiers": {"grounder_2": "x"}}, "models.verifiers", "call the open model otherwise"),
+        ({"models__engine": "openai"}, "models.engine", "use `vllm`, which serves them locally"),
+        ({"models__engine": "tgi"}, "models.engine", "'transformers', 'vllm' or 'openai'"),
+        ({"models__base_planner": REMOTE}, "models.base_planner", "give a local folder or a hub name"),
+        ({"models__base_grounder": {"model": "x", "engine": "vllm"}}, "models.base_grounder", "vLLM does not train"),
+        ({"models__planners__p": {"model": "x", "engine": "openai"}}, "models.planners.p", "needs `base_url`"),
+        ({"models__planners__p": REMOTE | {"base_url": "ftp://x/v1"}}, "models.planners.p", "needs `base_url`"),
+        ({"models__planners__p": REMOTE | {"base_url": "http://me:pw@x/v1"}}, "models.planners.p", "hold no key"),
+        ({"models__planners__p": REMOTE | {"api_key_env": "sk-1"}}, "models.planners.p", "the *name* of"),
+        ({"models__planners__p": REMOTE | {"engine": "vllm"}}, "models.planners.p", "only `engine: openai` has"),
+        (
+            {"models__planners__p": {"model": "x", "in_flight": 3}},
+            "models.planners.p",
+            "in_flight: only `engine: openai`",
+        ),
+        ({"models__planners__p": REMOTE | {"url": "x"}}, "models.planners.p.url", "correct its spelling"),
         ({"models__coordinates": "unit"}, "models.coordinates", "use `norm_1000`"),
         ({"models__coordinates": "miles"}, "models.coordinates", "'original', 'resized', 'norm_1000'"),
         ({"benchmark__test": []}, "benchmark.test", "at least 1 item"),
@@ -198,6 +218,8 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
         ({"benchmark__max_train_steps": 5}, {"candidate_plans", "dataset"}),
         ({"benchmark__max_eval_steps": 5}, {"evaluation"}),
         ({"benchmark__test": ["a", "b"]}, {"evaluation"}),
+        ({"models__engine": "vllm"}, {"planner", "candidate_plans", "verdicts", "evaluation"}),
+        ({"models__verifiers__open_v": {"model": "d", "engine": "vllm"}}, {"open_models"}),
         (
             {"models__prompts": "compact"},
             set(CODE) - {"benchmark_steps", "dataset", "data_quality", "evolution_report"},
@@ -207,6 +229,21 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
 def test_a_code_version_changes_with_what_its_asset_reads(change: dict[str, Any], changed: set[str]) -> None:
     before, after = versions(content()), versions(content(**change))
     assert {asset for asset in CODE if before[asset] != after[asset]} == changed
+
+
+def test_where_an_endpoint_is_and_how_fast_it_is_asked_changes_nothing() -> None:
+    one = versions(content(models__verifiers__far=REMOTE))
+    place = {"base_url": "https://y/v1", "api_key_env": "KEY", "in_flight": 99, "timeout_seconds": 3.0}
+    assert versions(content(models__verifiers__far=REMOTE | place)) == one
+    assert versions(content(models__verifiers__far=REMOTE | {"processor": "z"})) != one
+
+
+def test_a_member_is_written_as_it_was_read() -> None:
+    """Plain text stays plain text, in files and in fingerprints."""
+    models = Experiment.model_validate(content(models__verifiers__far=REMOTE) | {"name": "exp"}).models
+    assert models.model_dump(mode="json")["verifiers"] == {"open_v": "d", "open_w": "e", "far": REMOTE}
+    assert Models.model_validate(models.model_dump(mode="json")) == models
+    assert [models.engine_of(member) for member in models.verifiers.values()] == ["transformers"] * 2 + ["openai"]
 
 
 @pytest.mark.parametrize("section", [Sft, Grpo, Regeneration])
@@ -253,7 +290,7 @@ def overlay(folder: Path, **change: Any) -> Path:
 def test_an_overlay_says_only_what_differs(tmp_path: Path) -> None:
     experiment = load_experiment(overlay(tmp_path, variant="other", models={"verifiers": {"open_v": "d"}}))
     assert (experiment.grpo.kl_beta, experiment.grpo.group_size, experiment.seeds) == (0.5, 6, [1, 2])
-    assert experiment.models.verifiers == {"open_v": "d"} and experiment.models.base_planner == "a"
+    assert experiment.models.verifiers == {"open_v": Member(model="d")} and experiment.models.base_planner == "a"
     assert (experiment.table, experiment.variant, experiment.taken) == ("exp", "other", frozenset())
     again = write(tmp_path / "ablations", {"description": "of an overlay", "parent": "over", "iterations": 1}, "third")
     third = load_experiment(again)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -67,7 +68,7 @@ class Reading:
     `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6
     over the `tokens` coordinate tokens (over all tokens of an answer without coordinates; over the stop token of an
     answer without any). `failure` is set, and all else empty, where the grounder gave no answer at all. `seconds` is this
-    answer's share of the time that its batch took.
+    answer's share of the time that its batch took, `weights` the version of the weights that answered.
     """
 
     point: Point | None = None
@@ -76,6 +77,7 @@ class Reading:
     text: str = ""
     failure: str | None = None
     seconds: float = field(default=0.0, compare=False)
+    weights: str = field(default="", compare=False)
 
     def hits(self, boxes: Sequence[Box]) -> bool:
         """Eq. 3 with several targets: the point lies in any of the boxes, borders included."""
@@ -106,6 +108,7 @@ class Grounder:
     """ϕ: from screenshot and plan to a point. Greedy; each different (screenshot, plan) is asked once."""
 
     def __init__(self, engine: Engine, screens: Screens, style: Style, space: Space, max_tokens: int) -> None:
+        self.elsewhere = engine.elsewhere
         self._engine, self._screens, self._style, self._space = engine, screens, style, space
         self._sampling = Sampling(max_tokens=max_tokens)
 
@@ -137,7 +140,21 @@ class Grounder:
         point = None
         if pair is not None:
             point = self._screens.viewport(step_id).point(Point(*pair, self._space), Space.ORIGINAL)
-        return Reading(point, mean_log_probability(logprobs), len(logprobs), answer.text)
+        return Reading(
+            point, mean_log_probability(logprobs), len(logprobs), answer.text, weights=answer.weights
+        )  # fmt: skip
+
+
+def ground_all(grounders: Mapping[str, Grounder], plans: Sequence[tuple[str, str]]) -> list[list[Reading]]:
+    """What each grounder says of each (step_id, plan), in the order of `grounders`.
+
+    Those whose engines compute elsewhere are asked at the same time, while the others take turns on this process's device.
+    """
+    away = [grounder for grounder in grounders.values() if grounder.elsewhere]
+    with ThreadPoolExecutor(max(1, len(away))) as pool:
+        asked = {id(grounder): pool.submit(grounder.ground, plans) for grounder in away}
+        here = {id(g): g.ground(plans) for g in grounders.values() if not g.elsewhere}
+        return [here[id(g)] if id(g) in here else asked[id(g)].result() for g in grounders.values()]
 
 
 def coordinate_tokens(pieces: Sequence[bytes]) -> list[int]:

@@ -39,10 +39,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Usage:
+    """What an answer cost, in tokens. Of the prompt's, `cached` were not computed for this answer."""
+
+    prompt: int
+    cached: int
+    generated: int  # the one that ended it included
+
+
+@dataclass(frozen=True)
 class Generation:
     """One answer. `pieces` are the byte strings of its tokens, `logprobs` their log-probabilities, same length.
 
-    The token that ended the answer is in neither; `stop_logprob` is its log-probability where it is known.
+    The token that ended the answer is in neither; `stop_logprob` is its log-probability where it is known. `weights` is
+    the version of the weights that answered.
     """
 
     text: str
@@ -50,6 +60,8 @@ class Generation:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     stop_logprob: float | None = None
+    usage: Usage | None = None
+    weights: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,17 @@ class Failure:
     reason: str
 
 
+class EngineRefused(RuntimeError):
+    """An engine that would not do what the experiment says; the message says what differs, and the remedy."""
+
+
 class Engine(Protocol):
     """What the agents need of a model."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process computes the answers, so that several such engines can be asked at the same time."""
+        ...
 
     @property
     def resize(self) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import OrderedDict
 from typing import Final
 
@@ -45,6 +46,7 @@ class Screens:
         self._sizes = list(zip(steps["width"].to_pylist(), steps["height"].to_pylist(), strict=True))
         self._resize, self._room = resize, cached_bytes
         self._images: OrderedDict[str, Image.Image] = OrderedDict()
+        self._lock = threading.Lock()  # grounders that are asked at the same time share screens
 
     def viewport(self, step_id: str) -> Viewport:
         """Original and resized size of a step's screenshot. Raises UnreadableScreenshot where no model could see it."""
@@ -57,6 +59,10 @@ class Screens:
 
     def image(self, step_id: str) -> Image.Image:
         """The screenshot of a step, RGB, resized once to the size that the model sees."""
+        with self._lock:
+            return self._image(step_id)
+
+    def _image(self, step_id: str) -> Image.Image:
         if step_id in self._images:
             self._images.move_to_end(step_id)
             return self._images[step_id]

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import AutoModelForImageTextToText
 
-from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
+from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling, Usage
+from coepg_dagster.inference.processing import (
+    Prompt,
+    load_processor,
+    prompt_of,
+    resize_of,
+    token_bytes,
+    vision_token_ids,
+)
+from coepg_dagster.inference.weights import local_version
 
 Dtype = Literal["float32", "bfloat16"]
-VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-"""Never sampled: a model that writes one breaks the count of image features when its answer is scored again."""
 
 
 class IncompleteCheckpoint(RuntimeError):
@@ -30,7 +37,7 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, A
     Raises IncompleteCheckpoint where weights are missing, unexpected or not finite: transformers would otherwise start
     with random weights after a renamed key.
     """
-    processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+    processor = load_processor(str(path))
     processor.tokenizer.padding_side = "left"
     model, info = AutoModelForImageTextToText.from_pretrained(
         path, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -46,28 +53,6 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, A
     return model.to(device).eval(), processor
 
 
-def vision_token_ids(tokenizer: Any) -> list[int]:
-    """Ids of those VISION_TOKENS that the tokenizer has."""
-    vocabulary = tokenizer.get_vocab()
-    return [vocabulary[token] for token in VISION_TOKENS if token in vocabulary]
-
-
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-
-
-def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes that a token of a byte-level BPE tokenizer stands for; empty for special tokens."""
-    if token_id in tokenizer.all_special_ids:
-        return b""
-    token: str = tokenizer.convert_ids_to_tokens(token_id)
-    if token_id in tokenizer.added_tokens_decoder:
-        return token.encode()
-    return bytes(_BYTES[character] for character in token)
-
-
-VISION_END = "<|vision_end|>"
-
-
 class TransformersEngine:
     """A Qwen-VL checkpoint behind the inference protocol.
 
@@ -75,9 +60,11 @@ class TransformersEngine:
     image: it is computed once, and its keys and values serve all plans of that screenshot and all samples of a request.
     """
 
+    elsewhere = False
+
     def __init__(self, path: str | Path, *, dtype: Dtype, device: str, batch_size: int) -> None:
         model, processor = load_checkpoint(path, dtype, device)
-        self._setup(model, processor, batch_size)
+        self._setup(model, processor, batch_size, str(path))
 
     @classmethod
     def of(cls, model: Any, processor: Any, *, batch_size: int) -> TransformersEngine:
@@ -86,7 +73,7 @@ class TransformersEngine:
         engine._setup(model, processor, batch_size)
         return engine
 
-    def _setup(self, model: Any, processor: Any, batch_size: int) -> None:
+    def _setup(self, model: Any, processor: Any, batch_size: int, path: str | None = None) -> None:
         self._model, self._processor, self._batch_size = model, processor, batch_size
         self._tokenizer = processor.tokenizer
         self._suppressed = torch.tensor(vision_token_ids(self._tokenizer), device=model.device)
@@ -96,15 +83,19 @@ class TransformersEngine:
         names = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._pieces: dict[int, bytes] = {}
+        self._path = path
 
     @property
     def resize(self) -> tuple[int, int, int]:
-        images = self._processor.image_processor
-        size = images.size
-        return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
+        return resize_of(self._processor)
+
+    @cached_property
+    def weights(self) -> str:
+        """The version of the weights: their hash; of a hub model, its commit; of a model in training, nothing."""
+        return "" if self._path is None else local_version(self._path)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        prompts = [self._split_prompt(request) for request in requests]
+        prompts = [prompt_of(self._processor, request) for request in requests]
         # A batch holds screenshots of one size, whose prefixes are equally long; those of one screenshot stay together.
         seen: dict[int, int] = {}
         for request in requests:
@@ -125,33 +116,28 @@ class TransformersEngine:
                 done += len(batch)
         return answers
 
-    def _split_prompt(self, request: Request) -> tuple[str, list[int]]:
-        """(text up to the end of the image, token ids of what follows)."""
-        text: str = self._processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
-        head, end, rest = text.partition(VISION_END)
-        if not end or VISION_END in rest:
-            raise ValueError(f"a prompt needs exactly one image, got {text!r}")
-        return head + end, self._tokenizer(rest, add_special_tokens=False)["input_ids"]
-
     @torch.inference_mode()
     def _generate_batch(
         self,
-        prompts: list[tuple[str, list[int]]],
+        prompts: list[Prompt],
         images: list[Image.Image],
         sampling: Sampling,
         seed: int,
     ) -> list[Generation]:
         device = self._model.device
         prefixes: dict[tuple[int, str], tuple[int, Image.Image]] = {}
-        for (head, _), image in zip(prompts, images, strict=True):
-            prefixes.setdefault((id(image), head), (len(prefixes), image))
+        first = []  # whether a row's prefix was computed for it, and not found
+        for prompt, image in zip(prompts, images, strict=True):
+            key = id(image), prompt.head
+            first += [key not in prefixes] + [False] * (sampling.samples - 1)
+            prefixes.setdefault(key, (len(prefixes), image))
         cache, next_position = self._prefill([head for _, head in prefixes], [image for _, image in prefixes.values()])
         owner = [
-            prefixes[id(image), head][0]
-            for (head, _), image in zip(prompts, images, strict=True)
+            prefixes[id(image), prompt.head][0]
+            for prompt, image in zip(prompts, images, strict=True)
             for _ in range(sampling.samples)
         ]
-        suffixes = [ids for _, ids in prompts for _ in range(sampling.samples)]
+        suffixes = [prompt.rest for prompt in prompts for _ in range(sampling.samples)]
         cache.batch_select_indices(torch.tensor(owner, device=device))
 
         length = max(map(len, suffixes))
@@ -184,7 +170,10 @@ class TransformersEngine:
             ids, position = token[:, None], position[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(suffixes), 1)], dim=1)
         chosen, scores = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
-        return [self._generation(row, row_scores) for row, row_scores in zip(chosen, scores, strict=True)]
+        return [
+            self._generation(row, row_scores, prefix + len(suffix), 0 if computed else prefix)
+            for row, row_scores, suffix, computed in zip(chosen, scores, suffixes, first, strict=True)
+        ]
 
     def _prefill(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
         """(keys and values of each prefix, the position of the token that follows each)."""
@@ -215,15 +204,16 @@ class TransformersEngine:
             probabilities = torch.zeros_like(probabilities).scatter(-1, order, ranked)
         return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
-    def _generation(self, ids: list[int], logprobs: list[float]) -> Generation:
+    def _generation(self, ids: list[int], logprobs: list[float], prompt: int, cached: int) -> Generation:
         stops = set(self._stops.tolist())
         end = next((t for t, token in enumerate(ids) if token in stops), None)
         kept = ids[:end]
         pieces = tuple(self._piece(token) for token in kept)
         text = b"".join(pieces).decode(errors="replace")
+        usage = Usage(prompt, cached, len(ids) if end is None else end + 1)
         if end is None:
-            return Generation(text, pieces, tuple(logprobs), "length")
-        return Generation(text, pieces, tuple(logprobs[:end]), "stop", logprobs[end])
+            return Generation(text, pieces, tuple(logprobs), "length", None, usage, self.weights)
+        return Generation(text, pieces, tuple(logprobs[:end]), "stop", logprobs[end], usage, self.weights)
 
     def _piece(self, token: int) -> bytes:
         if token not in self._pieces:

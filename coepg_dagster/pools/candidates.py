@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment import Member, Regeneration
 from coepg_dagster.inference.agents import Plan, Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.prompts import EndToEndAnswer, PlannerAnswer
@@ -104,8 +104,8 @@ def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
     return candidates.set_column(position, CANDIDATE_SCHEMA.field("duplicate_of"), pa.array(marks, pa.string()))
 
 
-def pool_members(open_members: Mapping[str, str], trained: Mapping[str, str]) -> dict[str, str]:
-    """Name → checkpoint of a pool: open models, then trained ones, newest first. Raises on a name used twice."""
+def pool_members(open_members: Mapping[str, Member], trained: Mapping[str, Member]) -> dict[str, Member]:
+    """The members of a pool by name: open models, then trained ones, newest first. Raises on a name used twice."""
     both = set(open_members) & set(trained)
     if both:
         raise ValueError(f"pool members need different names: {', '.join(sorted(both))}")

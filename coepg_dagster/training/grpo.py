@@ -7,6 +7,7 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from accelerate.utils import gather_object
 from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from coepg_dagster.experiment import Grpo, Models
-from coepg_dagster.inference.agents import Grounder, Plan, Reading
+from coepg_dagster.experiment import Grpo, Member, Models, Serving
+from coepg_dagster.inference.agents import Grounder, Plan, Reading, ground_all
+from coepg_dagster.inference.engine import Engine
+from coepg_dagster.inference.opening import opened
+from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import TransformersEngine, vision_token_ids
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.pools.candidates import gate_of
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
@@ -32,6 +36,8 @@ from coepg_dagster.training.common import ReportProgress, device_settings, load_
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.workers import ROLLOUTS
+
+DEFAULT_SERVING = Serving()
 
 
 class CdremReward:
@@ -75,7 +81,7 @@ class CdremReward:
         boxes = [self._screens.boxes(step_id) for step_id in step_ids]
         asked = [i for i, gate in enumerate(gates) if gate == GATE_PASSED and boxes[i]]
         pairs = [(step_ids[i], plans[i].answer.plan) for i in asked]  # type: ignore[union-attr]
-        readings = [dict(zip(asked, g.ground(pairs), strict=True)) for g in self._grounders.values()] if asked else []
+        readings = [dict(zip(asked, said, strict=True)) for said in ground_all(self._grounders, pairs)] if asked else []
         r_plan = np.ones(len(texts))
         self.rows = []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
@@ -113,6 +119,7 @@ class CdremReward:
                 "prior": float(prior),
                 "weight": float(weight),
                 "seconds": vote.seconds,
+                "version": vote.weights or None,
                 "failure": vote.failure,
             }
             for name, vote, hit, confidence, prior, weight in zip(
@@ -167,7 +174,7 @@ class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
 def train_grpo(
     init: str,
     own_grounder: tuple[str, str] | None,
-    verifiers: Mapping[str, str],
+    verifiers: Mapping[str, Member | str],
     dataset: pa.Table,
     steps: pa.Table,
     models: Models,
@@ -178,32 +185,70 @@ def train_grpo(
     device: str,
     out: Path,
     report: Report,
+    serving: Serving = DEFAULT_SERVING,
 ) -> dict[str, Any]:
     """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
 
     Args:
         own_grounder: (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, whose
             own point is judged.
-        verifiers: name → checkpoint of the open verifiers; left out where `config.ensemble` is false.
+        verifiers: the open verifiers by name; left out where `config.ensemble` is false.
         max_point_tokens, batch_size: of the grounders' answers and forward passes.
     Returns:
         The figures of the run; rates in per cent.
     """
+    own = {own_grounder[0]: Member(model=own_grounder[1])} if own_grounder else {}
+    members = dict(own)
+    if config.ensemble:
+        members |= {other: Member.model_validate(verifier) for other, verifier in verifiers.items()}
+    in_vllm = sum(models.engine_of(member) == "vllm" for member in members.values())
+    with ExitStack() as stack:
+        engines = {
+            member: stack.enter_context(
+                opened(
+                    model,
+                    models,
+                    device=device,
+                    batch_size=batch_size,
+                    serving=serving,
+                    logs=out,
+                    share=in_vllm,
+                    beside_training=True,
+                )
+            )
+            for member, model in members.items()
+        }
+        priors = {member: config.own_prior if member in own else config.verifier_prior for member in members}
+        return _train(
+            init, engines, priors, dataset, steps, models, config, max_point_tokens, seed, device, out, report
+        )  # fmt: skip
+
+
+def _train(
+    init: str,
+    engines: Mapping[str, Engine],
+    priors: Mapping[str, float],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    config: Grpo,
+    max_point_tokens: int,
+    seed: int,
+    device: str,
+    out: Path,
+    report: Report,
+) -> dict[str, Any]:
     set_seed(seed)
     model, processor = load_for_training(init, device, freeze_vision=config.freeze_vision)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
     screens = Screens(steps, resize)
-    own = dict([own_grounder] if own_grounder else [])
-    members = own | (dict(verifiers) if config.ensemble else {})
-    priors = {name: config.own_prior if name in own else config.verifier_prior for name in members}
     grounders = {}
-    for name, checkpoint in members.items():
-        engine = TransformersEngine(checkpoint, dtype=models.dtype, device=device, batch_size=batch_size)
+    for name, engine in engines.items():
         own_screens = screens if engine.resize == resize else Screens(steps, engine.resize)
         grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
-    prompts = grpo_prompts(dataset, steps, screens, models.prompts, "decoupled" if own else "end_to_end")
+    prompts = grpo_prompts(dataset, steps, screens, models.prompts, "decoupled" if engines else "end_to_end")
     reward: CdremReward | PointReward = PointReward(steps, screens, models.coordinates)
-    if own:
+    if engines:
         reward = CdremReward(grounders, priors, steps, screens, config)
     if len(prompts) < config.prompts_per_step:
         # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged

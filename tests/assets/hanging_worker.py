@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from coepg_dagster.resources.worker import end_with_parent
 from dagster_pipes import open_dagster_pipes
+
+from coepg_dagster.processes import end_with_parent
 
 IGNORES = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; print(flush=True); time.sleep(600)"
 

@@ -18,6 +18,7 @@ class Scripted:
     """An engine that answers by what it is asked, and counts."""
 
     resize = RESIZE
+    elsewhere = False
 
     def __init__(self, answer: Callable[[str], Generation | Failure]) -> None:
         self.asked: list[Request] = []

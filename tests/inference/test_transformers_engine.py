@@ -14,15 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from coepg_dagster.inference.engine import Generation, Request, Sampling
-from coepg_dagster.inference.transformers_engine import (
-    VISION_TOKENS,
-    IncompleteCheckpoint,
-    TransformersEngine,
-    load_checkpoint,
-    token_bytes,
-    vision_token_ids,
-)
+from coepg_dagster.inference.engine import Generation, Request, Sampling, Usage
+from coepg_dagster.inference.processing import VISION_TOKENS, token_bytes, vision_token_ids
+from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, TransformersEngine, load_checkpoint
+from coepg_dagster.inference.weights import local_version
 from coepg_dagster.prompts import grounder_messages, planner_messages
 
 RED, BLUE = Image.new("RGB", (84, 112), (200, 10, 10)), Image.new("RGB", (84, 112), (10, 10, 200))
@@ -141,10 +136,13 @@ def test_vision_tokens_are_never_written(random_checkpoint: Callable[[int], Path
                 assert all(logprob < -40 for logprob in answer.logprobs), "the log-probability is the model's own"
 
 
-def test_an_answer_that_ends_at_once_keeps_how_sure_that_was(engine: TransformersEngine) -> None:
+def test_an_answer_that_ends_at_once_keeps_how_sure_that_was(
+    engine: TransformersEngine, random_checkpoint: Callable[[int], Path]
+) -> None:
     stop = int(engine._stops[0])
-    answer = engine._generation([stop, 5, 6], [-0.25, -1.0, -2.0])
-    assert answer == Generation("", (), (), "stop", -0.25)
+    answer = engine._generation([stop, 5, 6], [-0.25, -1.0, -2.0], 20, 16)
+    assert answer == Generation("", (), (), "stop", -0.25, Usage(20, 16, 1), engine.weights)
+    assert engine.weights == local_version(str(random_checkpoint(0)))
 
 
 def test_two_images_or_none_are_refused(engine: TransformersEngine) -> None:

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 from coepg_dagster.assets.making import RESOURCES
 from coepg_dagster.resources.store import StoreResource
-from coepg_dagster.resources.training import GrpoCdremResource, RegenerationResource, SftResource, default_resources
+from coepg_dagster.resources.training import (
+    EnginesResource,
+    GrpoCdremResource,
+    RegenerationResource,
+    SftResource,
+    default_resources,
+)
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import Grpo, Regeneration, Sft
+from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft
 from tests.assets.conftest import InProcess
 
 
@@ -33,9 +39,19 @@ def test_a_replaced_field_is_checked_like_the_file() -> None:
 
 
 def test_every_field_of_the_launchpad_is_described() -> None:
-    for resource in (SftResource, GrpoCdremResource, RegenerationResource, StoreResource):
+    for resource in (SftResource, GrpoCdremResource, RegenerationResource, EnginesResource, StoreResource):
         assert [name for name, field in resource.model_fields.items() if not field.description] == []
-    assert set(RESOURCES.values()) == set(default_resources())
+    assert {*RESOURCES.values(), "engines"} == set(default_resources())
+
+
+def test_jobs_are_told_how_engines_run_here() -> None:
+    """Every field, and with the same defaults as where no resource says anything."""
+    assert EnginesResource().serving() == Serving()
+    changed = {name: field.default for name, field in EnginesResource.model_fields.items()}
+    changed |= {"vllm_python": "/opt/python", "vllm_memory": 0.5, "vllm_context": 999, "vllm_arguments": ["--x"]}
+    changed |= {"start_minutes": 1.5, "in_flight": 3}
+    told = EnginesResource(**changed).serving().model_dump()
+    assert all(told[name] != default for name, default in Serving().model_dump().items())
 
 
 class OtherMachine(SftResource):

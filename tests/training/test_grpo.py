@@ -25,8 +25,9 @@ from coepg_dagster.experiment import Grpo, Models
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.engine import Failure, Generation
+from coepg_dagster.inference.processing import VISION_TOKENS, vision_token_ids
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import VISION_TOKENS, load_checkpoint, vision_token_ids
+from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
 from coepg_dagster.rewards.variants import recompute, summary

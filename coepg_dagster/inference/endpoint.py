@@ -1,0 +1,99 @@
+"""Where an OpenAI-compatible endpoint is, and what it says of its model. Imports no model library."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from coepg_dagster.experiment import Member, fingerprint
+from coepg_dagster.inference.engine import EngineRefused
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an endpoint is, and how much may be asked of it at a time."""
+
+    base_url: str  # with /v1
+    model: str  # as the endpoint names it
+    api_key: str | None = None
+    in_flight: int = 16
+    timeout_seconds: float = 120.0
+
+    def client(self) -> httpx.Client:
+        """A client that speaks to this endpoint only: no proxies or credentials from the environment, no redirects."""
+        return httpx.Client(
+            base_url=self.base_url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            timeout=httpx.Timeout(self.timeout_seconds, connect=min(10.0, self.timeout_seconds)),
+            limits=httpx.Limits(max_connections=self.in_flight, max_keepalive_connections=self.in_flight),
+            trust_env=False,
+        )
+
+
+def endpoint_of(member: Member) -> Endpoint:
+    """The endpoint of an `openai` member, its key from the environment. Raises EngineRefused where that is missing."""
+    assert member.base_url is not None  # Member requires it
+    key = None
+    if member.api_key_env is not None:
+        key = os.environ.get(member.api_key_env)
+        if not key:
+            raise EngineRefused(
+                f"{member.base_url}: the environment variable {member.api_key_env} (`api_key_env`) is not set: export it "
+                "where Dagster is started"
+            )
+    return Endpoint(member.base_url, member.model, key, member.in_flight, member.timeout_seconds)
+
+
+def endpoint_version(member: Member) -> str:
+    """The version of a model behind an endpoint: its name, and a hash of what the server says of it."""
+    return served_version(served_model(endpoint_of(member)))
+
+
+def served_model(endpoint: Endpoint) -> dict[str, Any]:
+    """What the endpoint says of its model: id and, where given, owner, root, parent and context length.
+
+    Raises EngineRefused where it cannot be reached, or does not serve the model.
+    """
+    with endpoint.client() as client:
+        try:
+            answer = client.get("models")
+        except httpx.HTTPError as error:
+            raise EngineRefused(
+                f"{endpoint.base_url} cannot be reached ({short(error)}): start the server, or correct `base_url`"
+            ) from None
+    if answer.status_code in (401, 403):
+        raise EngineRefused(
+            f"{endpoint.base_url} refused the key (status {answer.status_code}): set `api_key_env` to the name of the "
+            "environment variable that holds it"
+        )
+    if answer.status_code == 404:  # not every server lists its models
+        return {"id": endpoint.model}
+    try:
+        models = {str(model["id"]): dict(model) for model in answer.json()["data"]}
+    except (ValueError, KeyError, TypeError):
+        raise EngineRefused(
+            f"{endpoint.base_url}/models answered with status {answer.status_code} and no list of models: is it an "
+            "OpenAI-compatible server, and does `base_url` end with /v1?"
+        ) from None
+    if endpoint.model not in models:
+        raise EngineRefused(
+            f"{endpoint.base_url} does not serve {endpoint.model!r} but {', '.join(sorted(models)) or 'nothing'}: "
+            "correct `model`"
+        )
+    told = models[endpoint.model]
+    return {
+        key: told[key] for key in ("id", "owned_by", "root", "parent", "max_model_len") if told.get(key) is not None
+    }
+
+
+def served_version(told: dict[str, Any]) -> str:
+    """The version of a model whose weights cannot be seen: its name, and a hash of all that the server says of it."""
+    return f"{told['id']}@{fingerprint(told)}"
+
+
+def short(error: Exception) -> str:
+    """Kind and beginning of an error's message."""
+    return f"{type(error).__name__}: {error}"[:200]

@@ -1,0 +1,315 @@
+"""Any OpenAI-compatible endpoint behind the inference protocol: chat completions with an image and log-probabilities.
+
+What may be tried again (no connection, 429, 5xx) is, with growing pauses; whatever fails in the end is a `Failure` of its
+request. Before the first request the endpoint's effective settings are read back, see `OpenAIEngine.check`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from typing import Annotated, Any, Final
+
+import httpx
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coepg_dagster.inference.endpoint import Endpoint, served_model, served_version, short
+from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
+from coepg_dagster.inference.processing import probe, prompt_of, resize_of, vision_token_ids
+
+ATTEMPTS: Final = 5
+PAUSE_SECONDS: Final = 1.0
+"""Before the second attempt; doubles with each further one. A random half of it is left out, so that clients part."""
+LONGEST_PAUSE_SECONDS: Final = 120.0
+"""A server that asks for a longer pause has failed."""
+MAY_PASS: Final = frozenset({429, 500, 502, 503, 504})
+NEUTRAL: Final = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
+"""vLLM and SGLang would otherwise take these from the model's generation_config; other servers refuse such keys."""
+
+
+class _Loose(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class _Token(_Loose):
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Field(ge=0, le=255)]] | None = None
+
+
+class _Logprobs(_Loose):
+    content: list[_Token]
+
+
+class _Message(_Loose):
+    content: str | None = None
+
+
+class _Choice(_Loose):
+    index: int = 0
+    message: _Message
+    logprobs: _Logprobs
+    finish_reason: str | None
+
+
+class _Cached(_Loose):
+    cached_tokens: int | None = None
+
+
+class _Usage(_Loose):
+    prompt_tokens: int
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Answer(_Loose):
+    choices: list[_Choice]
+    usage: _Usage
+
+
+class _Unreachable(RuntimeError):
+    """No connection, after all attempts."""
+
+
+class OpenAIEngine:
+    """A model behind an OpenAI-compatible endpoint.
+
+    Args:
+        processor: of the model that is served; the size of images, special tokens and prompt lengths come from it.
+        weights: the version to keep with answers; by default what the server says of its model.
+        obituary: called when no connection could be made: what is known of the server's end.
+    """
+
+    elsewhere = True
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        processor: Any,
+        *,
+        weights: str | None = None,
+        obituary: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._endpoint, self._processor, self._obituary = endpoint, processor, obituary
+        told = served_model(endpoint)
+        self.weights = weights or served_version(told)
+        tokenizer = processor.tokenizer
+        self._special = set(tokenizer.all_special_tokens) | {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        self._body = {
+            "model": endpoint.model,
+            "logprobs": True,
+            "logit_bias": {str(token): -100 for token in vision_token_ids(tokenizer)},
+        } | (NEUTRAL if told.get("owned_by") in ("vllm", "sglang") else {})
+        self._client = endpoint.client()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._client.close()
+
+    @property
+    def resize(self) -> tuple[int, int, int]:
+        return resize_of(self._processor)
+
+    def check(self) -> None:
+        """Reads the effective settings back. Raises EngineRefused where the endpoint
+
+        1. gives no answer, no token log-probabilities or no usage,
+        2. sees another number of prompt tokens than we count: its image grid or chat template is not ours,
+        3. gives log-probabilities that depend on the temperature.
+        """
+        asked = probe(self._processor)
+        where = f"{self._endpoint.base_url}, model {self._endpoint.model}"
+        [[greedy]] = self.generate([asked], Sampling(1))
+        if isinstance(greedy, Failure):
+            raise EngineRefused(f"{where}: the probe got no answer: {greedy.reason}")
+        [[cold]] = self.generate([asked], Sampling(1, temperature=0.01))
+        if isinstance(cold, Failure):
+            raise EngineRefused(f"{where}: the probe got no answer at temperature 0.01: {cold.reason}")
+        before, after = (answer.logprobs or (answer.stop_logprob or 0.0,) for answer in (greedy, cold))
+        if greedy.pieces == cold.pieces and abs(before[0] - after[0]) > 0.05:
+            raise EngineRefused(
+                f"{where}: the log-probability of one token is {before[0]:.3f} when greedy and {after[0]:.3f} at "
+                "temperature 0.01: start the server so that it gives those of the raw logits "
+                "(vLLM: --logprobs-mode raw_logprobs)"
+            )
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
+        pictures = _Pictures(2 * self._endpoint.in_flight)
+        gone: list[str] = []  # why no connection can be made: what is still to be asked fails at once
+
+        def ask(numbered: tuple[int, Request]) -> list[Generation | Failure]:
+            position, request = numbered
+            if gone:
+                return [Failure(gone[0])] * sampling.samples
+            prompt = prompt_of(self._processor, request)
+            body = self._body | {
+                "messages": _with_picture(request, pictures),
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "n": sampling.samples,
+                "seed": sampling.seed + position,
+            }
+            try:
+                answers = self._read(self._post(body), prompt.tokens, sampling.samples)
+            except _Unreachable as error:
+                gone.append(str(error))
+                answers = Failure(str(error))
+            return [answers] * sampling.samples if isinstance(answers, Failure) else answers
+
+        with ThreadPoolExecutor(self._endpoint.in_flight) as pool:
+            return list(pool.map(ask, enumerate(requests)))
+
+    def _post(self, body: dict[str, Any]) -> httpx.Response | Failure:
+        for attempt in range(1, ATTEMPTS + 1):
+            pause = PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1)
+            try:
+                answer = self._client.post("chat/completions", json=body)
+            except httpx.PoolTimeout:
+                raise  # cannot be: there are as many connections as threads
+            except (httpx.ReadTimeout, httpx.WriteTimeout):
+                # the server may still be at it: to ask again would only add to its load
+                return Failure(f"no answer within {self._endpoint.timeout_seconds:g} s (`timeout_seconds`)")
+            except httpx.TransportError as error:
+                if attempt == ATTEMPTS:
+                    raise _Unreachable(
+                        f"no connection to {self._endpoint.base_url} in {ATTEMPTS} attempts: {short(error)}"
+                        f"{self._obituary()}"
+                    ) from None
+            else:
+                if answer.status_code not in MAY_PASS:
+                    return answer
+                asked_for = _retry_after(answer)
+                if attempt == ATTEMPTS or (asked_for or 0) > LONGEST_PAUSE_SECONDS:
+                    tried = f"after {attempt} attempts" + (f", wait {asked_for:g} s" if asked_for else "")
+                    return Failure(f"status {answer.status_code} {tried}: {self._quote(answer)}")
+                pause = max(pause, asked_for or 0)
+            time.sleep(pause)
+        raise AssertionError("every attempt returns, raises or is followed by another")
+
+    def _read(
+        self, answer: httpx.Response | Failure, tokens: int, samples: int
+    ) -> list[Generation | Failure] | Failure:
+        if isinstance(answer, Failure):
+            return answer
+        if answer.status_code != 200:
+            return Failure(f"status {answer.status_code}: {self._quote(answer)}")
+        read = read_answer(answer.content)
+        if isinstance(read, str):
+            return Failure(f"malformed answer: {read}")
+        if len(read.choices) != samples:
+            return Failure(f"{len(read.choices)} answers instead of {samples}: does the server support `n`?")
+        if read.usage.prompt_tokens != tokens:
+            return Failure(
+                f"the server saw {read.usage.prompt_tokens} prompt tokens, by our resize and chat template it must be "
+                f"{tokens}: give it the image processor and chat template of `processor`, without limits of its own"
+            )
+        details = read.usage.prompt_tokens_details
+        cached = (details.cached_tokens if details else None) or 0
+        ordered = sorted(read.choices, key=lambda choice: choice.index)
+        return [self._generation(choice, tokens, cached) for choice in ordered]
+
+    def _generation(self, choice: _Choice, prompt: int, cached: int) -> Generation | Failure:
+        if choice.finish_reason not in ("stop", "length"):
+            return Failure(f"the answer ended with {choice.finish_reason!r}")
+        text, tokens = choice.message.content or "", choice.logprobs.content
+        pieces = [self._piece(token) for token in tokens]
+        logprobs = [token.logprob for token in tokens]
+        if any(value > 1e-3 for value in logprobs):
+            return Failure(f"a log-probability is {max(logprobs):g}, above 0")
+        usage, stop = Usage(prompt, cached, len(tokens)), None
+        if choice.finish_reason == "stop" and pieces and not pieces[-1]:
+            pieces.pop()
+            stop = logprobs.pop()
+        # ASCII: some servers write the halves of a character as two replacement characters
+        if _ascii(b"".join(pieces)) != _ascii(text.encode()):
+            return Failure(f"the tokens spell {b''.join(pieces)[:80]!r}, the text is {text[:80]!r}")
+        return Generation(
+            text, tuple(pieces), tuple(logprobs), "stop" if choice.finish_reason == "stop" else "length", stop, usage,
+            self.weights,
+        )  # fmt: skip
+
+    def _piece(self, token: _Token) -> bytes:
+        if token.token in self._special:
+            return b""
+        return token.token.encode() if token.bytes is None else bytes(token.bytes)
+
+    def _quote(self, answer: httpx.Response) -> str:
+        """The beginning of what the server said, without the key that some servers repeat."""
+        said = answer.text[:300].strip() or "no text"
+        return said.replace(self._endpoint.api_key, "…") if self._endpoint.api_key else said
+
+
+def read_answer(content: bytes) -> _Answer | str:
+    """A chat completion, or what is wrong with it."""
+    try:
+        return _Answer.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        hint = "; the server must give log-probabilities" if "logprobs" in place else ""
+        return f"{place}: {first['msg']}{hint}"
+
+
+def _ascii(text: bytes) -> bytes:
+    return bytes(byte for byte in text if byte < 128)
+
+
+def _retry_after(answer: httpx.Response) -> float | None:
+    """Seconds that the server asks to wait."""
+    value = answer.headers.get("Retry-After", "")
+    if value.replace(".", "", 1).isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _with_picture(request: Request, pictures: _Pictures) -> list[dict[str, Any]]:
+    """The chat with the image in its place."""
+
+    def part(content: dict[str, Any]) -> dict[str, Any]:
+        if content["type"] != "image":
+            return content
+        return {"type": "image_url", "image_url": {"url": pictures.url(request.image)}}
+
+    return [message | {"content": [part(content) for content in message["content"]]} for message in request.messages]
+
+
+class _Pictures:
+    """Images as data URIs: each is encoded once, however many threads ask for it; the newest are kept."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept, self._lock = kept, threading.Lock()
+        self._urls: OrderedDict[int, tuple[Image.Image, Future[str]]] = OrderedDict()
+
+    def url(self, image: Image.Image) -> str:
+        """`data:image/png;base64,…`; PNG, since the model must see the very pixels."""
+        with self._lock:
+            found = self._urls.get(id(image))
+            if found is None:
+                future: Future[str] = Future()
+                self._urls[id(image)] = image, future
+                while len(self._urls) > self._kept:
+                    self._urls.popitem(last=False)
+            else:
+                future = found[1]
+        if found is None:
+            try:
+                out = io.BytesIO()
+                image.save(out, "PNG", compress_level=1)
+                future.set_result("data:image/png;base64," + base64.b64encode(out.getvalue()).decode())
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        return future.result()

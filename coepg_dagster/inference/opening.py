@@ -1,0 +1,61 @@
+"""From a member of a pool to the engine that answers for it, opened and closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from coepg_dagster.experiment import Member, Models, Serving
+from coepg_dagster.inference.endpoint import endpoint_of
+from coepg_dagster.inference.engine import Engine
+from coepg_dagster.inference.openai_engine import OpenAIEngine
+from coepg_dagster.inference.processing import load_processor
+from coepg_dagster.inference.vllm_server import vllm_server
+from coepg_dagster.inference.weights import local_version
+
+
+@contextmanager
+def opened(
+    member: Member,
+    models: Models,
+    *,
+    device: str,
+    batch_size: int,
+    serving: Serving,
+    logs: Path,
+    share: int = 1,
+    beside_training: bool = False,
+) -> Iterator[Engine]:
+    """The engine of a pool member, its settings read back; closed at the end, with every process that it started.
+
+    Args:
+        logs: folder of the servers' logs.
+        share: how many local models are open at once on the device.
+        beside_training: this process trains, so that vLLM must be a server of its own.
+    """
+    kind = models.engine_of(member)
+    if kind == "openai":
+        engine = OpenAIEngine(endpoint_of(member), load_processor(member.processor or member.model))
+        with closing(engine):
+            engine.check()
+            yield engine
+    elif kind == "transformers":
+        from coepg_dagster.inference.transformers_engine import TransformersEngine
+
+        yield TransformersEngine(member.model, dtype=models.dtype, device=device, batch_size=batch_size)
+    else:
+        weights = local_version(member.model)
+        common: Any = {"dtype": models.dtype, "device": device, "serving": serving, "share": share, "weights": weights}
+        if beside_training or serving.python is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            log = logs / f"vllm-{os.getpid()}-{len(list(logs.glob('vllm-*')))}.log"
+            with vllm_server(member.model, log=log, **common) as served:
+                yield served
+        else:
+            from coepg_dagster.inference.vllm_engine import VllmEngine
+
+            with closing(VllmEngine(member.model, **common)) as own:
+                yield own

@@ -1,0 +1,94 @@
+"""What engines share of a Qwen-VL processor: the prompt as text and tokens, its length, the bytes of tokens.
+
+Each engine must see the same prompt. Its length, the visual tokens of our own resize included, is computed here and
+compared with what an engine reports, so that a server with another image size or chat template is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from transformers import AutoProcessor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from coepg_dagster.geometry import Size, smart_resize
+from coepg_dagster.inference.engine import Request
+from coepg_dagster.prompts import grounder_messages
+
+VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+"""Never sampled: a model that writes one breaks the count of image features when its answer is scored again."""
+VISION_END = "<|vision_end|>"
+
+
+def load_processor(path: str) -> Any:
+    """The processor of a local folder or hub name; no remote code."""
+    return AutoProcessor.from_pretrained(path, trust_remote_code=False)
+
+
+def vision_token_ids(tokenizer: Any) -> list[int]:
+    """Ids of those VISION_TOKENS that the tokenizer has."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in VISION_TOKENS if token in vocabulary]
+
+
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes that a token of a byte-level BPE tokenizer stands for; empty for special tokens."""
+    if token_id in tokenizer.all_special_ids:
+        return b""
+    token: str = tokenizer.convert_ids_to_tokens(token_id)
+    if token_id in tokenizer.added_tokens_decoder:
+        return token.encode()
+    return bytes(_BYTES[character] for character in token)
+
+
+def resize_of(processor: Any) -> tuple[int, int, int]:
+    """(factor, min_pixels, max_pixels) of a processor, for `geometry.smart_resize`."""
+    images = processor.image_processor
+    size = images.size
+    return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request as the model's chat template writes it."""
+
+    head: str  # up to the end of the image, with one placeholder token for it
+    rest: list[int]  # token ids of what follows
+    text: str
+    tokens: int  # length of the whole, each visual token counted
+
+
+def prompt_of(processor: Any, request: Request) -> Prompt:
+    """The prompt of a request. Raises ValueError where it does not hold exactly one image of a size that models see."""
+    text: str = processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
+    start, end, after = text.partition(VISION_END)
+    if not end or VISION_END in after:
+        raise ValueError(f"a prompt needs exactly one image, got {text!r}")
+    head, tokenizer = start + end, processor.tokenizer
+    rest = tokenizer(after, add_special_tokens=False)["input_ids"]
+    before = len(tokenizer(head, add_special_tokens=False)["input_ids"])
+    return Prompt(head, rest, text, before - 1 + visual_tokens(processor, request.image) + len(rest))
+
+
+def visual_tokens(processor: Any, image: Image.Image) -> int:
+    """How many tokens an image takes that our own resize has made. ValueError where it would be resized again."""
+    factor, low, high = resize_of(processor)
+    size = Size(*image.size)
+    if smart_resize(size, factor=factor, min_pixels=low, max_pixels=high) != size:
+        raise ValueError(f"an image of {size} would be resized by the model: give it as `geometry.smart_resize` says")
+    return size.width * size.height // factor**2
+
+
+def probe(processor: Any) -> Request:
+    """A question to see what an engine does with an image: a full-HD screenshot, as our own resize gives it."""
+    factor, low, high = resize_of(processor)
+    size = smart_resize(Size(1920, 1080), factor=factor, min_pixels=low, max_pixels=high)
+    return Request(
+        Image.linear_gradient("L").resize((size.width, size.height)).convert("RGB"),
+        grounder_messages("the darkest place", "compact"),
+    )

@@ -1,0 +1,175 @@
+"""A vLLM server of our own on loopback: started, probed, asked through the OpenAI engine, and stopped with all its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from coepg_dagster.experiment import Serving
+from coepg_dagster.inference.endpoint import Endpoint
+from coepg_dagster.inference.engine import EngineRefused
+from coepg_dagster.inference.openai_engine import OpenAIEngine
+from coepg_dagster.inference.processing import load_processor
+from coepg_dagster.processes import end_group, tail
+
+NAME: Final = "served"
+
+
+class ServerFailed(RuntimeError):
+    """A server that ended, or did not answer in time; the message holds the end of its log."""
+
+
+def vllm_settings(path: str, dtype: str, serving: Serving, share: int) -> dict[str, Any]:
+    """What vLLM is told, in process and as a server; the same in both, since it decides what is answered.
+
+    Args:
+        share: how many vLLM models are open at once on the device.
+    """
+    return {
+        "model": path,
+        "dtype": dtype,
+        "max_model_len": min(serving.context, longest(path)),
+        "gpu_memory_utilization": round(serving.memory / share, 3),
+        "enable_prefix_caching": True,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "logprobs_mode": "raw_logprobs",  # at temperature 1, before any bias
+        "generation_config": "vllm",  # else the model's own repetition penalty and top_k would be applied unseen
+        "seed": 0,
+    }
+
+
+def longest(path: str) -> int:
+    """How many positions a checkpoint's language model has."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    return int(config.max_position_embeddings)
+
+
+@contextmanager
+def vllm_server(
+    path: str, *, dtype: str, device: str, serving: Serving, share: int, weights: str, log: Path
+) -> Iterator[OpenAIEngine]:
+    """A vLLM server of the checkpoint `path`, as an engine; stopped at the end, however that comes.
+
+    Raises ServerFailed with the end of `log`, and EngineRefused where it does not do what the experiment says.
+    """
+    port, key = free_port(), secrets.token_urlsafe(24)
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME]
+    for name, value in vllm_settings(path, dtype, serving, share).items():
+        flag = "--" + name.replace("_", "-")
+        arguments += [flag] if value is True else [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    command = [serving.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    command += ["--enable-prompt-tokens-details", *serving.arguments]
+    environment = {"VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1", **visible(device)}
+    with started(command, f"http://127.0.0.1:{port}", environment, log, 60 * serving.start_minutes) as server:
+        endpoint = Endpoint(f"{server.url}/v1", NAME, key, serving.in_flight)
+        processor = load_processor(path)
+        with server.explained():
+            # the first answer may take as long as the start: kernels are compiled for it
+            first = OpenAIEngine(replace(endpoint, timeout_seconds=server.left()), processor, weights=weights)
+            first.check()
+            first.close()
+        engine = OpenAIEngine(endpoint, processor, weights=weights, obituary=server.obituary)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+class Server:
+    """A process that answers over HTTP, from its start to its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, seconds: float) -> None:
+        self._process, self.url, self._log, self._end = process, url, log, time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until the deadline of the start; at least one."""
+        return max(1.0, self._end - time.monotonic())
+
+    def obituary(self) -> str:
+        """How it ended and the end of its log; nothing while it lives."""
+        code = self._process.poll()
+        return "" if code is None else f"; it ended with code {code}. The end of {self._log}:\n{tail(self._log)}"
+
+    def until_healthy(self) -> None:
+        """Waits until /health answers. Raises ServerFailed where it ends before, or the deadline passes."""
+        while self._process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if time.monotonic() > self._end:
+                raise ServerFailed(
+                    f"{self.url} was not healthy in time: raise `start_minutes`, or look for what hangs. "
+                    f"The end of {self._log}:\n{tail(self._log)}"
+                )
+            time.sleep(0.2)
+        raise ServerFailed(f"{self.url} did not start{self.obituary()}")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds the end of the log to what is refused within."""
+        try:
+            yield
+        except EngineRefused as error:
+            more = self.obituary() or f". The end of {self._log}:\n{tail(self._log)}"
+            raise ServerFailed(f"{error}{more}") from None
+
+
+@contextmanager
+def started(
+    command: Sequence[str], url: str, environment: Mapping[str, str], log: Path, seconds: float
+) -> Iterator[Server]:
+    """A healthy server; at the end its whole group is ended, and also when this process is killed.
+
+    Args:
+        url: where it will listen; `/health` answers 200 when it is ready.
+        environment: set besides this process's own.
+        log: its output is added here.
+        seconds: how long the start may take.
+    """
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "coepg_dagster.processes", *command],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        server = Server(process, url, log, seconds)
+        server.until_healthy()
+        yield server
+    finally:
+        end_group(process)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def visible(device: str) -> dict[str, str]:
+    """The environment in which `cuda:I` is the only GPU; of the CPU, or of any GPU, none."""
+    if not device.startswith("cuda:"):
+        return {}
+    index = int(device.removeprefix("cuda:"))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[index] if seen else str(index)}
