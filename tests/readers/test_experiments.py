@@ -17,7 +17,7 @@ from coepg_dagster.steps import STEP_SCHEMA
 from .samples import candidate, episode, mind2web_row, picture, write_android_control, write_mind2web
 
 ROOT = Path(__file__).parents[2] / "experiments"
-FILES = [path for name in ("web_7b", "mobile_7b") for path in ROOT.rglob(f"{name}.yaml")]
+FILES = [path for name in ("web_3b", "web_7b", "mobile_3b", "mobile_7b") for path in ROOT.rglob(f"{name}.yaml")]
 
 
 def sample(reader: str, folder: Path) -> Path:
