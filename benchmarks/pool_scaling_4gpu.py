@@ -29,7 +29,6 @@ from coepg_dagster import workers
 NAME: Final = "pool_scaling_4gpu"
 CHUNK: Final = "COEPG_BENCHMARK_CHUNK"
 if CHUNK in os.environ:  # here, so that processes that the work starts anew read it too
-    # smaller chunks than in a real run: a minute's work is enough for several per process
     workers.CHUNK = int(os.environ[CHUNK])
 
 
@@ -37,6 +36,9 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the work on the visible devices; returns candidates and when each chunk was done."""
     from coepg_dagster.experiment import Models, Regeneration
 
+    # smaller chunks than in a real run: a minute's work is enough for several per process
+    workers.CHUNK = options.chunk
+    os.environ[CHUNK] = str(options.chunk)
     checkpoint, folder = str(options.checkpoint), Path(tempfile.mkdtemp(prefix="pool-run-"))
     processes = torch.cuda.device_count() or options.processes
     steps, _ = sized.tables(options.size, options.chunk * options.chunks * processes, screens=64)
@@ -76,31 +78,27 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
         "candidates": figures["rows"],
         "candidates_per_second": rate,
         "seconds_with_loading": max(map(max, ends)),
+        # with one process the work is done in this one
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0,
         "chunk_seconds": [[b - a for a, b in pairwise(times)] for times in ends],
     }
 
 
-def measure(options: argparse.Namespace, processes: int, say: Log) -> dict[str, Any]:
-    """One run in a process of its own that sees so many GPUs."""
+def measure(settings: list[str], processes: int, checkpoint: Path, say: Log, *, timeout: float) -> dict[str, Any]:
+    """One run in a process of its own that sees so many GPUs; `settings` are this module's own arguments."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--run", str(out), *sys.argv[1:]]
-        command += ["--processes", str(processes), "--checkpoint", str(options.checkpoint)]
+        command = [sys.executable, "-m", f"benchmarks.{NAME}", *settings, "--run", str(out)]
+        command += ["--processes", str(processes), "--checkpoint", str(checkpoint)]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment[CHUNK] = str(options.chunk)
         if torch.cuda.is_available():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
         run = subprocess.run(
-            command,
-            env=environment,
-            timeout=options.timeout,
-            text=True,
-            stderr=subprocess.STDOUT,
-            stdout=subprocess.PIPE,
+            command, env=environment, timeout=timeout, text=True, stderr=subprocess.STDOUT, stdout=subprocess.PIPE
         )
-        say("\n".join(f"  {line}" for line in run.stdout.splitlines()[-6:]))
+        say("\n".join(f"  {line}" for line in run.stdout.splitlines()[-4:]))
         if run.returncode:
-            raise SystemExit(f"the run on {processes} failed:\n{run.stdout[-3000:]}")
+            raise RuntimeError(f"the run on {processes} failed:\n{run.stdout[-3000:]}")
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
 
@@ -147,7 +145,8 @@ def main() -> None:
     started = time.perf_counter()
     sized.make_checkpoint(options.checkpoint, options.size, device="cuda" if cuda else "cpu")
     say(f"checkpoint {options.checkpoint} after {time.perf_counter() - started:.0f} s")
-    found = {processes: measure(options, processes, say) for processes in (1, many)}
+    settings = [argument for argument in sys.argv[1:] if not argument.startswith("--checkpoint")]
+    found = {n: measure(settings, n, options.checkpoint, say, timeout=options.timeout) for n in (1, many)}
     one, together = (found[n]["candidates_per_second"] for n in (1, many))
     say(f"{together:.2f} candidates/s on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
     say(

@@ -1,0 +1,301 @@
+"""What an experiment will take before anything runs: memory per GPU and host, disk, steps, tokens, GPU-hours per asset.
+
+Pure arithmetic over model sizes (architecture.py), the experiment, and rates: those of the committed benchmarks where they
+are there, else shares of the card's. Memory is what tensors take at most; a CUDA context and fragmentation come on top
+(`CONTEXT`). The terms are counted from what torch saves for the backward pass, see `language_activations`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from coepg_dagster.architecture import Architecture, flops
+from coepg_dagster.experiment import Grpo, Sft
+
+GB: Final = 1e9
+CONTEXT: Final = 1.5 * GB
+"""Beside the tensors of a process: CUDA context, libraries, fragments."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet: bytes, FLOP/s of dense bf16 matrix products, bytes per second."""
+
+    name: str
+    memory: float
+    rate: float
+    bandwidth: float
+
+
+CARDS: Final[dict[str, Card]] = {
+    card.name: card
+    for card in (
+        Card("RTX-4090-24GB", 24 * GB, 165e12, 1.0e12),
+        Card("L40S-48GB", 48 * GB, 362e12, 0.86e12),
+        Card("A100-40GB", 42 * GB, 312e12, 1.55e12),
+        Card("A100-80GB", 85 * GB, 312e12, 2.0e12),
+        Card("H100-80GB", 85 * GB, 989e12, 3.35e12),
+        Card("H200-141GB", 150 * GB, 989e12, 4.8e12),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast things go, and where that is from."""
+
+    train: float  # FLOP/s of forward and backward passes, recomputed ones included
+    prefill: float  # FLOP/s of prompts in generation
+    bandwidth: float  # bytes/s
+    layer: float  # seconds that one layer takes at least for one token, however few rows (launches of kernels)
+    image: float  # seconds of the CPU for one screenshot, in generation
+    basis: str
+
+
+TRAIN_SHARE: Final = 0.4
+PREFILL_SHARE: Final = 0.35
+DECODE_LAYER_SECONDS: Final = 0.75e-3
+IMAGE_SECONDS: Final = 0.04
+
+
+def rates_of(card: Card, baselines: Path) -> Rates:
+    """The rates of a card: the training rate of benchmarks/baselines/sft_mfu.json scaled to the card, else a share."""
+    arithmetic = Rates(
+        TRAIN_SHARE * card.rate,
+        PREFILL_SHARE * card.rate,
+        card.bandwidth,
+        DECODE_LAYER_SECONDS,
+        IMAGE_SECONDS,
+        f"arithmetic: {100 * TRAIN_SHARE:.0f} % of {card.name}'s data sheet",
+    )
+    file = baselines / "sft_mfu.json"
+    if not file.exists():
+        return arithmetic
+    found = json.loads(file.read_text())
+    if found.get("value") is None:
+        return arithmetic
+    run = found["configurations"][found["fastest"]]
+    measured = run["tflops"] * 1e12 * (3 + run["configuration"]["recompute"]) / 3
+    same = next((c for c in CARDS.values() if c.name.split("-")[0] in found["device"]), card)
+    return replace(
+        arithmetic,
+        train=measured * card.rate / same.rate,
+        basis=f"measured: {found['ratio']:.0%} of the matrix rate of {found['device']} in sft_mfu"
+        + ("" if same == card else f", scaled to {card.name}"),
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per GPU."""
+
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0  # keys and values
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+
+
+@dataclass(frozen=True)
+class Example:
+    """A typical sequence: the screenshot as the model sees it (px), text tokens of the prompt, tokens of the answer."""
+
+    image: tuple[int, int]
+    prompt: int
+    answer: int
+
+    @property
+    def text(self) -> int:
+        return self.prompt + self.answer
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one asset takes."""
+
+    asset: str
+    memory: Memory
+    host: float  # bytes of main memory
+    disk: float  # bytes that stay
+    steps: int  # optimizer steps, or forward batches
+    tokens: float
+    gpu_seconds: float
+
+
+def language_activations(model: Architecture, *, compiled: bool, residual: int = 4) -> float:
+    """Bytes that the backward pass of one layer needs for each token, under autocast to bf16.
+
+    Eager: two norms keep their input and output in the residual stream's precision; five linear layers keep a bf16 copy of
+    their input; rotary embeddings keep queries and keys twice; attention keeps its inputs and output; the gated MLP keeps
+    four tensors. Compiled: what norms, rotary embeddings and gates can compute again from their inputs is not kept.
+    """
+    hidden, mlp = model.hidden, model.mlp
+    queries, keys = model.heads * model.head, model.key_value_heads * model.head
+    if compiled:
+        return (2 * residual + 4) * hidden + 6 * mlp + 4 * queries + 4 * keys
+    return (4 * residual + 10) * hidden + 8 * mlp + 8 * queries + 8 * keys
+
+
+def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4) -> float:
+    """The same for each patch in one layer of the vision tower, whose rotary embedding is computed in float32."""
+    hidden, mlp = model.vision.hidden, model.vision.mlp
+    if compiled:
+        return (2 * residual + 18) * hidden + 6 * mlp
+    return (4 * residual + 36) * hidden + 8 * mlp
+
+
+def sft_memory(model: Architecture, config: Sft, sequence: Example) -> Memory:
+    """Full fine-tuning on one GPU, or on each of several with data parallelism: float32 weights, bf16 computation."""
+    trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
+    # autocast keeps bf16 copies of trained weights from the forward to the backward pass; compiled layers cast again
+    copies = 0 if config.compile else 2 * trained
+    return Memory(
+        weights=4.0 * model.parameters + copies,
+        gradients=4.0 * trained,
+        optimizer=8.0 * trained,
+        activations=training_activations(
+            model,
+            sequence,
+            config.micro_batch_size,
+            recompute=config.recompute,
+            compiled=config.compile,
+            freeze_vision=config.freeze_vision,
+        ),
+    )
+
+
+def training_activations(
+    model: Architecture,
+    sequence: Example,
+    rows: int,
+    *,
+    recompute: float,
+    compiled: bool,
+    freeze_vision: bool,
+) -> float:
+    """Bytes of activations of a training step on `rows` sequences, at the peak."""
+    visual = model.image_tokens(*sequence.image)
+    tokens = rows * (visual + sequence.text)
+    patches = rows * visual * model.vision.merge**2
+    layer, tower = language_activations(model, compiled=compiled), vision_activations(model, compiled=compiled)
+    kept = recompute * 4 * model.hidden + (1 - recompute) * layer
+    # the layer at work: its own activations and their gradients; embeddings before the first and norm after the last
+    language = tokens * (model.layers * kept + layer + 20 * model.hidden)
+    head = min(rows * sequence.answer, 1024) * model.vocabulary * 6
+    pixels = patches * 3 * model.vision.temporal * model.vision.patch**2 * 6
+    if freeze_vision:
+        return max(language + head, patches * tower) + pixels
+    kept_patch = recompute * 4 * model.vision.hidden + (1 - recompute) * tower
+    return language + head + pixels + patches * (model.vision.layers * kept_patch + tower)
+
+
+def sft_seconds(model: Architecture, config: Sft, sequence: Example, rows: int, rates: Rates) -> float:
+    """GPU-seconds of one pass over `rows` sequences, recomputed layers included."""
+    one = flops(
+        model,
+        image=sequence.image,
+        text=sequence.text,
+        scored=sequence.answer,
+        train=True,
+        freeze_vision=config.freeze_vision,
+    )
+    again = (one.language + one.attention + (0 if config.freeze_vision else one.vision)) / 3 * config.recompute
+    return rows * (one.total + again) / rates.train
+
+
+def generation_memory(
+    model: Architecture, sequence: Example, batch: int, samples: int, *, bytes_each: int = 2
+) -> Memory:
+    """transformers' generation, `samples` answers for each screenshot, `batch` sequences at a time."""
+    rows = max(1, batch // samples)
+    sequences = rows * samples
+    visual = model.image_tokens(*sequence.image)
+    context = visual + sequence.text
+    half = bytes_each / 2
+    cache = sequences * context * model.key_value_bytes * half
+    # keys and values of one layer, repeated for every head while a mask is read, and the copy that grows by one token
+    groups = model.heads // model.key_value_heads
+    at_work = cache / model.layers * (groups + 1)
+    prefill = rows * context * (6 * model.mlp + 10 * model.hidden) * half
+    tower = rows * visual * model.vision.merge**2 * (20 * model.vision.hidden + 6 * model.vision.mlp) * half
+    logits = sequences * model.vocabulary * 4 * 4
+    prefix = rows * visual * model.key_value_bytes * half
+    return Memory(
+        weights=float(bytes_each * model.parameters),
+        activations=max(prefill, tower, at_work + logits - prefix, 0.0),
+        cache=cache + prefix / model.layers,
+    )
+
+
+def generation_seconds(
+    model: Architecture, sequence: Example, batch: int, samples: int, screenshots: int, rates: Rates
+) -> float:
+    """GPU-seconds of `samples` answers for each of `screenshots`, by transformers' generation."""
+    rows = max(1, batch // samples)
+    visual = model.image_tokens(*sequence.image)
+    prompt = flops(model, image=sequence.image, text=sequence.prompt, scored=1, train=False).total
+    context = visual + sequence.text
+    groups = model.heads // model.key_value_heads
+    moved = 2.0 * model.language + rows * samples * context * model.key_value_bytes * (3 + 2 * groups)
+    token = max(model.layers * rates.layer, moved / rates.bandwidth)
+    batches = -(-screenshots // rows)
+    return screenshots * (prompt / rates.prefill + rates.image) + batches * sequence.answer * token
+
+
+def grpo_memory(
+    model: Architecture, graders: Sequence[Architecture], config: Grpo, sequence: Example, *, grader_bytes: int = 2
+) -> Memory:
+    """Full GRPO on one GPU that also holds the reference policy and every grounder of the ensemble."""
+    trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
+    reference = 4.0 * model.parameters if config.kl_beta else 0.0
+    held = sum(grader_bytes * grader.parameters for grader in graders)
+    context = model.image_tokens(*sequence.image) + sequence.text
+    rollouts = config.prompts_per_step * config.group_size
+    update = training_activations(
+        model, sequence, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
+    )
+    return Memory(
+        weights=4.0 * model.parameters + 2 * trained + reference + held,
+        gradients=4.0 * trained,
+        optimizer=8.0 * trained,
+        # rollouts are generated before activations are kept: the larger of the two counts
+        activations=update,
+        cache=max(0.0, float(rollouts * context * model.key_value_bytes) - update),
+    )
+
+
+def grpo_seconds(
+    model: Architecture,
+    graders: Sequence[Architecture],
+    config: Grpo,
+    sequence: Example,
+    point: Example,
+    prompts: int,
+    rates: Rates,
+    batch: int,
+) -> float:
+    """GPU-seconds of GRPO over `prompts`: rollouts, rewards of those that pass the gate (taken to be all), update."""
+    size = config.group_size
+    rollouts = prompts * size
+    step = config.prompts_per_step * size
+    generate = generation_seconds(model, sequence, step, 1, rollouts, rates)
+    reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
+    one = flops(
+        model,
+        image=sequence.image,
+        text=sequence.text,
+        scored=sequence.answer,
+        train=True,
+        freeze_vision=config.freeze_vision,
+    )
+    forward = flops(model, image=sequence.image, text=sequence.text, scored=sequence.answer, train=False).total
+    passes = one.total + one.language / 3 + (forward if config.kl_beta else 0)
+    return generate + reward + rollouts * passes / rates.train
