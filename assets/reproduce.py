@@ -6,28 +6,37 @@ process is the ordinary `coepg evolve`, so a study that was interrupted goes on 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import dagster as dg
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import make_inputs
 from coepg_dagster.assets.ledger import Loop
 from filelock import FileLock, Timeout
 from rich.console import Console
 
+from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import Experiment, ExperimentError
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.project import ABLATIONS, Project
-from coepg_dagster.provenance import Ref
+from coepg_dagster.provenance import Asset, Record, Ref
+from coepg_dagster.reports.paper import grpo_progress
+from coepg_dagster.reports.results_page import write_page
+from coepg_dagster.reports.study import Run, findings, missing_runs, quality_by_episode, success_by_episode
+from coepg_dagster.reports.study import Study as Numbers
 from coepg_dagster.results import headline
+from coepg_dagster.workers import CANDIDATES, DATASET, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, steps_of
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""
@@ -276,3 +285,90 @@ def one_at_a_time(project: Project) -> Iterator[None]:
         raise ExperimentError(
             f"{project.root}: another `coepg reproduce` goes on here; wait for it, or end it"
         ) from None
+
+
+def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: Path) -> Path:
+    """Writes results.json, results.md and figures of what is there of a study into `out`; returns the page's path.
+
+    Stale artifacts are left out: they are not what the files of the experiments say.
+    """
+    benchmark = study.root.benchmark
+    runs, wanted = [], {}
+    for loop in study.loops:
+        experiment = loop.experiment
+        wanted[loop.name] = (experiment.table, experiment.variant, loop.seed)
+        runs.append(_measured(project, instance, loop))
+    numbers = Numbers(runs, study.root.name, benchmark.test, study.root.iterations)
+    found = findings(numbers)
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"rows": numbers.rows(), "findings": [one.to_json() for one in found]}
+    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    missing = missing_runs(numbers, wanted, study.root.iterations)
+    return write_page(numbers, found, missing, study.left_out, benchmark.protocol, out)
+
+
+def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run:
+    """What one loop measured, from its current artifacts."""
+    experiment = loop.experiment
+    benchmark = experiment.benchmark
+    run = Run(experiment.table, experiment.variant, loop.seed, loop.name)
+    records = loop.records(instance)
+    stale = loop.stale(records)
+    fresh = {ref: record for ref, record in records.items() if ref not in stale}
+
+    def folder(record: Record) -> Path:
+        return project.store / record.folder
+
+    for k in range(experiment.iterations + 1):
+        made = {asset: fresh[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in fresh}
+        if (evaluation := made.get("evaluation")) is not None:
+            predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
+            steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS
+            for split in [benchmark.validation, *benchmark.test]:
+                run.scores.setdefault(k, {})[split] = evaluation.figures[split]["metrics"]
+                if split in benchmark.test:
+                    steps = steps_of(steps_file, split, benchmark.max_eval_steps)
+                    mine = predictions.filter(pc.is_in(predictions["step_id"], steps["step_id"].combine_chunks()))
+                    judged = score_steps(benchmark.protocol, steps, mine).steps
+                    run.success[k, split] = success_by_episode(judged, headline(evaluation.figures[split]["metrics"]))
+            run.cost[k] = {
+                "seconds": sum(record.seconds for record in made.values()),
+                "model_calls": float(_calls(made, folder, predictions.num_rows)),
+            }
+        if {"verdicts", "candidate_plans", "dataset"} <= set(made):
+            verdicts = made["verdicts"]
+            steps_file = project.store / verdicts.input("benchmark_steps").folder / STEPS
+            run.data[k] = quality_by_episode(
+                steps_of(steps_file, benchmark.train, benchmark.max_train_steps),
+                pq.read_table(folder(made["candidate_plans"]) / CANDIDATES),
+                pq.read_table(folder(verdicts) / VERDICTS),
+                pq.read_table(folder(made["dataset"]) / DATASET),
+                experiment.regeneration,
+                frozenset(experiment.models.verifiers),
+            )
+        planner = made.get("planner")
+        if planner is not None and (folder(planner) / ROLLOUTS).exists():
+            run.curves[k] = grpo_progress(pq.read_table(folder(planner) / ROLLOUTS), f"grounder_{k}")
+            for name, scale in (("groups_without_spread", 1.0), ("reward_first", 100.0), ("reward_last", 100.0)):
+                value = planner.figures.get(name)
+                if value is not None:
+                    run.training.setdefault(k, {})[name] = scale * value
+    for file in sorted((project.store / experiment.name / f"s{loop.seed}" / "play").glob("*/*/play.json")):
+        about = json.loads(file.read_text())
+        run.live[int(about["made_from"]["iteration"]), about["made_from"]["families of"]] = about
+    return run
+
+
+def _calls(made: Mapping[Asset, Record], folder: Callable[[Record], Path], evaluated: int) -> int:
+    """How often a model was asked in an iteration: samples of planners, answers of grounders."""
+    calls = evaluated * (1 if "end_to_end" in made else 2)
+    pools: tuple[Asset, ...] = ("candidate_plans", "verdicts")
+    trained: tuple[Asset, ...] = ("planner", "end_to_end")
+    for asset in pools:
+        if asset in made:
+            calls += int(made[asset].figures["rows"])
+    for asset in trained:
+        if asset in made and (folder(made[asset]) / ROLLOUTS).exists():
+            rollouts = pq.read_table(folder(made[asset]) / ROLLOUTS, columns=["graders"])
+            calls += rollouts.num_rows + int(pc.sum(pc.list_value_length(rollouts["graders"])).as_py() or 0)
+    return calls

@@ -399,11 +399,14 @@ def reproduce(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     processes: Annotated[int, typer.Option(help="that share the inference of one iteration on a CPU", min=1)] = 1,
+    only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
+    out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
 ) -> None:
-    """Runs every loop of a study, the experiment and its ablations with all seeds.
+    """Runs every loop of a study, the experiment and its ablations with all seeds; writes tables, figures and findings.
 
     Each iteration is a `coepg evolve` of its own. What is there and current is not made again, so this goes on where it was
-    after any interruption. Ends with 1 where something could not be made.
+    after any interruption. Ends with 1 where something could not be made;
+    the page names it.
     """
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
@@ -411,16 +414,21 @@ def reproduce(
         project = find_project()
         instance = open_instance(project)
         from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
+        from coepg_dagster.assets.reproduce import collect as collect_study
 
         chosen = [int(seed) for seed in seeds.split(",")] if seeds else None
         study = find_study(project, name, chosen)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
-        with one_at_a_time(project):
-            end_dead_runs(instance, project.store)
-            failed = Reproduction(project, instance, err, jobs, device, processes).run(study)
+        failed = []
+        if not only_collect:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+            with one_at_a_time(project):
+                end_dead_runs(instance, project.store)
+                failed = Reproduction(project, instance, err, jobs, device, processes).run(study)
+        page = collect_study(project, instance, find_study(project, name), out)
     except ExperimentError as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
+    typer.echo(str(page))
     raise typer.Exit(1 if failed else 0)
 
 

@@ -1,0 +1,426 @@
+"""The study as rows and findings: what every run of an experiment and its ablations measured, and what that says.
+
+Pure: tables of artifacts in, rows (docs/results.json), findings and a page out. docs/analysis-plan.md fixes what is compared;
+intervals draw episodes and seeds with replacement, jointly, the same draws for everything that is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import variance
+from typing import Any, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from coepg_dagster.evaluation.statistics import LEVEL, RESAMPLES, Floats, interval, resampling_weights
+from coepg_dagster.experiment import Regeneration
+from coepg_dagster.pools.selection import is_verified
+from coepg_dagster.steps import GATE_PASSED
+
+Pair = tuple[float, float]
+Verdict = Literal["confirmed", "not confirmed", "not testable"]
+FULL: Final = "full"
+TRAIN: Final = "train"
+"""The split of rows about D_k and about training."""
+NOT_WORSE_BY: Final = 2.0
+"""Points by which something may be lower and still count as not worse."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Per episode of a split, for one run: (numerators, denominators) of a mean; names in the order of the arrays."""
+
+    episodes: tuple[str, ...]
+    above: Floats
+    below: Floats
+
+
+@dataclass
+class Run:
+    """What one loop (an experiment or ablation with one seed) measured."""
+
+    experiment: str  # under which tables list it
+    variant: str
+    seed: int
+    reference: str  # NAME/sSEED, for commands
+    scores: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)  # k → split → metric → macro, ci95
+    success: dict[tuple[int, str], Measured] = field(default_factory=dict)  # (k, split) → Step SR by episode
+    data: dict[int, dict[str, Measured]] = field(default_factory=dict)  # k → measure of D_k → by episode
+    cost: dict[int, dict[str, float]] = field(default_factory=dict)  # k → `seconds`, `model_calls`
+    curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # k → success of GRPO's rollouts
+    training: dict[int, dict[str, float]] = field(default_factory=dict)  # k → rewards, groups without spread
+    live: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)  # (k, split) → rates of `coepg play`
+
+
+def success_by_episode(judged: pa.Table, metric: str) -> Measured:
+    """The values of a protocol's table of judged steps, by episode: the macro average is the mean of the episodes' means."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for episode, value in zip(judged["episode_id"].to_pylist(), judged[metric].to_pylist(), strict=True):
+        if value is not None:
+            found[episode].append(value)
+    names = tuple(sorted(found))
+    means = np.array([float(np.mean(found[name])) for name in names])
+    return Measured(names, means, np.ones(len(names)))
+
+
+def quality_by_episode(
+    steps: pa.Table,
+    candidates: pa.Table,
+    verdicts: pa.Table,
+    dataset: pa.Table,
+    config: Regeneration,
+    open_verifiers: frozenset[str],
+) -> dict[str, Measured]:
+    """`purity`, `purity_frozen`, `diversity` and `coverage` of D_k as sums by episode; defined in pools.quality."""
+    episode_of = {row["step_id"]: row for row in steps.select(["step_id", "episode_id", "boxes"]).to_pylist()}
+    votes: dict[str, list[tuple[str, bool]]] = defaultdict(list)
+    for vote in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
+        if vote["failure"] is None:
+            votes[vote["candidate_id"]].append((vote["verifier"], vote["hit"]))
+
+    def verified(candidate: str, members: frozenset[str] | None) -> bool:
+        hits = [hit for name, hit in votes[candidate] if members is None or name in members]
+        return bool(hits) and is_verified(sum(hits), len(hits), config)
+
+    names = tuple(sorted({row["episode_id"] for row in episode_of.values()}))
+    place = {name: i for i, name in enumerate(names)}
+    sums = {
+        key: np.zeros(len(names))
+        for key in ("generated", "pure", "frozen", "unique", "with_unique", "steps", "covered")
+    }
+    unique: set[str] = set()
+    for row in candidates.select(["candidate_id", "step_id", "gate", "duplicate_of"]).to_pylist():
+        step = episode_of[row["step_id"]]
+        if not step["boxes"]:
+            continue
+        at = place[step["episode_id"]]
+        sums["generated"][at] += 1
+        if row["gate"] != GATE_PASSED:
+            continue
+        original = row["duplicate_of"] or row["candidate_id"]
+        if verified(original, None):
+            sums["pure"][at] += 1
+            if row["duplicate_of"] is None:
+                sums["unique"][at] += 1
+                unique.add(row["step_id"])
+        sums["frozen"][at] += verified(original, open_verifiers)
+    covered = set(dataset["step_id"].to_pylist())
+    for step_id, step in episode_of.items():
+        at = place[step["episode_id"]]
+        sums["steps"][at] += 1
+        sums["covered"][at] += step_id in covered
+        sums["with_unique"][at] += step_id in unique
+    return {
+        "purity": Measured(names, 100 * sums["pure"], sums["generated"]),
+        "purity_frozen": Measured(names, 100 * sums["frozen"], sums["generated"]),
+        "diversity": Measured(names, sums["unique"], sums["with_unique"]),
+        "coverage": Measured(names, 100 * sums["covered"], sums["steps"]),
+    }
+
+
+class Draws:
+    """Resamples of episodes and seeds. Whatever has the same episodes, and the same seeds, is drawn alike."""
+
+    def __init__(self, resamples: int = RESAMPLES) -> None:
+        self._resamples = resamples
+        self._episodes: dict[tuple[str, ...], Floats] = {}
+
+    def episodes(self, names: tuple[str, ...]) -> Floats:
+        """(1 + resamples, episodes): how often each is drawn; the first row is the sample itself."""
+        if names not in self._episodes:
+            rng = np.random.default_rng(len(self._episodes))
+            drawn = resampling_weights(len(names), self._resamples, rng)
+            self._episodes[names] = np.concatenate([np.ones((1, len(names))), drawn])
+        return self._episodes[names]
+
+    def seeds(self, n: int) -> Floats:
+        """(1 + resamples, n): the share of each seed."""
+        rng = np.random.default_rng(1_000_003)
+        drawn = resampling_weights(n, self._resamples, rng) / n
+        return np.concatenate([np.full((1, n), 1 / n), drawn])
+
+    def means(self, measured: Sequence[Measured]) -> Floats:
+        """(1 + resamples, runs): the mean of each run's measure, in each draw of episodes."""
+        columns = []
+        for one in measured:
+            drawn = self.episodes(one.episodes)
+            columns.append((drawn @ one.above) / (drawn @ one.below))
+        return np.stack(columns, axis=1)
+
+    def over_seeds(self, values: Floats) -> Floats:
+        """(1 + resamples,): the mean over drawn seeds of (1 + resamples, seeds)."""
+        return np.asarray((values * self.seeds(values.shape[1])).sum(axis=1))
+
+
+def estimate(samples: Floats) -> tuple[float, Pair]:
+    """(value, 95 % interval) of the first entry and its resamples."""
+    low, high = interval(samples[1:, None])[:, 0]
+    return float(samples[0]), (float(low), float(high))
+
+
+class Study:
+    """All runs, looked up by experiment, variant and seed.
+
+    Args:
+        splits: the test splits, over whose mean claims are made.
+        iterations: K.
+    """
+
+    def __init__(self, runs: Sequence[Run], root: str, splits: Sequence[str], iterations: int) -> None:
+        self.runs, self.root, self.splits, self.last = list(runs), root, tuple(splits), iterations
+        self._of = {(run.experiment, run.variant, run.seed): run for run in runs}
+        self.draws = Draws()
+
+    def find(self, experiment: str, variant: str = FULL) -> dict[int, Run]:
+        """Seed → run."""
+        return {seed: run for (name, kind, seed), run in self._of.items() if (name, kind) == (experiment, variant)}
+
+    def success(self, experiment: str, variant: str, k: int, seeds: Sequence[int], split: str | None = None) -> Floats:
+        """(1 + resamples, seeds): Step SR in per cent, of a split, or the mean of the test splits."""
+        runs = self.find(experiment, variant)
+        splits = self.splits if split is None else (split,)
+        each = [self.draws.means([runs[seed].success[k, name] for seed in seeds]) for name in splits]
+        return np.asarray(100 * np.mean(each, axis=0))
+
+    def data(self, experiment: str, k: int, seeds: Sequence[int], measure: str) -> Floats:
+        """(1 + resamples, seeds): a measure of D_k."""
+        runs = self.find(experiment)
+        return self.draws.means([runs[seed].data[k][measure] for seed in seeds])
+
+    def seeds_with(self, experiment: str, variant: str, k: int) -> list[int]:
+        """The seeds for which an iteration was scored on every test split."""
+        runs = self.find(experiment, variant)
+        return sorted(seed for seed, run in runs.items() if all((k, split) in run.success for split in self.splits))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per run, iteration, split and metric; intervals are over episodes."""
+        rows = []
+        for run in sorted(self.runs, key=lambda run: (run.experiment, run.variant, run.seed)):
+            for k, split, metric, value, ci95 in self._values(run):
+                rows.append(
+                    {
+                        "experiment": run.experiment,
+                        "variant": run.variant,
+                        "seed": run.seed,
+                        "iteration": k,
+                        "split": split,
+                        "metric": metric,
+                        "value": round(value, 3),
+                        "ci95": [round(end, 3) for end in ci95] if ci95 else None,
+                    }
+                )
+        return rows
+
+    def _values(self, run: Run) -> list[tuple[int, str, str, float, Sequence[float] | None]]:
+        found: list[tuple[int, str, str, float, Sequence[float] | None]] = []
+        for k, splits in sorted(run.scores.items()):
+            for split, metrics in splits.items():
+                for name, metric in metrics.items():
+                    if metric["macro"] is not None:
+                        found.append((k, split, name, metric["macro"], metric["ci95"]))
+        for k, measures in sorted(run.data.items()):
+            for name, measured in measures.items():
+                value, ci95 = estimate(self.draws.means([measured])[:, 0])
+                found.append((k, TRAIN, name, value, ci95))
+        for k, costs in sorted(run.cost.items()):
+            found += [(k, TRAIN, name, value, None) for name, value in costs.items()]
+        for k, values in sorted(run.training.items()):
+            found += [(k, TRAIN, name, value, None) for name, value in values.items()]
+        for k, curve in sorted(run.curves.items()):
+            found.append((k, TRAIN, "rollout_step_sr", curve[-1][1], None))
+        for (k, split), live in sorted(run.live.items()):
+            found.append((k, split, "success_rate", live["success"]["rate"], live["success"]["ci95"]))
+            for family, rates in live["families"].items():
+                found.append((k, split, f"success_rate/{family}", rates["success"], None))
+        return found
+
+    def joint_rows(self) -> list[dict[str, Any]]:
+        """Rows over all seeds together (seed None), the test splits' mean included: what the page's tables show."""
+        rows = []
+        for experiment, variant in sorted({(run.experiment, run.variant) for run in self.runs}):
+            for k in range(self.last + 1):
+                seeds = self.seeds_with(experiment, variant, k)
+                if not seeds:
+                    continue
+                for split in (None, *self.splits):
+                    value, ci95 = estimate(self.draws.over_seeds(self.success(experiment, variant, k, seeds, split)))
+                    rows.append(_joint(experiment, variant, k, split or "average", "step_sr", value, ci95))
+                with_data = [seed for seed in seeds if k in self.find(experiment, variant)[seed].data]
+                if variant == FULL and with_data:
+                    for measure in ("purity", "purity_frozen", "diversity", "coverage"):
+                        samples = self.draws.over_seeds(self.data(experiment, k, with_data, measure))
+                        rows.append(_joint(experiment, variant, k, TRAIN, measure, *estimate(samples)))
+        return rows
+
+
+def _joint(experiment: str, variant: str, k: int, split: str, metric: str, value: float, ci95: Pair) -> dict[str, Any]:
+    return {
+        "experiment": experiment,
+        "variant": variant,
+        "seed": None,
+        "iteration": k,
+        "split": split,
+        "metric": metric,
+        "value": value,
+        "ci95": ci95,
+    }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the study says about one claim."""
+
+    claim: str
+    verdict: Verdict
+    value: float | None
+    ci95: Pair | None
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "claim": self.claim,
+            "verdict": self.verdict,
+            "value": None if self.value is None else round(self.value, 3),
+            "ci95": None if self.ci95 is None else [round(end, 3) for end in self.ci95],
+            "text": self.text,
+        }
+
+
+Side = tuple[str, str, int]
+"""Experiment, variant, iteration."""
+
+
+def findings(study: Study) -> list[Finding]:
+    """Every claim of docs/analysis-plan.md, in its order."""
+    root, last = study.root, study.last
+    full: Side = (root, FULL, last)
+
+    def against(claim: str, one: Side, other: Side, words: str, margin: float = 0.0) -> Finding:
+        return _difference(study, claim, one, other, words, margin)
+
+    found = [
+        against(f"M_{last} - M_1", full, (root, FULL, 1), "the aim is 5 points"),
+        against("M_1 - M_0", (root, FULL, 1), (root, FULL, 0), "what the first iteration adds to the base pair"),
+        against("full - no GRPO", full, (root, "no_grpo", last), "both loops over whole iterations"),
+        against("GRPO within an iteration", full, (root, "before_grpo", last), "from the same π_k and ϕ_k"),
+        against("full - single grounder", full, (root, "no_cdrem", last), "not worse, from the same π_k", NOT_WORSE_BY),
+        _steadier(study),
+        against("full - uniform", full, (root, "uniform", last), "from the same π_k"),
+        against("full - prior only", full, (root, "prior_only", last), "from the same π_k"),
+        against("probability - literal", full, (root, "literal", last), "from the same π_k"),
+        against("temperature - full", (root, "temperature", last), full, "τ = 0.25, from the same π_k"),
+        against("decoupled - end-to-end, with GRPO", full, (root, "end_to_end", last), "from the same D_{k-1}"),
+        against(
+            "decoupled - end-to-end, without GRPO",
+            (root, "before_grpo", last),
+            (root, "end_to_end_sft", last),
+            "from the same D_{k-1}",
+        ),
+        *(_rise(study, measure) for measure in ("purity", "purity_frozen", "diversity")),
+        against("all labels - a quarter", full, (f"{root}_labels_25", FULL, last), "the loop with fewer labels"),
+        against("all labels - half", full, (f"{root}_labels_50", FULL, last), "the loop with fewer labels"),
+        against("larger - smaller", (f"{root}_large", FULL, last), full, "a base pair of about five times the size"),
+        against(
+            "gain without the made gap",
+            (f"{root}_no_gap", FULL, last),
+            (f"{root}_no_gap", FULL, 0),
+            "the control: its base grounder knows the planners' wordings",
+        ),
+        _due_to_the_gap(study),
+    ]
+    return found
+
+
+def _difference(study: Study, claim: str, one: Side, other: Side, words: str, margin: float) -> Finding:
+    seeds = sorted(set(study.seeds_with(*one)) & set(study.seeds_with(*other)))
+    if not seeds:
+        return _missing(study, claim, [side for side in (one, other) if not study.seeds_with(*side)])
+    samples = study.draws.over_seeds(study.success(*one, seeds) - study.success(*other, seeds))
+    return _judged(claim, samples, words, "points of mean Step SR", len(seeds), margin)
+
+
+def _judged(claim: str, samples: Floats, words: str, unit: str, seeds: int, margin: float = 0.0) -> Finding:
+    value, ci95 = estimate(samples)
+    verdict: Verdict = "confirmed" if ci95[0] > -margin else "not confirmed"
+    opposite = "; the interval lies below 0: the opposite" if ci95[1] < 0 else ""
+    text = f"{value:+.1f} [{ci95[0]:+.1f}, {ci95[1]:+.1f}] {unit}, {seeds} seeds; {words}{opposite}."
+    return Finding(claim, verdict, value, ci95, text)
+
+
+def _missing(study: Study, claim: str, sides: Sequence[Side]) -> Finding:
+    commands = ", ".join(f"`{command(experiment, variant)} --through {k}`" for experiment, variant, k in sides)
+    return Finding(claim, "not testable", None, None, f"Not run here; {commands or 'no common seed'} makes it.")
+
+
+def command(experiment: str, variant: str, seed: int | None = None) -> str:
+    """The command that makes the runs of a row, but for `--through k`."""
+    name = experiment if variant == FULL else f"{experiment}_{variant}"
+    return f"coepg evolve {name}" + ("" if seed is None else f"/s{seed}")
+
+
+def _rise(study: Study, measure: str) -> Finding:
+    claim = f"{'frozen purity' if measure == 'purity_frozen' else measure} D_{study.last} - D_0"
+    runs = study.find(study.root)
+    seeds = sorted(seed for seed, run in runs.items() if {0, study.last} <= set(run.data))
+    if not seeds:
+        return _missing(study, claim, [(study.root, FULL, study.last)])
+    change = study.data(study.root, study.last, seeds, measure) - study.data(study.root, 0, seeds, measure)
+    words = {
+        "purity": "by the verifiers of the current pool, which change",
+        "purity_frozen": "by the open verifiers alone, which stay the same",
+        "diversity": "different verified plans per covered step",
+    }
+    unit = "plans" if measure == "diversity" else "points"
+    return _judged(claim, study.draws.over_seeds(change), words[measure], unit, len(seeds))
+
+
+def _steadier(study: Study) -> Finding:
+    """Variance over seeds of the single grounder against that of the ensemble, with the F interval of their ratio."""
+    claim, k = "steadier over seeds", study.last
+    sides: list[Side] = [(study.root, FULL, k), (study.root, "no_cdrem", k)]
+    seeds = sorted(set(study.seeds_with(*sides[0])) & set(study.seeds_with(*sides[1])))
+    if len(seeds) < 2:
+        return _missing(study, claim, [side for side in sides if len(study.seeds_with(*side)) < 2])
+    ensemble, single = (study.success(*side, seeds)[0] for side in sides)
+    spread = [math.sqrt(variance(map(float, values))) for values in (ensemble, single)]
+    if not all(spread):
+        return Finding(claim, "not testable", None, None, "The seeds do not differ at all.")
+    ratio = (spread[1] / spread[0]) ** 2
+    n = len(seeds) - 1
+    bound = float(np.quantile(np.random.default_rng(0).f(n, n, 400_000), (1 + LEVEL) / 2))
+    ci95 = ratio / bound, ratio * bound
+    wide = ci95[1] / ci95[0] > 100
+    verdict: Verdict = "confirmed" if ci95[0] > 1 else "not testable" if wide else "not confirmed"
+    text = (
+        f"Standard deviation over {len(seeds)} seeds: {spread[1]:.2f} with a single grounder, {spread[0]:.2f} with the ensemble; "
+        f"ratio of variances {ratio:.2f} [{ci95[0]:.2f}, {ci95[1]:.1f}]."
+    )
+    return Finding(claim, verdict, ratio, ci95, text)
+
+
+def _due_to_the_gap(study: Study) -> Finding:
+    claim, k, control = "gain due to the made gap", study.last, f"{study.root}_no_gap"
+    sides: list[Side] = [(name, FULL, at) for name in (study.root, control) for at in (0, k)]
+    seeds = sorted(set.intersection(*(set(study.seeds_with(*side)) for side in sides)))
+    if not seeds:
+        return _missing(study, claim, [side for side in sides if not study.seeds_with(*side)])
+    gains = [
+        study.success(name, FULL, k, seeds) - study.success(name, FULL, 0, seeds) for name in (study.root, control)
+    ]
+    words = f"gain M_0 to M_{k} of the sandbox less that of the control"
+    return _judged(claim, study.draws.over_seeds(gains[0] - gains[1]), words, "points of mean Step SR", len(seeds))
+
+
+def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int]], iterations: int) -> list[str]:
+    """The commands of what `wanted` (reference → experiment, variant, seed) lacks."""
+    lacking = []
+    for reference, (experiment, variant, seed) in wanted.items():
+        run = study.find(experiment, variant).get(seed)
+        there = {k for k in range(iterations + 1) if run and all((k, s) in run.success for s in study.splits)}
+        if len(there) <= iterations:
+            lacking.append(f"coepg evolve {reference} --through {iterations}")
+    return lacking
