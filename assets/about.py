@@ -52,11 +52,16 @@ Eq. 3: `Acc_j = 1` if the point lies in the target box. Eq. 6: the mean log-prob
 verdict is kept, so that each selection rule is another way to read the same table.""",
     "dataset": """**D_k**: rows (o, h, p, a) whose plan was verified, a being the *label* action; and for every other candidate
 the reason why it was dropped. D_0 comes from open models only. Iteration k + 1 trains on it.""",
-    "data_quality": """Purity, diversity and coverage of D_k (the paper's Fig. 6), the reasons of its drops, and its drift since
-D_{k-1}.
+    "data_quality": """Purity, diversity and coverage of D_k (the paper's Fig. 6), the reasons of its drops, agreement of its
+verifiers, controls, and its drift since D_{k-1}.
 
-`purity`: share of judged candidates that the verifiers accept. `diversity`: verified plans per step. `coverage`: share
-of steps with at least one verified plan.""",
+- `purity`: share of judged candidates that the current verifiers accept; `purity_open`: by the open ones, the same for every k
+- `diversity`: verified plans per covered step; `plans`: per step and per task, raw, distinct and verified
+- `coverage`: share of steps with at least one row
+- `verifier_agreement`: share of pairs of verifiers that agree; `verifier_kappa`: beyond chance
+- `specificity`: how much a plan says about its step (100: no plan fits two steps)
+- `plan_shuffle`: how often a verifier finds the target given another step's plan, beside its own rate and chance
+- `drift`: share of plans that D_{k-1} did not hold; `drift_words`: divergence of their words, 0 to 1 bit""",
     "evaluation": """The agent **M_k = {π'_k, ϕ_k}** on validation and on every test split, greedy, under the experiment's named
 protocol, with 95 % intervals clustered by task.""",
     "evolution_report": """Step SR per split, purity, diversity and coverage over the iterations, as a page with figures.""",

@@ -207,7 +207,7 @@ def trace(
 
             owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
             found = trace_place(_archive(project), f"{owner}/s{seed}", place.k, place.what)
-    except NotFound as error:
+    except (ExperimentError, NotFound) as error:
         raise _refused(error) from None
     if as_json:
         typer.echo(json.dumps(found))
@@ -293,7 +293,6 @@ def gc(
     """
     try:
         project = find_project()
-        project.experiments()  # a file that cannot be read would make its artifacts look unneeded
     except ExperimentError as error:
         raise _refused(error) from None
     from coepg_dagster.assets.ledger import end_dead_runs, finished_jobs, open_instance, unfinished_runs
@@ -308,7 +307,7 @@ def gc(
         raise typer.Exit(2)
     try:
         found = leftovers(_archive(project), finished_jobs(project, instance), keep)
-    except NotFound as error:
+    except (ExperimentError, NotFound) as error:
         raise _refused(error) from None
     for leftover in found:
         if not dry_run:

@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from coepg_dagster.assets.ledger import archive
+from typer.testing import CliRunner
 
 from coepg_dagster.auditing.trace import trace
+from coepg_dagster.cli import app
 from coepg_dagster.project import Project
 from tests.project import REPOSITORY, coepg, make_project, run
 from tests.reproducible import dataset_versions
@@ -179,6 +181,43 @@ def test_ten_rows_of_d_2_are_traced_to_what_the_tables_say(projects: list[Path])
         )
     printed = json.loads(run(project, "trace", d[2].iloc[0]["row_id"], "--json"))
     assert printed == json.loads(json.dumps(trace(found, "tiny/s7", 2, "0")))
+
+
+def test_the_list_of_open_models_is_in_the_metadata(projects: list[Path]) -> None:
+    with dg.DagsterInstance.from_config(str(projects[0] / ".dagster")) as instance:
+        event = instance.get_latest_materialization_event(dg.AssetKey(["tiny", "open_models"]))
+    assert event is not None and event.asset_materialization is not None
+    listed = [record.data for record in event.asset_materialization.metadata["open models"].value.records]
+    assert {row["model"]: row["checkpoint"] for row in listed} == {
+        "base_planner": "models/base-planner",
+        "base_grounder": "models/base-grounder",
+        **{f"planners/planner_{x}": f"models/planner-{x}" for x in "ab"},
+        **{f"verifiers/verifier_{x}": f"models/verifier-{x}" for x in "ab"},
+    }
+    for row in listed:
+        weights = hashlib.sha256((REPOSITORY / row["checkpoint"] / "model.safetensors").read_bytes()).digest()
+        assert row["version"] == hashlib.sha256(weights).hexdigest()[:16]
+
+
+def test_two_iterations_differ_and_nothing_is_left_over(projects: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COEPG_ROOT", str(projects[0]))
+    monkeypatch.setenv("DAGSTER_HOME", str(projects[0] / ".dagster"))
+    found = json.loads(invoke("diff", "tiny@1", "tiny@2", "--json"))
+    data = found["data"]
+    before, after = data["rows"]
+    assert after - before == len(data["gained"]) - len(data["lost"])
+    assert data["same"] + len(data["changed"]) + len(data["gained"]) == after
+    assert found["models"]["planner"]["distance"] > 0
+    assert {"test_seed", "test_text", "test_family", "validation"} == set(found["results"])
+    assert "none tampered with" in invoke("audit", "tiny")
+    assert invoke("gc").endswith("removed 0 folders, 0 bytes\n")
+
+
+def invoke(*arguments: str) -> str:
+    """What a `coepg` command prints, run in this process."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def test_a_model_that_was_tampered_with_is_named_by_the_command(projects: list[Path]) -> None:

@@ -28,8 +28,8 @@ def trace_text(found: dict[str, Any]) -> str:
         f"          prompt {planner['prompt']['hash']} ({planner['prompt']['style']}), seed {planner['seed']}, "
         f"sample {plan['sample']}, {sampling}",
         *(f"verdict   {_verdict(vote)}" for vote in found["verdicts"]),
-        f"rule      {rule['rule']}{'' if rule['k'] is None else ' k=' + str(rule['k'])}: {rule['hits']} of "
-        f"{rule['answered']} hit → {row['decision']}; kept for this step: {', '.join(rule['kept_for_this_step']) or 'none'}",
+        f"rule      {_rule(rule) if step['boxes'] else 'the action has no target, so nobody is asked'} → {row['decision']}; "
+        f"kept for this step: {', '.join(rule['kept_for_this_step']) or 'none'}",
         *(f"dropped   {_dropped(other)}" for other in found["dropped"]),
         *(
             f"trained   {one['asset']}[{one['iteration']}] {one['data_version']}: {one['how']}"
@@ -41,6 +41,12 @@ def trace_text(found: dict[str, Any]) -> str:
     for name, model in found["parents"][-1].get("models", {}).items() if found["parents"] else ():
         lines.append(f"          {name}: {model['checkpoint']} {model['version']}")
     return "\n".join(lines)
+
+
+def _rule(rule: dict[str, Any]) -> str:
+    return (
+        f"{rule['rule']}{'' if rule['k'] is None else ' k=' + str(rule['k'])}: {rule['hits']} of {rule['answered']} hit"
+    )
 
 
 def _boxes(boxes: list[list[float]]) -> str:

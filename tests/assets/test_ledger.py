@@ -6,7 +6,15 @@ import dataclasses
 import json
 
 import dagster as dg
-from coepg_dagster.assets.ledger import EVOLVE_TAG, claim, end_dead_runs, living_run
+from coepg_dagster.assets.ledger import (
+    EVOLVE_TAG,
+    archive,
+    claim,
+    end_dead_runs,
+    finished_jobs,
+    living_run,
+    unfinished_runs,
+)
 from filelock import FileLock
 
 from coepg_dagster.pools.controls import BLOCKING
@@ -121,3 +129,36 @@ def test_a_changed_configuration_marks_what_reads_it(light: InProcess) -> None:
     assert "code or configuration changed" in stale[Ref("planner", 0)].cause
     # the pools of iteration 0 hold open models only: D_0 and what was trained on it stay
     assert Ref("dataset", 0) not in stale and Ref("planner_sft", 1) not in stale and Ref("dataset", 1) in stale
+
+
+def test_the_archive_has_every_version(light: InProcess) -> None:
+    light.run(None)
+    light.run(0)
+    first = light.loop.record(light.instance, Ref("verdicts", 0))
+    plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
+    light.run(0, "verdicts", "dataset")
+    found = archive(light.project, light.instance)
+    assert first is not None and [r.ref for r in found.records if r.asset == "verdicts"] == [first.ref] * 2
+    assert not found.is_current(first) and found.newest("light/s1", "verdicts", 0) != first
+    now = light.loop.records(light.instance)
+    assert {record.ref: record for record in found.current.values()} == now
+    assert [r.ref for r in found.lineage(now[Ref("dataset", 0)])] == [
+        Ref("dataset", 0),
+        Ref("verdicts", 0),
+        Ref("candidate_plans", 0),
+        Ref("benchmark_steps"),
+        Ref("open_models"),
+    ]
+
+
+def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess) -> None:
+    light.run(None)
+    light.run(0)
+    assert {"light-s1-verdicts-0", "light-s1-planner-0"} <= finished_jobs(light.project, light.instance)
+    assert "light-s1-verdicts-1" not in finished_jobs(light.project, light.instance)
+    plant(light.project, "salt", "light/s1", Ref("candidate_plans", 0))
+    light.run(0, "candidate_plans")
+    assert "light-s1-verdicts-0" not in finished_jobs(light.project, light.instance)
+    assert unfinished_runs(light.instance) == []
+    running = begin(light, dg.DagsterRunStatus.STARTED)
+    assert unfinished_runs(light.instance) == [running.run_id]
