@@ -290,7 +290,7 @@ def one_at_a_time(project: Project) -> Iterator[None]:
 def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: Path) -> Path:
     """Writes results.json, results.md and figures of what is there of a study into `out`; returns the page's path.
 
-    Stale artifacts are left out: they are not what the files of the experiments say.
+    What is stale is shown too, and named on the page with its root cause.
     """
     benchmark = study.root.benchmark
     runs, wanted = [], {}
@@ -308,19 +308,19 @@ def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: P
 
 
 def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run:
-    """What one loop measured, from its current artifacts."""
+    """What one loop measured, from the newest artifacts."""
     experiment = loop.experiment
     benchmark = experiment.benchmark
     run = Run(experiment.table, experiment.variant, loop.seed, loop.name)
     records = loop.records(instance)
     stale = loop.stale(records)
-    fresh = {ref: record for ref, record in records.items() if ref not in stale}
+    run.stale = sorted({str(why) for ref, why in stale.items() if ref.asset in loop.made})
 
     def folder(record: Record) -> Path:
         return project.store / record.folder
 
     for k in range(experiment.iterations + 1):
-        made = {asset: fresh[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in fresh}
+        made = {asset: records[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in records}
         if (evaluation := made.get("evaluation")) is not None:
             predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
             steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS

@@ -101,8 +101,8 @@ def _figures(study: Study, results: paper.Results, out: Path) -> str:
     }
     if all(curves.values()):
         title = (
-            f"Figure 5: success of GRPO's rollouts on training steps at k = {last}, judged by ϕ_{last} for both rewards (not Step "
-            "SR on a test split: see the analysis plan); bands are smallest to largest of the seeds"
+            f"Figure 5: success of GRPO's rollouts on training steps at k = {last}, judged by ϕ_{last} for both rewards (not "
+            "Step SR on a test split: see the analysis plan); bands are smallest to largest of the seeds"
         )
         drawn.insert(2, ("figure-5", title, paper.figure_5(curves)))
     folder = out / FIGURES
@@ -215,5 +215,10 @@ def _repeat(study: Study, missing: Sequence[str], left_out: Mapping[str, str]) -
         parts.append("Not there when this page was written:\n")
         parts += [f"- `{one}`" for one in missing]
         parts += [f"- {name}: {why}" for name, why in left_out.items()]
+        parts.append("")
+    stale = sorted((run.reference, run.stale[0]) for run in study.runs if run.stale)
+    if stale:
+        parts.append("Made by an earlier code or configuration (stale; `coepg reproduce` makes it again):\n")
+        parts += [f"- {reference}: {cause}" for reference, cause in stale]
         parts.append("")
     return "\n".join(parts)

@@ -53,6 +53,7 @@ class Run:
     cost: dict[int, dict[str, float]] = field(default_factory=dict)  # k → `seconds`, `model_calls`
     curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # k → success of GRPO's rollouts
     training: dict[int, dict[str, float]] = field(default_factory=dict)  # k → rewards, groups without spread
+    stale: list[str] = field(default_factory=list)  # causes, where something of it is stale
     live: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)  # (k, split) → rates of `coepg play`
 
 
