@@ -10,7 +10,7 @@ from typing import Any, Final
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
-from coepg_dagster.resources.training import default_resources
+from coepg_dagster.resources.training import Processes, default_resources
 from dagster._core.utils import make_new_run_id
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -77,12 +77,16 @@ def _run(
             partition_key=None if iteration is None else str(iteration),
             asset_selection=[loop.key(asset) for asset in todo.assets],
             tags=run_tags(loop, iteration) | {EVOLVE_TAG: "yes"},
-            run_config=_QUIET
-            | {"resources": {key: {"config": dict(place)} for key in default_resources()} if place else {}},
+            run_config=_QUIET | {"resources": {key: {"config": dict(place or {})} for key in _heavy()}},
             raise_on_error=False,
         )
     if not result.success:
         raise RunFailed(_why(instance, run_id, iteration))
+
+
+def _heavy() -> list[str]:
+    """The resources that say where heavy steps run."""
+    return [key for key, resource in default_resources().items() if isinstance(resource, Processes)]
 
 
 def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> str:
