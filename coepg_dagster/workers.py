@@ -266,11 +266,19 @@ class ChunkedWork(Work):
                     write_table(make(chunk.start), self._file(chunk))
                     done()
 
+    def _make_alone(self, chunks: list[Chunk], device: str) -> None:
+        """`_make` in a process of its own."""
+        import torch
+
+        # torch replaces the thread pool of the process that was forked at its first use, which threads must not race for
+        torch.set_num_threads(torch.get_num_threads())
+        self._make(chunks, device)
+
     def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
         # a forked process need not import torch again; CUDA cannot be used after a fork
         context = multiprocessing.get_context("fork" if devices[0] == "cpu" else "spawn")
         running = [
-            context.Process(target=self._make, args=(missing[i :: len(devices)], device))  # type: ignore[attr-defined]
+            context.Process(target=self._make_alone, args=(missing[i :: len(devices)], device))  # type: ignore[attr-defined]
             for i, device in enumerate(devices)
         ]
         for process in running:
