@@ -7,6 +7,7 @@ its screenshots, its trainer, its optimizer. Writes a JSON file with seconds, op
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import resource
@@ -24,6 +25,8 @@ from benchmarks import sized
 from coepg_dagster.architecture import Architecture, flops
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.training import sft
+
+SAVING = "save_trained" if hasattr(sft, "save_trained") else "save_whole"
 
 
 def arguments() -> argparse.Namespace:
@@ -96,16 +99,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False)
         return model.train(), processor
 
-    class Timed(SFTTrainer):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs["args"].gradient_accumulation_steps = options.accumulation
-            super().__init__(*args, **kwargs)
-            self.add_callback(clock)
+    begin, step = SFTTrainer.__init__, SFTTrainer.training_step
 
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = inputs["attention_mask"].sum(1), (inputs["labels"] != -100).sum(1)
-            batches.append((*rows, inputs["input_ids"].shape[1]))
-            return super().training_step(model, inputs, *args, **kwargs)
+    def timed_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["args"].gradient_accumulation_steps = options.accumulation
+        begin(self, *args, **kwargs)
+        self.add_callback(clock)
+
+    def timed_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = inputs["attention_mask"].sum(1), (inputs["labels"] != -100).sum(1)
+        batches.append((*rows, inputs["input_ids"].shape[1]))
+        return step(self, model, inputs, *args, **kwargs)
 
     steps, dataset = sized.tables(options.size, 4096 if on_gpu else 64, screens=256 if on_gpu else 8)
     models = Models(
@@ -125,14 +129,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         recompute=options.recompute,
         compile=options.kernels == "compiled",
     )
-    as_it_is = {"fast_vision": lambda model: False, "expect_right_padding": lambda model: None}
-    changed: dict[str, Any] = {
-        "SFTTrainer": Timed,
-        "load_for_training": model_of,
-        "save_whole": lambda *_, **__: 0,
-        **(as_it_is if options.attention == "sdpa" else {}),
-    }
-    with patch.multiple(sft, **changed):
+    changed: dict[str, Any] = {"load_for_training": model_of, SAVING: lambda *_, **__: 0}
+    if options.attention == "sdpa":
+        changed |= {"fast_vision": lambda model: False, "expect_right_padding": lambda model: None}
+    # a run that may be killed keeps checkpoints in `scratch`: none within these few steps
+    kept = {"scratch": folder / "scratch"} if "scratch" in inspect.signature(sft.train_sft).parameters else {}
+    with (
+        patch.multiple(sft, **changed),
+        patch.multiple(SFTTrainer, __init__=timed_init, training_step=timed_step),
+    ):
         sft.train_sft(
             options.role,
             str(folder / "processor"),
@@ -144,6 +149,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             options.device,
             folder / f"out-{rank}",
             lambda done, of, figures: None,
+            **kept,
         )
     return result(options, clock.seconds, batches, rate, world)
 

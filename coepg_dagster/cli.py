@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
 
 import pyarrow as pa
 import typer
@@ -25,7 +25,7 @@ from coepg_dagster.project import ABLATIONS, Project, find_project
 if TYPE_CHECKING:
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
-    from coepg_dagster.provenance import Asset, Record
+    from coepg_dagster.provenance import Asset, Record, Ref
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -141,8 +141,19 @@ def results(
 
 
 @app.command()
-def plan(reference: Reference) -> None:
-    """Validates an experiment, prints its resolved configuration and what `evolve` would run. Touches no model."""
+def plan(
+    reference: Reference,
+    gpu: Annotated[
+        str | None, typer.Option(help="card, e.g. H100-80GB; default: this machine's, A100-80GB if none")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="cards on one machine; default: this machine's", min=1)] = None,
+    strategy: Annotated[str, typer.Option(help="of training on several: ddp, zero2, zero3 or fsdp")] = "zero3",
+) -> None:
+    """Validates an experiment, prints its resolved configuration, what `evolve` would run and what that would take.
+
+    Touches no model: memory per GPU, main memory, disk, steps, tokens and GPU-hours of each stage are computed from sizes
+    and from measured rates. Ends with code 3 where a stage cannot fit, and names three settings that would help.
+    """
     project, experiment, seed = _open(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
@@ -158,6 +169,46 @@ def plan(reference: Reference) -> None:
         typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
     if not todo:
         typer.echo("# everything is there and current")
+    _dry_run(project, experiment, records, gpu, gpus, strategy)
+
+
+def _dry_run(
+    project: Project,
+    experiment: Experiment,
+    records: Mapping[Ref, Record],
+    gpu: str | None,
+    gpus: int | None,
+    strategy: str,
+) -> None:
+    """The part of `plan` that says what a run would take."""
+    from coepg_dagster import dryrun
+    from coepg_dagster.architecture import UnknownModel
+    from coepg_dagster.estimates import CARDS, STRATEGIES, Strategy, rates_of
+    from coepg_dagster.provenance import Ref
+
+    if gpu is not None and gpu not in CARDS:
+        raise typer.BadParameter(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
+    if strategy not in STRATEGIES:
+        raise typer.BadParameter(f"--strategy {strategy} is not known; known: {', '.join(STRATEGIES)}")
+    here = dryrun.found_card() if gpu is None else (CARDS[gpu], gpus or 1)
+    if here is None and experiment.pool != "cpu":
+        here = CARDS["A100-80GB"], gpus or 8  # the paper's machine
+    card, count = here or (None, 1)
+    hardware = dryrun.Hardware(card, gpus or count, cast(Strategy, strategy))
+    benchmark = records.get(Ref("benchmark_steps"))
+    try:
+        dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
+    except UnknownModel as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    rates = rates_of(card or dryrun.CPU, project.root / "benchmarks" / "baselines")
+    report = dryrun.report(dry, hardware, rates)
+    for line in report.lines:
+        typer.echo(f"# {line}")
+    for line in report.refused:
+        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    if report.refused:
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 from coepg_dagster.architecture import Architecture, flops
 from coepg_dagster.experiment import Grpo, Sft
@@ -116,6 +116,10 @@ class Example:
     def text(self) -> int:
         return self.prompt + self.answer
 
+    def tokens(self, model: Architecture) -> int:
+        """All tokens, the image's included."""
+        return model.image_tokens(*self.image) + self.text
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -152,18 +156,40 @@ def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4
     return (4 * residual + 36) * hidden + 8 * mlp
 
 
-def sft_memory(model: Architecture, config: Sft, sequence: Example) -> Memory:
-    """Full fine-tuning on one GPU, or on each of several with data parallelism: float32 weights, bf16 computation."""
+Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
+"""How `accelerate launch` spreads training over GPUs; with one GPU all are alike."""
+STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)
+
+
+def states(model: Architecture, trained: int, *, copies: int, strategy: Strategy, gpus: int) -> Memory:
+    """Weights, gradients and optimizer states per GPU, without activations.
+
+    One GPU and ddp: float32 weights, gradients and AdamW, and autocast's bf16 copies of trained weights. ZeRO: bf16 weights
+    and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather two
+    layers at a time.
+    """
+    if gpus == 1 or strategy == "ddp":
+        return Memory(4.0 * model.parameters + copies, 4.0 * trained, 8.0 * trained)
+    gathered = 2 * 2.0 * max(model.block, model.embedding)
+    if strategy == "zero2":
+        return Memory(2.0 * model.parameters, 2.0 * trained / gpus, 12.0 * trained / gpus)
+    if strategy == "zero3":
+        return Memory(2.0 * model.parameters / gpus + gathered, 2.0 * trained / gpus, 12.0 * trained / gpus)
+    return Memory(4.0 * model.parameters / gpus + gathered, 4.0 * trained / gpus, 8.0 * trained / gpus)
+
+
+def sft_memory(
+    model: Architecture, config: Sft, example: Example, *, strategy: Strategy = "ddp", gpus: int = 1
+) -> Memory:
+    """Full fine-tuning in bf16 computation, on each of `gpus` GPUs."""
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     # autocast keeps bf16 copies of trained weights from the forward to the backward pass; compiled layers cast again
-    copies = 0 if config.compile else 2 * trained
-    return Memory(
-        weights=4.0 * model.parameters + copies,
-        gradients=4.0 * trained,
-        optimizer=8.0 * trained,
+    held = states(model, trained, copies=0 if config.compile else 2 * trained, strategy=strategy, gpus=gpus)
+    return replace(
+        held,
         activations=training_activations(
             model,
-            sequence,
+            example,
             config.micro_batch_size,
             recompute=config.recompute,
             compiled=config.compile,
@@ -174,7 +200,7 @@ def sft_memory(model: Architecture, config: Sft, sequence: Example) -> Memory:
 
 def training_activations(
     model: Architecture,
-    sequence: Example,
+    example: Example,
     rows: int,
     *,
     recompute: float,
@@ -182,14 +208,14 @@ def training_activations(
     freeze_vision: bool,
 ) -> float:
     """Bytes of activations of a training step on `rows` sequences, at the peak."""
-    visual = model.image_tokens(*sequence.image)
-    tokens = rows * (visual + sequence.text)
+    visual = model.image_tokens(*example.image)
+    tokens = rows * (visual + example.text)
     patches = rows * visual * model.vision.merge**2
     layer, tower = language_activations(model, compiled=compiled), vision_activations(model, compiled=compiled)
     kept = recompute * 4 * model.hidden + (1 - recompute) * layer
     # the layer at work: its own activations and their gradients; embeddings before the first and norm after the last
     language = tokens * (model.layers * kept + layer + 20 * model.hidden)
-    head = min(rows * sequence.answer, 1024) * model.vocabulary * 6
+    head = min(rows * example.answer, 1024) * model.vocabulary * 6
     pixels = patches * 3 * model.vision.temporal * model.vision.patch**2 * 6
     if freeze_vision:
         return max(language + head, patches * tower) + pixels
@@ -197,13 +223,13 @@ def training_activations(
     return language + head + pixels + patches * (model.vision.layers * kept_patch + tower)
 
 
-def sft_seconds(model: Architecture, config: Sft, sequence: Example, rows: int, rates: Rates) -> float:
+def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, rates: Rates) -> float:
     """GPU-seconds of one pass over `rows` sequences, recomputed layers included."""
     one = flops(
         model,
-        image=sequence.image,
-        text=sequence.text,
-        scored=sequence.answer,
+        image=example.image,
+        text=example.text,
+        scored=example.answer,
         train=True,
         freeze_vision=config.freeze_vision,
     )
@@ -212,13 +238,13 @@ def sft_seconds(model: Architecture, config: Sft, sequence: Example, rows: int, 
 
 
 def generation_memory(
-    model: Architecture, sequence: Example, batch: int, samples: int, *, bytes_each: int = 2
+    model: Architecture, example: Example, batch: int, samples: int, *, bytes_each: int = 2
 ) -> Memory:
     """transformers' generation, `samples` answers for each screenshot, `batch` sequences at a time."""
     rows = max(1, batch // samples)
     sequences = rows * samples
-    visual = model.image_tokens(*sequence.image)
-    context = visual + sequence.text
+    visual = model.image_tokens(*example.image)
+    context = visual + example.text
     half = bytes_each / 2
     cache = sequences * context * model.key_value_bytes * half
     # keys and values of one layer, repeated for every head while a mask is read, and the copy that grows by one token
@@ -236,47 +262,51 @@ def generation_memory(
 
 
 def generation_seconds(
-    model: Architecture, sequence: Example, batch: int, samples: int, screenshots: int, rates: Rates
+    model: Architecture, example: Example, batch: int, samples: int, screenshots: int, rates: Rates
 ) -> float:
     """GPU-seconds of `samples` answers for each of `screenshots`, by transformers' generation."""
     rows = max(1, batch // samples)
-    visual = model.image_tokens(*sequence.image)
-    prompt = flops(model, image=sequence.image, text=sequence.prompt, scored=1, train=False).total
-    context = visual + sequence.text
+    visual = model.image_tokens(*example.image)
+    prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
+    context = visual + example.text
     groups = model.heads // model.key_value_heads
     moved = 2.0 * model.language + rows * samples * context * model.key_value_bytes * (3 + 2 * groups)
     token = max(model.layers * rates.layer, moved / rates.bandwidth)
     batches = -(-screenshots // rows)
-    return screenshots * (prompt / rates.prefill + rates.image) + batches * sequence.answer * token
+    return screenshots * (prompt / rates.prefill + rates.image) + batches * example.answer * token
 
 
 def grpo_memory(
-    model: Architecture, graders: Sequence[Architecture], config: Grpo, sequence: Example, *, grader_bytes: int = 2
+    model: Architecture,
+    graders: Sequence[Architecture],
+    config: Grpo,
+    example: Example,
+    *,
+    grader_bytes: int = 2,
+    strategy: Strategy = "ddp",
+    gpus: int = 1,
 ) -> Memory:
-    """Full GRPO on one GPU that also holds the reference policy and every grounder of the ensemble."""
+    """Full GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here."""
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
+    held = states(model, trained, copies=2 * trained, strategy=strategy, gpus=gpus)
     reference = 4.0 * model.parameters if config.kl_beta else 0.0
-    held = sum(grader_bytes * grader.parameters for grader in graders)
-    context = model.image_tokens(*sequence.image) + sequence.text
-    rollouts = config.prompts_per_step * config.group_size
+    if gpus > 1 and strategy in ("zero3", "fsdp"):
+        reference /= gpus
+    graded = float(sum(grader_bytes * grader.parameters for grader in graders))
+    rollouts = -(-config.prompts_per_step * config.group_size // gpus)
     update = training_activations(
-        model, sequence, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
+        model, example, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
     )
-    return Memory(
-        weights=4.0 * model.parameters + 2 * trained + reference + held,
-        gradients=4.0 * trained,
-        optimizer=8.0 * trained,
-        # rollouts are generated before activations are kept: the larger of the two counts
-        activations=update,
-        cache=max(0.0, float(rollouts * context * model.key_value_bytes) - update),
-    )
+    # rollouts are generated before activations are kept: the larger of the two counts
+    cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
+    return replace(held, weights=held.weights + reference + graded, activations=update, cache=max(0.0, cache - update))
 
 
 def grpo_seconds(
     model: Architecture,
     graders: Sequence[Architecture],
     config: Grpo,
-    sequence: Example,
+    example: Example,
     point: Example,
     prompts: int,
     rates: Rates,
@@ -286,16 +316,16 @@ def grpo_seconds(
     size = config.group_size
     rollouts = prompts * size
     step = config.prompts_per_step * size
-    generate = generation_seconds(model, sequence, step, 1, rollouts, rates)
+    generate = generation_seconds(model, example, step, 1, rollouts, rates)
     reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
     one = flops(
         model,
-        image=sequence.image,
-        text=sequence.text,
-        scored=sequence.answer,
+        image=example.image,
+        text=example.text,
+        scored=example.answer,
         train=True,
         freeze_vision=config.freeze_vision,
     )
-    forward = flops(model, image=sequence.image, text=sequence.text, scored=sequence.answer, train=False).total
+    forward = flops(model, image=example.image, text=example.text, scored=example.answer, train=False).total
     passes = one.total + one.language / 3 + (forward if config.kl_beta else 0)
     return generate + reward + rollouts * passes / rates.train

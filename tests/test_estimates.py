@@ -1,0 +1,130 @@
+"""Estimates: more never needs less, and what cannot fit is refused with settings that help."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from coepg_dagster.architecture import KNOWN, Architecture, UnknownModel
+from coepg_dagster.cli import app
+from coepg_dagster.dryrun import DryRun, Hardware, report, size_of
+from coepg_dagster.estimates import (
+    CARDS,
+    Example,
+    generation_memory,
+    generation_seconds,
+    grpo_memory,
+    grpo_seconds,
+    rates_of,
+    sft_memory,
+    sft_seconds,
+)
+from coepg_dagster.experiment import Grpo, Sft, load_experiment
+
+ROOT = Path(__file__).parents[1]
+MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
+H100 = CARDS["H100-80GB"]
+RATES = rates_of(H100, Path("nowhere"))
+FOUR = Sft(batch_size=4, micro_batch_size=4)
+
+text, more, steps = st.integers(1, 3000), st.integers(0, 1000), st.sampled_from(["ddp", "zero2", "zero3", "fsdp"])
+sides = st.integers(4, 60).map(lambda n: 28 * n)
+
+
+def needs(model: Architecture, example: Example, config: Sft, grpo: Grpo) -> list[float]:
+    """Everything that is estimated, as numbers."""
+    return [
+        sft_memory(model, config, example).total,
+        sft_seconds(model, config, example, 100, RATES),
+        generation_memory(model, example, 64, 4).total,
+        generation_seconds(model, example, 64, 4, 100, RATES),
+        grpo_memory(model, [model], grpo, example).total,
+        grpo_seconds(model, [model], grpo, example, example, 84, RATES, 64),
+    ]
+
+
+@given(text=text, more=more, width=sides, height=sides, frozen=st.booleans(), share=st.floats(0, 1))
+def test_longer_prompts_and_larger_models_never_need_less(
+    text: int, more: int, width: int, height: int, frozen: bool, share: float
+) -> None:
+    config = Sft(batch_size=4, micro_batch_size=4, freeze_vision=frozen, recompute=share)
+    grpo = Grpo(freeze_vision=frozen)
+    short, long = Example((width, height), text, 40), Example((width, height), text + more, 40)
+    by_model = [needs(model, short, config, grpo) for model in MODELS]
+    for model, smaller in zip(MODELS, by_model, strict=True):
+        assert all(a <= b for a, b in zip(smaller, needs(model, long, config, grpo), strict=True))
+    # memory only: 7B has fewer layers than 3B, so that a short answer takes it fewer launches of kernels
+    for smaller, larger in pairwise(by_model):
+        assert all(a <= b for a, b in zip(smaller[::2], larger[::2], strict=True))
+
+
+@given(rows=st.integers(1, 16), strategy=steps, gpus=st.integers(2, 64), share=st.floats(0, 1))
+def test_settings_that_save_memory_save_memory(rows: int, strategy: Any, gpus: int, share: float) -> None:
+    example, model = Example((1288, 728), 300, 60), MODELS[1]
+    config = Sft(batch_size=rows, micro_batch_size=rows, recompute=share)
+    now = sft_memory(model, config, example)
+    for saved in ({"recompute": 1.0}, {"freeze_vision": True}, {"micro_batch_size": 1}):
+        assert sft_memory(model, config.model_copy(update=saved), example).total <= now.total
+    spread = sft_memory(model, config, example, strategy=strategy, gpus=gpus)
+    assert spread.total <= now.total
+    assert sft_memory(model, config, example, strategy=strategy, gpus=gpus + 1).total <= spread.total
+
+
+def test_float32_training_holds_sixteen_bytes_per_parameter_and_autocasts_copies() -> None:
+    model = MODELS[0]
+    need = sft_memory(model, FOUR, Example((1288, 728), 100, 40))
+    assert need.weights + need.gradients + need.optimizer == pytest.approx(18 * model.parameters)
+
+
+def test_the_training_rate_is_read_from_the_baseline(tmp_path: Path) -> None:
+    run = {"tflops": 300.0, "configuration": {"recompute": 0.5}}
+    found = {
+        "value": 300.0,
+        "ratio": 0.4,
+        "device": "NVIDIA H100 80GB HBM3",
+        "fastest": "a",
+        "configurations": {"a": run},
+    }
+    (tmp_path / "sft_mfu.json").write_text(json.dumps(found))
+    rates = rates_of(H100, tmp_path)
+    assert rates.train == pytest.approx(350e12) and "measured" in rates.basis  # with what was computed again
+    assert rates_of(CARDS["A100-80GB"], tmp_path).train == pytest.approx(350e12 * 312 / 989)
+    assert "arithmetic" in RATES.basis
+
+
+def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "web_7b.yaml")
+    hardware = Hardware(H100)
+    dry = DryRun(experiment, ROOT)
+    found = report(dry, hardware, RATES)
+    text = "\n".join(found.refused)
+    assert "planner_sft cannot fit" in text and "strategy zero3 over 8 GPUs" in text
+    for stage in dry.too_large(hardware, dry.stages(hardware, RATES)):
+        remedies = dry.remedies(stage.asset, hardware, RATES)
+        assert 1 <= len(remedies) <= 3
+        assert all(need < stage.memory.total for _, need in remedies)
+        assert [need for _, need in remedies] == sorted(need for _, need in remedies)
+
+
+def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    refused = CliRunner().invoke(app, ["plan", "web_3b", "--gpu", "RTX-4090-24GB"])
+    assert refused.exit_code == 3 and "planner_sft cannot fit" in refused.stderr
+    assert "would run iteration 0" in refused.stdout and "GPU-hours" in refused.stdout
+    assert CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "RTX-4090-24GB"]).exit_code == 0
+    assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
+
+
+def test_the_source_of_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert size_of("models/base-planner", ROOT).source == "config.json"
+    assert size_of("Qwen/Qwen2.5-VL-7B-Instruct", ROOT).source == "built-in table"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UnknownModel, match="download the model"):
+        size_of("nobody/no-such-model", ROOT)
