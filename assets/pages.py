@@ -16,9 +16,10 @@ import dagster as dg
 from coepg_dagster.assets.ledger import Loop, archive
 
 from coepg_dagster.auditing.archive import Archive, NotFound
-from coepg_dagster.experiment import ExperimentError, split_reference
+from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
 from coepg_dagster.project import ABLATIONS, Project
 from coepg_dagster.provenance import Ref
+from coepg_dagster.reports.evolution import Member
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import lineage_page
 from coepg_dagster.reports.site import INDEX, Site, View
@@ -58,7 +59,21 @@ def site_of(
         view_of(loop, instance),
         dagster,
         live=dagster is not None,
+        family=lambda: _family(project, loop, instance),
     )
+
+
+def _family(project: Project, loop: Loop, instance: dg.DagsterInstance) -> list[Member]:
+    """The experiments that say only how they differ from this one, or from one that does, at this seed."""
+    known = project.experiments() | project.experiments(ABLATIONS)
+
+    def descends(experiment: Experiment) -> bool:
+        above = known.get(experiment.parent or "")
+        return above is not None and (above.name == loop.experiment.name or descends(above))
+
+    found = [experiment for experiment in known.values() if loop.seed in experiment.seeds and descends(experiment)]
+    members = [Member(of, Loop(of, loop.seed, loop.root).records(instance)) for of in found]
+    return [member for member in members if any(ref.asset == "evaluation" for ref in member.records)]
 
 
 def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path) -> list[Path]:

@@ -1,59 +1,214 @@
-"""The evolution report: Step SR, data quality and time over the iterations, as one page with its figures inside."""
+"""The evolution report of a loop: the paper's tables and figures from what is there, a case study, and what is stale.
+
+One file with its images inside. Rows of other variants, sizes and label shares of the same seed stand beside the loop's own; what
+is missing says which command makes it.
+"""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import jinja2
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from coepg_dagster.reports.figures import figure, over_k, png
+from coepg_dagster.evaluation.score import score_steps
+from coepg_dagster.evaluation.tables import ANDROID_CONTROL_LEVELS, MIND2WEB_SPLITS, Table
+from coepg_dagster.experiment import Experiment
+from coepg_dagster.provenance import Record, Ref
+from coepg_dagster.reports import paper
+from coepg_dagster.reports.figures import png
+from coepg_dagster.reports.html import image_type, render, shown_steps
+from coepg_dagster.reports.paper import FULL, Row, command_of
 from coepg_dagster.results import HEADLINES, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{{ name }}</title>
-<style>
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}
-th:first-child,td:first-child{text-align:left}img{max-width:100%}.stale{color:#b00}
-</style>
-<h1>{{ name }}</h1>
-<p>Planner and grounder after each iteration of co-evolution; iteration 0 is the base pair. Rates in per cent, macro over
-tasks, with 95 % bootstrap intervals clustered by task.</p>
-{% for title, image in figures %}<h2>{{ title }}</h2><img alt="{{ title }}" src="data:image/png;base64,{{ image }}">{% endfor %}
-<h2>Numbers</h2>
-<table><tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
-{% if stale %}<h2>Stale</h2><ul class="stale">{% for line in stale %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
-</html>
-"""
+CASES: Final = 4
+"""Steps in the case study, of a family each."""
 
 
-def write_report(table: Mapping[str, Any], page: Path) -> str:
-    """Writes the page for a table of `results.results`; returns its first figure as Markdown, for the Dagster UI."""
-    name = f"{table['experiment']}/s{table['seed']}"
-    iterations = table["iterations"]
-    figures = [
-        ("Step success rate by split", png(step_sr_figure(iterations))),
-        ("Quality of D_k", png(quality_figure(iterations))),
-    ]
+@dataclass(frozen=True)
+class Member:
+    """One loop whose results the report shows: an experiment at the report's seed."""
+
+    experiment: Experiment
+    records: Mapping[Ref, Record]
+
+
+@dataclass(frozen=True)
+class Evolution:
+    """What a report shows.
+
+    Args:
+        table: of `results.results`, of the loop itself.
+        loops: the loop itself, then others of the same seed that were made from its experiment file.
+        progress: for Figure 5: reward → curves of `paper.grpo_progress`.
+        cases: of `case_study`.
+    """
+
+    experiment: Experiment
+    seed: int
+    table: Mapping[str, Any]
+    loops: Sequence[Member]
+    progress: Mapping[str, Sequence[Sequence[tuple[int, float]]]] = field(default_factory=dict)
+    cases: Sequence[Mapping[str, Any]] = ()
+    crumbs: Sequence[tuple[str, str]] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        """Ablations stand beside the experiment as its variants; the loop itself is always `full` under its own name."""
+        own = self.experiment.name
+        rows = []
+        for loop in self.loops:
+            of = loop.experiment
+            name, variant = (own, FULL) if of.name == own else (of.table, of.variant)
+            rows += paper.rows_of_records(name, variant, self.seed, loop.records, of.benchmark.train)
+        return rows
+
+    @property
+    def last(self) -> int:
+        """The newest iteration that was made; 0 where there is none."""
+        return max((row["iteration"] for row in self.table["iterations"]), default=0)
+
+    @property
+    def sizes(self) -> dict[str, str]:
+        """Figures 2 and 7: the experiment, and those of other base models."""
+        others = [m.experiment for m in self.loops if m.experiment.variant == FULL and self._other_base(m.experiment)]
+        return {e.name: e.name for e in (self.experiment, *others)}
+
+    @property
+    def labels(self) -> dict[float, str]:
+        """Figure 4: per cent of the labelled steps → experiment."""
+        whole = self.experiment.benchmark.max_train_steps
+        found: dict[float, str] = {100: self.experiment.name}
+        for loop in self.loops:
+            limit = loop.experiment.benchmark.max_train_steps
+            if (
+                whole
+                and limit
+                and limit < whole
+                and loop.experiment.variant == FULL
+                and not self._other_base(loop.experiment)
+            ):
+                found[100 * limit / whole] = loop.experiment.name
+        return found
+
+    def _other_base(self, other: Experiment) -> bool:
+        return (other.models.base_planner, other.models.base_grounder) != (
+            self.experiment.models.base_planner,
+            self.experiment.models.base_grounder,
+        )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table or figure of the page, and what it lacks."""
+
+    title: str
+    tables: Sequence[Table] = ()
+    image: str | None = None  # base64 PNG
+    note: str = ""
+    missing: Sequence[str] = ()  # commands
+
+
+def write_report(evolution: Evolution, page: Path) -> str:
+    """Writes the page; returns its figures over the iterations as Markdown, for the Dagster UI."""
+    iterations = evolution.table["iterations"]
+    sections = _sections(evolution)
     heads, rows = rows_of(iterations)
-    stale = [f"{asset}[{row['iteration']}]: {why}" for row in iterations for asset, why in row["stale"].items()]
-    environment = jinja2.Environment(autoescape=True)
     page.write_text(
-        environment.from_string(_PAGE).render(name=name, figures=figures, heads=heads, rows=rows, stale=stale)
+        render(
+            "evolution.html",
+            evolution=evolution,
+            protocol=evolution.experiment.benchmark.protocol,
+            numbers=Table(f"{evolution.experiment.name}/s{evolution.seed}", tuple(heads), tuple(map(tuple, rows))),
+            sections=sections,
+            stale=[f"{asset}[{row['iteration']}]: {why}" for row in iterations for asset, why in row["stale"].items()],
+            crumbs=evolution.crumbs,
+        ),
+        "utf-8",
     )
-    return "\n\n".join(f"**{title}**\n\n![{title}](data:image/png;base64,{image})" for title, image in figures)
+    shown = [section for section in sections if section.title.startswith(("Figure 7", "Figure 6")) and section.image]
+    return "\n\n".join(f"**{s.title}**\n\n![{s.title}](data:image/png;base64,{s.image})" for s in shown)
+
+
+def _sections(evolution: Evolution) -> list[Section]:
+    experiment, last = evolution.experiment, evolution.last
+    name, protocol, splits = experiment.name, experiment.benchmark.protocol, experiment.benchmark.test
+    results = paper.Results(evolution.rows, splits)
+    metric, words = _measured(evolution.table["iterations"])
+    sections = []
+    if protocol.startswith("android_control"):
+        levels = paper.Results(evolution.rows, list(ANDROID_CONTROL_LEVELS))
+        sections.append(Section("Table 2", [paper.table_2(levels, name, last, protocol)]))
+    if metric == "step_sr":
+        beside = [] if set(splits) == set(MIND2WEB_SPLITS) else [paper.paper_table_1()]
+        sections += [
+            Section("Table 1", [paper.table_1(results, name, last, protocol), *beside]),
+            Section("Table 3: one model, or planner and grounder", [paper.table_3(results, name, last)]),
+            Section("Table 4: ablation of C-DREM", [paper.table_4(results, name, last)]),
+            _figure(
+                "Figure 2: with and without GRPO",
+                paper.figure_2(results, evolution.sizes),
+                missing=_missing(results, [(name, "no_grpo")], last),
+            ),
+            _figure(
+                "Figure 4: labelled steps",
+                paper.figure_4(results, evolution.labels, last),
+                "The paper has 6,862 labelled steps against the 283,500 of its baseline.",
+                [
+                    command_of(f"{name}_labels_{share}", FULL, last)
+                    for share in (25, 50)
+                    if share not in evolution.labels
+                ],
+            ),
+            _figure(
+                "Figure 5: success during GRPO",
+                paper.figure_5(evolution.progress),
+                "Share of sampled plans on training steps that pass the gate and that the iteration's own grounder finds in "
+                "the box; mean of four optimizer steps. The paper evaluates checkpoints on a test split.",
+                [command_of(name, kind, last) for kind in (FULL, "no_cdrem") if kind not in evolution.progress],
+            ),
+        ]
+    quality = [] if any(row.metric == "purity" for row in evolution.rows) else [command_of(name, FULL, last)]
+    sections += [
+        _figure(
+            "Figure 6: quality of D_k",
+            paper.figure_6(results, name, experiment.benchmark.train),
+            paper.FIGURE_6_PAPER,
+            quality,
+        ),
+        _figure(
+            f"Figure 7: {words} of each test split",
+            paper.figure_7(results, evolution.sizes, metric, f"{words}, %"),
+            "The paper's M_3, 7B: 61.9, 58.1 and 55.3 on Cross-Task, Cross-Website and Cross-Domain.",
+        ),
+    ]
+    return sections
+
+
+def _figure(title: str, drawn: Figure, note: str = "", missing: Sequence[str] = ()) -> Section:
+    return Section(title, image=png(drawn), note=note, missing=missing)
+
+
+def _missing(results: paper.Results, wanted: Sequence[tuple[str, str]], last: int) -> list[str]:
+    return [command_of(n, v, last) for n, v in wanted if results.cell(n, v, last, paper.AVERAGE, "step_sr") is None]
+
+
+def _measured(iterations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(metric, what people call it) of the protocol by which these iterations were scored."""
+    scores = (score for row in iterations for score in row["splits"].values() if score)
+    return next(((headline(score), HEADLINES[headline(score)]) for score in scores), ("step_sr", "Step SR"))
 
 
 def measure(iterations: Sequence[Mapping[str, Any]]) -> str:
     """What people call the headline metric of the protocol by which these iterations were scored."""
-    scores = (score for row in iterations for score in row["splits"].values() if score)
-    return next((HEADLINES[headline(score)] for score in scores), "Step SR")
+    return _measured(iterations)[1]
 
 
 def rows_of(iterations: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -82,36 +237,53 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-def step_sr_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
-    """The headline metric (macro, with its interval) over k, a line per test split."""
-    drawn = figure()
-    axes = drawn.subplots()
-    for split in iterations[0]["splits"]:
-        points = [(row["iteration"], score[headline(score)]) for row in iterations if (score := row["splits"][split])]
-        points = [(k, score) for k, score in points if score["macro"] is not None]
-        if not points:
-            continue
-        k, values = [k for k, _ in points], [score["macro"] for _, score in points]
-        intervals = [score["ci95"] or (score["macro"], score["macro"]) for _, score in points]
-        low = [value - bounds[0] for value, bounds in zip(values, intervals, strict=True)]
-        high = [bounds[1] - value for value, bounds in zip(values, intervals, strict=True)]
-        axes.errorbar(k, values, yerr=[low, high], marker="o", capsize=3, label=split)
-    axes.set_ylim(0, 100)
-    over_k(axes, [row["iteration"] for row in iterations], f"{measure(iterations)}, %")
-    return drawn
+class _Inside:
+    """Screenshots as data addresses, for a page that is one file."""
+
+    def put(self, image: bytes | pa.Buffer) -> str:
+        encoded = memoryview(image)
+        kind = image_type(bytes(encoded[:4]))
+        return f"data:image/{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
-def quality_figure(iterations: Sequence[Mapping[str, Any]]) -> Figure:
-    """Purity and coverage (left axis, per cent) and diversity (right axis, plans per step) of D_k over k."""
-    drawn = figure()
-    axes = drawn.subplots()
-    right = axes.twinx()
-    for name, target, style in (("purity", axes, "o-"), ("coverage", axes, "s-"), ("diversity", right, "^--")):
-        points = [(row["iteration"], row[name]) for row in iterations if row[name] is not None]
-        color = "tab:green" if target is right else None
-        target.plot([k for k, _ in points], [value for _, value in points], style, label=name, color=color)
-    right.set_ylabel("verified plans per step")
-    right.legend(frameon=False, loc="lower right")
-    axes.set_ylim(0, 100)
-    over_k(axes, [row["iteration"] for row in iterations], "%")
-    return drawn
+def case_study(
+    protocol: str, steps: pa.Table, predictions: Mapping[int, pa.Table], splits: Sequence[str], count: int = CASES
+) -> list[dict[str, Any]]:
+    """Like the paper's Figure 3, by rule: test steps that failed at M_1 and succeed at the newest M_K, K > 1.
+
+    The first such step, by id, of each family, for the first `count` families that have one. Each case has `step` (what is
+    shown of it) and `attempts`, one per iteration from M_1 on: k, plan, action, value, point, right. Empty where nothing is
+    to be shown. `predictions`: iteration → table of the evaluation.
+    """
+    known = sorted(k for k in predictions if k > 0)
+    if len(known) < 2:
+        return []
+    tests = steps.filter(pc.is_in(steps["split"], pa.array(splits, pa.string())))
+    right: dict[int, set[str]] = {}
+    for k in known:
+        scored = predictions[k].filter(pc.is_in(predictions[k]["step_id"], tests["step_id"]))
+        judged = tests.filter(pc.is_in(tests["step_id"], scored["step_id"]))
+        result = score_steps(protocol, judged, scored)
+        success = result.steps[headline(result.metrics)].to_pylist()
+        right[k] = {s for s, value in zip(result.steps["step_id"].to_pylist(), success, strict=True) if value == 1}
+    family = dict(zip(tests["step_id"].to_pylist(), tests["family"].to_pylist(), strict=True))
+    chosen: dict[str, str] = {}
+    for step_id in sorted(right[known[-1]] - right[known[0]]):
+        chosen.setdefault(family[step_id], step_id)
+    wanted = [chosen[name] for name in sorted(chosen)][:count]
+    shown = {step["id"]: step for step in shown_steps(tests, wanted, _Inside())}
+    answers = {k: {row["step_id"]: row for row in _rows(predictions[k], wanted)} for k in known}
+    return [
+        {
+            "step": shown[step_id],
+            "attempts": [answers[k][step_id] | {"k": k, "right": step_id in right[k]} for k in known],
+        }
+        for step_id in wanted
+    ]
+
+
+def _rows(predictions: pa.Table, wanted: Sequence[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = predictions.filter(
+        pc.is_in(predictions["step_id"], pa.array(wanted, pa.string()))
+    ).to_pylist()
+    return found

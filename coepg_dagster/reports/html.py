@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import pyarrow as pa
@@ -38,6 +38,13 @@ def image_type(start: bytes) -> str:
     return "png" if start[:4] == b"\x89PNG" else "jpeg"
 
 
+class Screens(Protocol):
+    """Where the screenshots of a page go."""
+
+    def put(self, image: bytes | pa.Buffer) -> str:
+        """Keeps an encoded image; returns its address on the page."""
+
+
 class ScreenFiles:
     """Screenshots as files below `folder`, each content once, under its hash."""
 
@@ -58,7 +65,7 @@ class ScreenFiles:
         return f"{SCREENS}/{name[:2]}/{name}.{ending}"
 
 
-def shown_steps(steps: pa.Table, wanted: Collection[str], screens: ScreenFiles) -> Iterator[dict[str, Any]]:
+def shown_steps(steps: pa.Table, wanted: Collection[str], screens: Screens) -> Iterator[dict[str, Any]]:
     """What pages show of each wanted step, in the order of the table; its screenshot becomes a file.
 
     `steps` may be mapped memory: screenshots are read one at a time.

@@ -28,6 +28,7 @@ from coepg_dagster.evaluation.tables import (
     Table,
     half_up,
 )
+from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.figures import dress, figure, over_k
 from coepg_dagster.reports.html import render
 from coepg_dagster.steps import GATE_PASSED
@@ -82,6 +83,36 @@ def rows_of(raw: Iterable[Mapping[str, Any]]) -> list[Row]:
         except (KeyError, TypeError) as error:
             raise ValueError(f"row {number} of the results is not one: {error}; got {entry}") from None
     return rows
+
+
+def rows_of_records(experiment: str, variant: str, seed: int, records: Mapping[Ref, Record], train: str) -> list[Row]:
+    """The rows of one loop, from the records of its evaluations and of the quality of its data (split `train`)."""
+    rows = []
+    for ref, record in records.items():
+        if ref.iteration is None:
+            continue
+        of: dict[str, Any] = {"experiment": experiment, "variant": variant, "seed": seed, "iteration": ref.iteration}
+        if ref.asset == "evaluation":
+            for split, score in record.figures.items():
+                for metric, found in score["metrics"].items():
+                    if found["macro"] is not None:
+                        bounds = found["ci95"]
+                        ci95 = (bounds[0], bounds[1]) if bounds else None
+                        rows.append(Row(**of, split=split, metric=metric, value=found["macro"], ci95=ci95))
+        elif ref.asset == "data_quality":
+            for metric, name in QUALITY.items():
+                if record.figures.get(name) is not None:
+                    rows.append(Row(**of, split=train, metric=metric, value=record.figures[name]))
+    return rows
+
+
+QUALITY: Final = {
+    "purity": "purity",
+    "purity_frozen": "purity_open",
+    "diversity": "diversity",
+    "coverage": "coverage",
+}
+"""Metric of a row → figure of `data_quality`."""
 
 
 class Results:
@@ -347,7 +378,10 @@ def figure_5(
                 values[step].append(value)
         steps = sorted(step for step, found in values.items() if len(found) == len(seeds))
         axes.plot(
-            steps, [fmean(values[step]) for step in steps], color=f"C{color}", label=f"{name} ({len(seeds)} seeds)"
+            steps,
+            [fmean(values[step]) for step in steps],
+            color=f"C{color}",
+            label=f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
         )
         if len(seeds) > 1:
             low, high = [min(values[step]) for step in steps], [max(values[step]) for step in steps]
@@ -379,14 +413,19 @@ def figure_6(results: Results, experiment: str, split: str = "train") -> Figure:
 FIGURE_6_PAPER: Final = "The paper gives the changes only: purity +8.84, diversity about +4 plans per task."
 
 
-def figure_7(results: Results, experiments: Mapping[str, str]) -> Figure:
-    """Step SR of each test split over the iterations; `experiments`: size → experiment. On its splits, the paper's M_3."""
+def figure_7(
+    results: Results, experiments: Mapping[str, str], metric: str = "step_sr", label: str = "Step SR, %"
+) -> Figure:
+    """Step SR of each test split over the iterations; `experiments`: size → experiment. On its splits, the paper's M_3.
+
+    `metric` and `label` stand for Step SR where another protocol has another headline.
+    """
     drawn = figure(9, 3.2)
     panels = drawn.subplots(1, len(results.splits), sharey=True, squeeze=False)[0]
     for position, (axes, split) in enumerate(zip(panels, results.splits, strict=True)):
         ticks: list[int] = []
         for color, (size, experiment) in enumerate(experiments.items()):
-            series = results.series(experiment, FULL, split, "step_sr")
+            series = results.series(experiment, FULL, split, metric)
             ticks += [k for k, _ in series]
             _line(axes, series, size, color=f"C{color}")
         if set(results.splits) == set(MIND2WEB_SPLITS):
@@ -395,7 +434,7 @@ def figure_7(results: Results, experiments: Mapping[str, str]) -> Figure:
                 value = TABLE_1[f"Co-EPG-Web-{size}"][column]
                 axes.plot([3], [float(str(value[2]))], marker, color="0.45", label=f"paper, {size}")  # type: ignore[index]
         axes.set_title(split, fontsize="medium")
-        over_k(axes, ticks, "Step SR, %" if position == 0 else "")
+        over_k(axes, ticks, label if position == 0 else "")
     return drawn
 
 

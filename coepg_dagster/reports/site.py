@@ -7,7 +7,7 @@ other by relative addresses: it opens from files, and from the page server.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,13 +20,15 @@ from coepg_dagster.auditing.trace import member, readable
 from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
 from coepg_dagster.provenance import Asset, Record, Ref, Stale
 from coepg_dagster.reports.audit import AuditOf, Member, write_audit
-from coepg_dagster.reports.evolution import write_report
+from coepg_dagster.reports.evolution import Evolution, case_study, write_report
+from coepg_dagster.reports.evolution import Member as Family
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import SYMBOLS, key_number, lineage_page, subscript
 from coepg_dagster.reports.model import ModelOf, write_model
+from coepg_dagster.reports.paper import FULL, grpo_progress
 from coepg_dagster.results import results
 from coepg_dagster.steps import STEP_SCHEMA
-from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
+from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
 LAYOUT: Final = 1
@@ -72,14 +74,23 @@ class Site:
     """The pages of the loop `view`, in `folder`.
 
     Args:
+        family: the loops of the same seed that were made from the same experiment file, this one left out.
         dagster: address of the web UI, for links; None in files that stand alone.
         live: the pages are served, so that rows can link to their trace.
     """
 
     def __init__(
-        self, folder: Path, archive: Archive, view: View, dagster: str | None = None, *, live: bool = False
+        self,
+        folder: Path,
+        archive: Archive,
+        view: View,
+        dagster: str | None = None,
+        *,
+        live: bool = False,
+        family: Callable[[], Sequence[Family]] = lambda: (),
     ) -> None:
         self.folder, self.archive, self.view = folder, archive, view
+        self._family = family
         self._dagster, self._live = dagster, live
 
     def pages(self) -> dict[str, str]:
@@ -112,7 +123,13 @@ class Site:
         shown = [ref for ref in view.records if whole or page_of(ref) == page]
         versions = sorted((str(ref), view.records[ref].data_version, view.records[ref].run_id) for ref in shown)
         stale = sorted((str(ref), str(view.stale[ref])) for ref in shown if ref in view.stale)
-        return fingerprint([LAYOUT, versions, stale, self._dagster, self._live, view.experiment.fingerprint()])
+        beside = []
+        if page == EVOLUTION:
+            beside = [
+                (m.experiment.name, str(r.ref), r.data_version) for m in self._family() for r in m.records.values()
+            ]
+        made_by = [LAYOUT, self._dagster, self._live, view.experiment.fingerprint()]
+        return fingerprint([*made_by, versions, stale, sorted(beside)])
 
     def _write(self, page: str) -> None:
         name, _, k = page.removesuffix(".html").rpartition("-")
@@ -125,12 +142,44 @@ class Site:
                 lineage_page(view.experiment, view.seed, view.records, view.stale, view.times, self._dagster, page_of),
             )
         elif page == EVOLUTION:
-            view = self.view
-            write_report(results(view.experiment, view.seed, view.records, view.stale), self.folder / page)
+            write_report(self._evolution(), self.folder / page)
         elif name == "audit":
             self._audit(self.view.records[Ref("dataset", int(k))])
         else:
             self._model(self.view.records[Ref(name, int(k))])  # type: ignore[arg-type]
+
+    def _loops(self) -> list[Family]:
+        return [Family(self.view.experiment, self.view.records), *self._family()]
+
+    def _evolution(self) -> Evolution:
+        view = self.view
+        loops = self._loops()
+        progress = {}
+        for loop in loops:
+            of = loop.experiment
+            variant = FULL if of.name == view.experiment.name else of.variant
+            if variant in (FULL, "no_cdrem") and (of.name == view.experiment.name or of.parent == view.experiment.name):
+                curve = self._progress(loop)
+                if curve and variant not in progress:
+                    progress[variant] = [curve]
+        return Evolution(
+            view.experiment,
+            view.seed,
+            results(view.experiment, view.seed, view.records, view.stale),
+            loops,
+            progress,
+            case_study_of(self.archive.store, view.experiment, view.records),
+            self._crumbs(),
+        )
+
+    def _progress(self, loop: Family) -> list[tuple[int, float]]:
+        """How the newest planner of a loop got on during GRPO; empty where its rollouts are not there."""
+        planners = [ref for ref in loop.records if ref.asset == "planner" and ref.iteration]
+        if not planners:
+            return []
+        newest = max(planners, key=lambda ref: ref.iteration or 0)
+        file = self.archive.store / loop.records[newest].folder / ROLLOUTS
+        return grpo_progress(pq.read_table(file), f"grounder_{newest.iteration}") if file.exists() else []
 
     def _text(self, page: str, text: str) -> None:
         (self.folder / page).write_text(text, "utf-8")
@@ -227,6 +276,18 @@ class Site:
             "plans": dict(zip(ids, plans, strict=True)),
             "member": f"grounder_{grounder.iteration}",
         }
+
+
+def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Record]) -> list[dict[str, Any]]:
+    """`case_study` of a loop, from the predictions that are in the store."""
+    evaluations = {ref.iteration: r for ref, r in records.items() if ref.asset == "evaluation" and ref.iteration}
+    found = {k: store / record.folder / PREDICTIONS for k, record in evaluations.items()}
+    predictions = {k: pq.read_table(file) for k, file in found.items() if file.exists()}
+    if len(predictions) < 2:
+        return []
+    benchmark = evaluations[max(predictions)].input("benchmark_steps")
+    steps = all_steps(store / benchmark.folder / STEPS)
+    return case_study(experiment.benchmark.protocol, steps, predictions, experiment.benchmark.test)
 
 
 def trace_address(reference: str) -> str:

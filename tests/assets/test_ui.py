@@ -118,7 +118,7 @@ def test_a_user_reads_the_evolution_report(deployment: Deployment, page: playwri
     page.goto(f"{deployment.url}/assets/driven/s1/evolution_report?view=overview")
     address = str(page.get_by_role("link", name="report", exact=True).first.get_attribute("href"))
     deployment.wait(lambda: _is_there(page, address), "the report to be recorded")
-    for title in ("Step success rate by split", "Quality of D_k"):
+    for title in ("Figure 7: Step SR of each test split", "Figure 6: quality of D_k"):
         figure = page.get_by_role("img", name=title)
         assert figure.evaluate("image => image.naturalWidth") > 300
 

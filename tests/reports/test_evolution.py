@@ -1,0 +1,105 @@
+"""The evolution report: the case study by its rule, what is missing with its command, and foreign text as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from coepg_dagster.experiment import Experiment
+from coepg_dagster.provenance import Record, Ref
+from coepg_dagster.reports.evolution import Evolution, Member, case_study, write_report
+from coepg_dagster.results import results
+from tests.chromium import NEEDS_CHROMIUM
+from tests.conftest import png, step, step_table
+from tests.reports.test_lineage import experiment
+
+BAD = "<script>alert(1)</script>"
+STEPS = step_table(
+    *(
+        step(name, split="test_seed", family=family, goal=BAD, screenshot=png(box=(10, 10, 20, 20)))
+        for name, family in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "c"))
+    ),
+    step("v", split="validation", screenshot=png()),
+)
+
+
+def predictions(**hits: bool) -> pa.Table:
+    """One answer for each step of STEPS; a hit lies in the box."""
+    rows = [
+        {"step_id": name, "plan": f"plan of {name}", "action_type": "CLICK", "value": ""}
+        | {"x": 15.0 if hits.get(name) else 50.0, "y": 15.0}
+        for name in STEPS["step_id"].to_pylist()
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+def test_cases_are_the_first_step_of_each_family_that_failed_first_and_succeeds_now() -> None:
+    made = {
+        0: predictions(a1=True),
+        1: predictions(c1=True, v=False),
+        2: predictions(b1=True),
+        3: predictions(a1=True, a2=True, b1=True, c1=True, v=True),
+    }
+    cases = case_study("miniwob/point", STEPS, made, ["test_seed"])
+    assert [case["step"]["id"] for case in cases] == [
+        "a1",
+        "b1",
+    ]  # not a2: of the same family; c1 was right; v is no test
+    assert [(one["k"], one["right"]) for one in cases[1]["attempts"]] == [(1, False), (2, True), (3, True)]
+    assert cases[0]["attempts"][0]["plan"] == "plan of a1" and cases[0]["attempts"][2]["x"] == 15
+    assert [case["step"]["id"] for case in case_study("miniwob/point", STEPS, made, ["test_seed"], count=1)] == ["a1"]
+    assert case_study("miniwob/point", STEPS, {0: made[0], 1: made[3]}, ["test_seed"]) == []
+
+
+def record(asset: Any, k: int, figures: dict[str, Any]) -> Record:
+    about = {"data_version": f"v{k}", "run_id": "r", "folder": "f", "inputs": [], "code_version": "1", "config": {}}
+    return Record(asset=asset, iteration=k, **about, seed=1, seconds=60, device="cpu", figures=figures)
+
+
+def evolution(of: Experiment) -> Evolution:
+    records: dict[Ref, Record] = {}
+    for k in range(3):
+        value = {"macro": 40.0 + 5 * k, "micro": 41.0, "ci95": [35.0 + 5 * k, 46.0 + 5 * k]}
+        split = {"rows": 10, "metrics": dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)}
+        records[Ref("evaluation", k)] = record("evaluation", k, {"validation": split, "test_seed": split})
+        figures = {"purity": 70.0 + k, "purity_open": 69.0, "diversity": 2.0 + k, "coverage": 80.0}
+        records[Ref("data_quality", k)] = record("data_quality", k, figures)
+    made = {1: predictions(), 2: predictions(b1=True)}
+    cases = case_study("miniwob/point", STEPS, made, ["test_seed"])
+    return Evolution(of, 1, results(of, 1, records, {}), [Member(of, records)], cases=cases)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("evolution")
+    file = folder / "evolution.html"
+    return file, write_report(evolution(experiment(folder)), file)
+
+
+def test_what_is_missing_says_which_command_makes_it(page: tuple[Path, str]) -> None:
+    text = page[0].read_text()
+    for variant in ("no_grpo", "no_cdrem", "uniform", "prior_only", "end_to_end"):
+        assert f"<code>coepg evolve light_{variant} --through 2</code>" in text
+    assert (
+        "50.0 [45.0, 56.0]" in text and "50.00 [45.00, 56.00]" in text
+    )  # Table 1; Table 4 has the paper's two decimals
+    assert "58.41" in text and "56.50" in text and "miniwob/point" in text
+
+
+def test_the_web_ui_gets_two_figures(page: tuple[Path, str]) -> None:
+    assert page[1].count("](data:image/png;base64,") == 2 and "Figure 6" in page[1]
+
+
+@pytest.mark.browser
+@NEEDS_CHROMIUM
+def test_the_report_opens_and_foreign_text_is_text(page: tuple[Path, str], tab: Any) -> None:
+    tab.goto(f"file://{page[0]}")
+    for number in (2, 4, 5, 6, 7):
+        figure = tab.locator(f"img[alt^='Figure {number}']")
+        assert figure.evaluate("image => image.naturalWidth") > 300
+    case = tab.locator(".attempts")
+    assert case.count() == 1 and case.locator(".attempt").count() == 2 and case.locator("svg rect.box").count() == 2
+    assert tab.locator("h3", has_text=BAD).count() == 1 and tab.locator("script").count() == 0
