@@ -22,8 +22,9 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks import baseline, tiny
 from benchmarks.plain import PlainGrounder, PlainReward
 from coepg_dagster.experiment import Grpo
+from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import TransformersEngine, vision_token_ids
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.training.common import load_for_training
 from coepg_dagster.training.examples import grpo_prompts
 from coepg_dagster.training.grpo import train_grpo

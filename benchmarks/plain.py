@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from coepg_dagster.inference.agents import coordinate_tokens
-from coepg_dagster.inference.transformers_engine import token_bytes, vision_token_ids
+from coepg_dagster.inference.processing import token_bytes, vision_token_ids
 from coepg_dagster.prompts import grounder_messages, parse_grounder, parse_planner
 from coepg_dagster.rewards.cdrem import token_f1
 

@@ -30,6 +30,8 @@ GROUNDERS: Final = {
     "verifier_b": MODELS / "verifier-b",
 }
 PRIORS: Final = {"base_grounder": 2.0, "verifier_a": 1.0, "verifier_b": 1.0}
+TIMES, PROMPTS = "COEPG_BENCH_TIMES", "COEPG_BENCH_PROMPTS"
+"""How `grpo_vs_swift` tells its plugin, in another process, where to note times and how many prompts there are."""
 MAX_PLAN_TOKENS: Final = 48
 MAX_POINT_TOKENS: Final = 12
 
