@@ -1,0 +1,106 @@
+"""`coepg reproduce`: which loops and iterations, in which order; and the whole of it with real tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from coepg_dagster.assets.evolve import evolve_through
+from coepg_dagster.assets.reproduce import find_study, one_at_a_time, pool_slots, tasks_of
+
+from coepg_dagster.experiment import ExperimentError
+from coepg_dagster.project import ABLATIONS
+from tests.assets.conftest import InProcess
+from tests.assets.test_evolve import QUIET
+from tests.project import REPOSITORY, make_project, run
+
+SHARING = "description: x\nparent: light\nvariant: single\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
+
+
+@pytest.fixture
+def study(light: InProcess) -> InProcess:
+    """The light project with an ablation that shares π_k, a control, and one whose base model is not there."""
+    folder = light.project.root / "experiments" / ABLATIONS
+    folder.mkdir()
+    (folder / "light_single.yaml").write_text(SHARING)
+    (folder / "light_control.yaml").write_text("description: x\nparent: light\niterations: 1\n")
+    (folder / "light_large.yaml").write_text(
+        "description: x\nparent: light\nmodels: {base_planner: models/large/base-planner}\n"
+    )
+    (folder / "light_large_single.yaml").write_text(SHARING.replace("parent: light", "parent: light_large"))
+    return light
+
+
+def test_a_study_is_an_experiment_with_what_descends_from_it(study: InProcess) -> None:
+    whole = find_study(study.project, "light")
+    names = [loop.name for loop in whole.loops]
+    assert names == [f"{name}/s{seed}" for name in ("light", "light_single", "light_control") for seed in (1, 2)]
+    assert set(whole.left_out) == {"light_large", "light_large_single"}
+    assert "models/large/base-planner is not there" in whole.left_out["light_large"]
+    assert [loop.seed for loop in find_study(study.project, "light", [2]).loops] == [2, 2, 2]
+    with pytest.raises(ExperimentError, match=r"light has the seeds \[1, 2\], not \[9\]"):
+        find_study(study.project, "light", [9])
+    with pytest.raises(ExperimentError, match="no experiment 'dark'"):
+        find_study(study.project, "dark")
+
+
+def test_what_is_there_is_not_made_again_and_what_is_taken_comes_first(study: InProcess) -> None:
+    whole = find_study(study.project, "light", [1])
+    tasks = {task.key: task for task in tasks_of(whole, study.instance)}
+    assert tasks["light_single/s1", 2].after == [("light_single/s1", 1), ("light/s1", 2)]
+    assert tasks["light_control/s1", 1].after == [("light_control/s1", 0)] and len(tasks) == 8
+    evolve_through(study.defs, study.instance, study.loop, 0, QUIET)
+    left = {task.key for task in tasks_of(whole, study.instance)}
+    assert ("light/s1", 0) not in left and {("light/s1", 1), ("light_single/s1", 0)} < left
+
+
+def test_pools_have_their_slots_back_afterwards(study: InProcess) -> None:
+    storage = study.instance.event_log_storage
+    storage.set_concurrency_slots("gpu", 1)
+    with pool_slots(study.instance, {"gpu", "cpu"}, 7):
+        assert {pool.name: pool.limit for pool in storage.get_pool_limits()} == {"gpu": 7, "cpu": 7}
+    assert {pool.name: pool.limit for pool in storage.get_pool_limits()} == {"gpu": 1}
+
+
+def test_two_at_once_are_refused(study: InProcess) -> None:
+    with one_at_a_time(study.project), pytest.raises(ExperimentError, match="another `coepg reproduce` goes on here"):  # noqa: SIM117
+        with one_at_a_time(study.project):
+            raise AssertionError("it was let in")
+
+
+@pytest.mark.slow
+def test_two_variants_with_two_seeds_from_nothing_to_the_page(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", REPOSITORY / "tests" / "experiments" / "tiny.yaml")
+    file = project / "experiments" / "tiny.yaml"
+    smaller = {
+        "iterations: 3": "iterations: 1",
+        "max_train_steps: 48": "max_train_steps: 24",
+        "max_eval_steps: 24": "max_eval_steps: 8",
+    }
+    for old, new in smaller.items():
+        file.write_text(file.read_text().replace(old, new))
+    (project / "experiments" / ABLATIONS).mkdir()
+    (project / "experiments" / ABLATIONS / "tiny_no_cdrem.yaml").write_text(
+        "description: x\nparent: tiny\nvariant: no_cdrem\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
+    )
+    page = run(project, "reproduce", "tiny", "--jobs", "2", "--out", "docs")
+    assert page.strip() == "docs/results.md"
+    content = json.loads((project / "docs" / "results.json").read_text())
+    assert set(content) == {"rows", "findings"}
+    scored = {(r["variant"], r["seed"], r["iteration"]) for r in content["rows"] if r["metric"] == "step_sr"}
+    assert scored == {(variant, seed, k) for variant in ("full", "no_cdrem") for seed in (7, 8) for k in (0, 1)}
+    base = {}
+    for row in content["rows"]:
+        assert row["experiment"] == "tiny" and row["split"] != "average"
+        if row["ci95"] is not None:
+            assert row["ci95"][0] <= row["value"] <= row["ci95"][1]
+        if row["metric"] == "step_sr" and row["iteration"] == 0:
+            base.setdefault((row["seed"], row["split"]), set()).add(row["value"])
+    assert all(len(values) == 1 for values in base.values())  # the ablation starts from the same pair
+    claims = {one["claim"]: one["verdict"] for one in content["findings"]}
+    assert claims["full - single grounder"] in ("confirmed", "not confirmed")
+    assert claims["full - uniform"] == "not testable"
+    again = run(project, "reproduce", "tiny", "--collect", "--out", "again")
+    assert again.strip() == "again/results.md"
+    assert json.loads((project / "again" / "results.json").read_text()) == content

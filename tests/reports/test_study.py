@@ -1,0 +1,148 @@
+"""Rows, intervals and findings of a study, on runs whose numbers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coepg_dagster.experiment import Regeneration
+from coepg_dagster.pools.selection import select
+from coepg_dagster.reports.results_page import write_page
+from coepg_dagster.reports.study import (
+    FULL,
+    Draws,
+    Measured,
+    Run,
+    Study,
+    estimate,
+    findings,
+    missing_runs,
+    quality_by_episode,
+    success_by_episode,
+)
+from tests.pools.test_quality import CANDIDATES, PREVIOUS, STEPS, VERDICTS, measure
+
+SPLITS = ("test_a", "test_b")
+EPISODES = tuple(f"e{i}" for i in range(40))
+
+
+def measured(rate: float, seed: int = 0) -> Measured:
+    """Forty episodes that succeed at about this rate; the same seed and a higher rate: the same successes and more."""
+    luck = np.random.default_rng(seed).random(len(EPISODES))
+    return Measured(EPISODES, (luck < rate).astype(float), np.ones(len(EPISODES)))
+
+
+def run(variant: str, seed: int, rates: dict[int, float], experiment: str = "box") -> Run:
+    """A run with these success rates by iteration, on both splits."""
+    name = experiment if variant == FULL else f"{experiment}_{variant}"
+    made = Run(experiment, variant, seed, f"{name}/s{seed}")
+    for k, rate in rates.items():
+        for split in SPLITS:
+            made.success[k, split] = measured(rate, seed)
+            value = 100 * float(made.success[k, split].above.mean())
+            made.scores.setdefault(k, {})[split] = {"step_sr": {"macro": value, "ci95": (0.0, 100.0)}}
+    return made
+
+
+def study(*runs: Run) -> Study:
+    return Study(runs, "box", SPLITS, 3)
+
+
+def found(of: Study) -> dict[str, Any]:
+    return {one.claim: one for one in findings(of)}
+
+
+def test_success_by_episode_is_the_mean_of_its_steps() -> None:
+    judged = pa.table({"episode_id": ["a", "a", "b", "b"], "step_sr": [1.0, 0.0, 1.0, None]})
+    one = success_by_episode(judged, "step_sr")
+    assert one.episodes == ("a", "b") and one.above.tolist() == [0.5, 1.0]
+
+
+def test_purity_by_episode_sums_to_what_data_quality_says() -> None:
+    config = Regeneration()
+    dataset, _ = select(STEPS, CANDIDATES, VERDICTS, config, 1, PREVIOUS)
+    parts = quality_by_episode(STEPS, CANDIDATES, VERDICTS, dataset, config, frozenset({"open"}))
+    whole = measure(STEPS, CANDIDATES, VERDICTS, PREVIOUS, config, frozenset({"open"}))
+    names = {"purity": "purity", "purity_frozen": "purity_open", "diversity": "diversity", "coverage": "coverage"}
+    for name, figure in names.items():
+        assert parts[name].above.sum() / parts[name].below.sum() == pytest.approx(whole[figure])
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=5))
+def test_a_difference_to_itself_is_exactly_nothing(rates: list[float]) -> None:
+    draws = Draws(50)
+    values = draws.means([measured(rate, i) for i, rate in enumerate(rates)])
+    assert estimate(draws.over_seeds(values - values)) == (0.0, (0.0, 0.0))
+
+
+def test_the_interval_is_that_of_episodes_and_seeds() -> None:
+    draws = Draws()
+    value, (low, high) = estimate(draws.over_seeds(draws.means([measured(0.5, seed) for seed in range(3)])))
+    plain = np.mean([measured(0.5, seed).above.mean() for seed in range(3)])
+    assert value == pytest.approx(plain)
+    within = 1.96 * np.sqrt(0.25 / 40 / 3)  # were episodes drawn anew for each seed, and the seeds fixed
+    assert value - low > within and high - value > within
+    assert estimate(draws.over_seeds(draws.means([measured(1.0)] * 2))) == (1.0, (1.0, 1.0))
+
+
+def test_claims_are_confirmed_where_the_interval_excludes_nothing() -> None:
+    grows = [run(FULL, seed, {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.8}) for seed in (1, 2, 3)]
+    same = [run("no_grpo", seed, {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.8}) for seed in (1, 2, 3)]
+    better = [run("literal", seed, {3: 1.0}) for seed in (1, 2, 3)]
+    worse_by_a_bit = [run("no_cdrem", seed, {3: 0.82}) for seed in (1, 2)]
+    claims = found(study(*grows, *same, *better, *worse_by_a_bit))
+    first = claims["M_3 - M_1"]
+    assert first.verdict == "confirmed" and first.value == pytest.approx(30, abs=8) and first.ci95[0] > 0
+    assert (claims["full - no GRPO"].verdict, claims["full - no GRPO"].value) == ("not confirmed", 0)
+    assert (
+        claims["probability - literal"].verdict == "not confirmed"
+        and "the opposite" in claims["probability - literal"].text
+    )
+    assert "2 seeds" in claims["full - single grounder"].text
+    assert claims["full - uniform"].verdict == "not testable" and claims["full - uniform"].value is None
+    assert "`coepg evolve box_uniform --through 3`" in claims["full - uniform"].text
+    assert claims["steadier over seeds"].verdict == "not testable"
+
+
+def test_not_worse_has_a_margin_of_two_points() -> None:
+    near = [run(FULL, seed, {3: 0.5}) for seed in (1, 2)] + [run("no_cdrem", seed, {3: 0.5}) for seed in (1, 2)]
+    assert found(study(*near))["full - single grounder"].verdict == "confirmed"
+    far = [run(FULL, seed, {3: 0.5}) for seed in (1, 2)] + [run("no_cdrem", seed, {3: 0.7}) for seed in (1, 2)]
+    assert found(study(*far))["full - single grounder"].verdict == "not confirmed"
+
+
+def test_rows_are_one_for_each_run_split_and_metric_and_no_average() -> None:
+    both = study(run(FULL, 1, {0: 0.2, 1: 0.5}), run("uniform", 1, {1: 0.5}))
+    rows = both.rows()
+    assert len(rows) == 6 and {row["split"] for row in rows} == set(SPLITS)
+    assert set(rows[0]) == {"experiment", "variant", "seed", "iteration", "split", "metric", "value", "ci95"}
+    assert {(row["experiment"], row["variant"]) for row in rows} == {("box", "full"), ("box", "uniform")}
+    joint = both.joint_rows()
+    assert {row["seed"] for row in joint} == {None} and "average" in {row["split"] for row in joint}
+
+
+def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: Path) -> None:
+    one = study(run(FULL, 1, {0: 0.2, 1: 0.5}))
+    one.runs[0].stale = ["code or configuration changed (1 → 2)"]
+    wanted = {"box/s1": ("box", FULL, 1), "box_uniform/s1": ("box", "uniform", 1)}
+    missing = missing_runs(one, wanted, 3)
+    assert missing == ["coepg evolve box/s1 --through 3", "coepg evolve box_uniform/s1 --through 3"]
+    page = write_page(
+        one, findings(one), missing, {"box_large": "models/large is not there"}, "miniwob/point", tmp_path
+    )
+    text = page.read_text()
+    for said in (
+        *missing,
+        "box_large: models/large is not there",
+        "made on purpose",
+        "`coepg evolve box/sSEED --through K`",
+    ):
+        assert said in text
+    assert "- box/s1: code or configuration changed (1 → 2)" in text
+    assert (tmp_path / "images" / "results" / "figure-7.png").stat().st_size > 1000
