@@ -311,8 +311,8 @@ class Quality(Strict):
     shuffled_plans: int = Field(
         128, ge=1, description="pairs of a screen and another step's plan that each verifier is asked about"
     )
-    shared_screens_at_most: float = Field(
-        0, ge=0, le=100, description="steps of D_k with a screenshot of a validation or test step; more fail D_k"
+    shared_steps_at_most: float = Field(
+        0, ge=0, le=100, description="steps of D_k with goal and screenshot of a validation or test step; more fail D_k"
     )
     outside_boxes_at_most: float = Field(
         0, ge=0, le=100, description="steps whose target box is not inside the screenshot; more fail D_k"
@@ -561,7 +561,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
         "dataset": [
             (pools, {"rule", "k", "max_plans_per_step", "carry_over"}),
             (experiment.benchmark, {"train", "max_train_steps"}),
-            (quality, {"shared_screens_at_most", "outside_boxes_at_most", "blank_screens_at_most"}),
+            (quality, {"shared_steps_at_most", "outside_boxes_at_most", "blank_screens_at_most"}),
         ],
         "data_quality": [(quality, {"legible_px"})],
         "evaluation": [

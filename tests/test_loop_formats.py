@@ -22,11 +22,15 @@ SIZE = 168, 224
 
 
 def screens(count: int) -> list[tuple[str, bytes]]:
-    """(goal, PNG) of MiniWoB++ steps whose label is a click."""
+    """(goal, PNG) of MiniWoB++ steps whose label is a click, no two of them the same."""
     rows = load_snapshot(REPOSITORY / "data" / "miniwob").to_pylist()
-    clicks = [
-        row for row in rows if row["family"] in ("click-test-2", "click-button") and row["action_type"] == "CLICK"
-    ]
+    clicks = list(
+        {
+            row["screenshot"]: row
+            for row in rows
+            if row["family"] in ("click-test-2", "click-button") and row["action_type"] == "CLICK"
+        }.values()
+    )
     assert len(clicks) >= count
     return [(row["goal"], plain_png(row["screenshot"])) for row in clicks[:count]]
 

@@ -20,7 +20,7 @@ from coepg_dagster.inference.screens import UnreadableScreenshot, decode
 from coepg_dagster.pools.candidates import jaccard, plan_tokens
 from coepg_dagster.steps import CANDIDATE_SCHEMA, short_hash
 
-TRAIN_ONLY, HAS_ROWS, NO_LEAK = "train_split_only", "has_rows", "no_test_screens"
+TRAIN_ONLY, HAS_ROWS, NO_LEAK = "train_split_only", "has_rows", "no_test_steps"
 BOXES_INSIDE, NOT_BLANK = "boxes_inside_screens", "screens_not_blank"
 BLOCKING: Final = (TRAIN_ONLY, HAS_ROWS, NO_LEAK, BOXES_INSIDE, NOT_BLANK)
 """The checks of D_k without which training on it would be wrong."""
@@ -94,7 +94,7 @@ def shuffle_rates(verdicts: pa.Table, moved: pa.Table, steps: pa.Table) -> dict[
 def dataset_checks(rows: pa.Table, steps: pa.Table, train_split: str, config: Quality) -> dict[str, str | None]:
     """Each of BLOCKING → None, or what is wrong with D_k (DATASET_SCHEMA). `steps` are those of every split."""
     covered = set(rows["step_id"].to_pylist())
-    names = ["step_id", "episode_id", "split", "width", "height", "boxes"]
+    names = ["step_id", "episode_id", "split", "goal", "width", "height", "boxes"]
     about = {row["step_id"]: row for row in steps.select(names).to_pylist()}
     outside = sorted(s for s in covered if s not in about or about[s]["split"] != train_split)
     return {
@@ -109,7 +109,7 @@ def dataset_checks(rows: pa.Table, steps: pa.Table, train_split: str, config: Qu
 def _leak(
     rows: pa.Table, steps: pa.Table, about: Mapping[str, Mapping[str, Any]], train_split: str, config: Quality
 ) -> str | None:
-    """By every id that a benchmark has: step (TRAIN_ONLY), episode, and the screenshot itself."""
+    """By every id that a benchmark has: step (TRAIN_ONLY), episode, and what is shown and asked."""
     others = steps.filter(pc.not_equal(steps["split"], train_split))
     episodes = set(others["episode_id"].to_pylist())
     leaked = sorted({s for s in rows["step_id"].to_pylist() if s in about and about[s]["episode_id"] in episodes})
@@ -118,10 +118,18 @@ def _leak(
             f"{len(leaked)} steps belong to episodes of a validation or test split, e.g. {leaked[0]}: correct the splits "
             "of the benchmark"
         )
-    screens = {short_hash(encoded.as_py()) for chunk in others["screenshot"].chunks for encoded in chunk}
+    # the same page for another task is no leak: start pages occur in every split
+    theirs = {
+        (goal, short_hash(encoded.as_py()))
+        for goal, encoded in zip(others["goal"].to_pylist(), others["screenshot"], strict=True)
+    }
     pairs = zip(rows["step_id"].to_pylist(), rows["screenshot_hash"].to_pylist(), strict=True)
-    shared = sorted({step_id for step_id, seen in pairs if seen in screens})
-    return _too_many(shared, rows, config.shared_screens_at_most, "show a screenshot of a validation or test step")
+    shared = sorted(
+        {step_id for step_id, seen in pairs if step_id in about and (about[step_id]["goal"], seen) in theirs}
+    )
+    return _too_many(
+        shared, rows, config.shared_steps_at_most, "have the goal and the screenshot of a validation or test step"
+    )
 
 
 def _boxes_outside(rows: pa.Table, about: Mapping[str, Mapping[str, Any]], config: Quality) -> str | None:

@@ -45,13 +45,13 @@ def test_a_leak_keeps_the_next_iteration_from_training(tmp_path: Path) -> None:
         assert light.run(None).success
         assert not light.run(0).success
         record = light.loop.record(instance, Ref("dataset", 0))
-        assert record is not None and record.failed_checks == ["no_test_screens"]
+        assert record is not None and record.failed_checks == ["no_test_steps"]
         result = light.run(1)
-        assert "dataset[0]: blocking check failed: no_test_screens; look at the check" in light.why(result)
+        assert "dataset[0]: blocking check failed: no_test_steps; look at the check" in light.why(result)
         assert not any(made["k"] == 1 for made in steps_log(light.project))
         # what the experiment allows does not block, and says in the file that it is allowed
         file = light.project.root / "experiments" / "light.yaml"
-        file.write_text(file.read_text() + "quality: {shared_screens_at_most: 50}\n")
+        file.write_text(file.read_text() + "quality: {shared_steps_at_most: 50}\n")
         assert light.run(0, "dataset", "data_quality").success and light.run(1, "planner_sft").success
 
 

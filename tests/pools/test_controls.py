@@ -59,6 +59,7 @@ def checked(*changes: dict[str, Any], config: Quality | None = None, **row_chang
 
 def test_a_sound_dataset_passes() -> None:
     assert checked() == {}
+    assert checked({}, {"screenshot": SCREEN, "goal": "Another task on the same page"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,12 @@ def test_a_sound_dataset_passes() -> None:
     [
         (lambda: checked(step_id="t"), "train_split_only", "1 steps are not in the train split, e.g. t"),
         (lambda: checked(step_id="nowhere"), "train_split_only", "e.g. nowhere"),
-        (lambda: checked({}, {"episode_id": "s"}), "no_test_screens", "episodes of a validation or test split, e.g. s"),
-        (lambda: checked({}, {"screenshot": SCREEN}), "no_test_screens", "show a screenshot of a validation or test"),
+        (lambda: checked({}, {"episode_id": "s"}), "no_test_steps", "episodes of a validation or test split, e.g. s"),
+        (
+            lambda: checked({}, {"screenshot": SCREEN}),
+            "no_test_steps",
+            "have the goal and the screenshot of a validation or test",
+        ),
         (
             lambda: checked(box=[10.0, 10.0, 85.0, 20.0]),
             "boxes_inside_screens",
@@ -81,7 +86,7 @@ def test_a_sound_dataset_passes() -> None:
 def test_what_makes_training_wrong_is_named(found: Any, check: str, words: str) -> None:
     failed = found()
     assert check in failed and words in failed[check]
-    assert set(failed) <= {check, "no_test_screens"}  # a test step's screenshot is one of a test step, too
+    assert set(failed) <= {check, "no_test_steps"}  # a test step's screenshot is one of a test step, too
 
 
 def test_no_rows_fail() -> None:
