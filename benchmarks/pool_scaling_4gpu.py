@@ -67,7 +67,7 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
         config=Regeneration(plans_per_planner=options.plans, max_plan_tokens=options.tokens),
     )
     figures = work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
-    done = {chunk.start: work._file(chunk).stat().st_mtime - started for chunk in work.chunks()}
+    done = {chunk.start: work.file_of(chunk).stat().st_mtime - started for chunk in work.chunks()}
     shutil.rmtree(folder)
     # process i makes every processes-th chunk, from chunk i on
     ends = [[done[start] for start in sorted(done)[i::processes]] for i in range(processes)]

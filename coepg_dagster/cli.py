@@ -73,6 +73,7 @@ def evolve(
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one")] = None,
     processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1)] = None,
+    ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
 ) -> None:
     """Makes iterations 0..THROUGH in order, through the Dagster instance; skips what is there and current.
 
@@ -97,7 +98,8 @@ def evolve(
 
     loop = Loop(experiment, seed, project.root)
     try:
-        place = {"device": device, "processes": processes}
+        on_ray = {"launcher": "ray", "ray_address": ray} if ray else {}
+        place = {"device": device, "processes": processes, **on_ray}
         chosen = {name: value for name, value in place.items() if value is not None}
         made = evolve_through(defs, instance, loop, through, err, chosen)
     except RunFailed as error:

@@ -231,20 +231,25 @@ class ChunkedWork(Work):
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         """Writes the result from the chunks of each member; returns the figures."""
 
-    def _file(self, chunk: Chunk) -> Path:
+    def file_of(self, chunk: Chunk) -> Path:
+        """Where a chunk is kept until the job is done."""
         return self.scratch / f"{self.kind}-{chunk.member}-{chunk.start}.parquet"
 
     def run(self, report: Report) -> dict[str, Any]:
         chunks = self.chunks()
-        missing = [chunk for chunk in chunks if not self._file(chunk).exists()]
+        missing = [chunk for chunk in chunks if not self.file_of(chunk).exists()]
         devices = self._devices()[: len(missing)]
         if len(devices) > 1:
             self._spread(missing, devices, chunks, report)
         elif missing:
             self._make(missing, devices[0], lambda: self._tell(chunks, report))
+        return self.figures_of_chunks()
+
+    def figures_of_chunks(self) -> dict[str, Any]:
+        """The figures of the work, once every chunk is there."""
         parts: dict[str, list[pa.Table]] = {}
-        for chunk in chunks:
-            parts.setdefault(chunk.member, []).append(pq.read_table(self._file(chunk)))
+        for chunk in self.chunks():
+            parts.setdefault(chunk.member, []).append(pq.read_table(self.file_of(chunk)))
         return self.finish(parts)
 
     def _devices(self) -> list[str]:
@@ -256,14 +261,14 @@ class ChunkedWork(Work):
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
     def _tell(self, chunks: list[Chunk], report: Report) -> None:
-        report(sum(self._file(chunk).exists() for chunk in chunks), len(chunks), {})
+        report(sum(self.file_of(chunk).exists() for chunk in chunks), len(chunks), {})
 
     def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
         # the model before it goes before the next one comes
         for member, of_member in groupby(chunks, key=lambda chunk: chunk.member):
             with self.open(member, device) as make:
                 for chunk in of_member:
-                    write_table(make(chunk.start), self._file(chunk))
+                    write_table(make(chunk.start), self.file_of(chunk))
                     done()
 
     def _make_alone(self, chunks: list[Chunk], device: str) -> None:
@@ -474,9 +479,15 @@ AnyWork = Annotated[
 _WORK: TypeAdapter[Any] = TypeAdapter(AnyWork)
 
 
+def parse_work(text: str) -> Work:
+    """The job that another process wrote with `model_dump_json`, as it is."""
+    work: Work = _WORK.validate_json(text)
+    return work
+
+
 def read_work(path: Path) -> Work:
-    """The job that another process wrote with `model_dump_json`; device `auto` becomes the one that is there."""
-    work: Work = _WORK.validate_json(path.read_text())
+    """The job of a file; device `auto` becomes the one that is there."""
+    work = parse_work(path.read_text())
     if work.device != "auto":
         return work
     import torch

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from coepg_dagster.resources import worker
 from coepg_dagster.resources.warm import WarmProcess
 
 from coepg_dagster.processes import end_group, tail
@@ -27,7 +29,8 @@ def run_work(
     *,
     threads: int,
     timeout_minutes: float,
-    module: str = "coepg_dagster.resources.worker",
+    module: str = worker.MODULE,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The figures that `work` returns from another process. Raises dg.Failure with the end of its output.
 
@@ -36,6 +39,7 @@ def run_work(
         threads: CPU threads of the process (more than 1 slows tiny models on few cores).
         timeout_minutes: a job that takes longer is ended.
         module: what Python runs, with the files of the job and of its result as arguments.
+        env: more of its environment.
     """
     job, result, log = (work.scratch / name for name in ("work.json", "result.json", "worker.log"))
     job.write_text(work.model_dump_json())
@@ -56,7 +60,8 @@ def run_work(
                 "TOKENIZERS_PARALLELISM": "false",
                 "PYTHONHASHSEED": "0",
                 "PYTHONUNBUFFERED": "1",
-            },
+            }
+            | dict(env or {}),
             cwd=root,
             output=log,
         )

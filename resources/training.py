@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import dagster as dg
+from coepg_dagster.resources import ray_worker, worker
 from coepg_dagster.resources.launcher import run_work
 from pydantic import Field
 
@@ -22,7 +23,14 @@ Config = TypeVar("Config", bound=Strict)
 class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
     """Where the heavy steps run."""
 
-    launcher: Literal["subprocess"] = Field(default="subprocess", description="How a job's process is started.")
+    launcher: Literal["subprocess", "ray"] = Field(
+        default="subprocess",
+        description="How a job's process is started: here, or on a Ray cluster that sees the same paths.",
+    )
+    ray_address: str = Field(
+        default="auto",
+        description="For `ray`: the cluster, as `host:6379`, `ray://host:10001`, or `auto` on a node of it.",
+    )
     device: str = Field(default="auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one.")
     threads: int = Field(
         default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores."
@@ -34,7 +42,16 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     def launch(self, context: dg.AssetExecutionContext, work: Work, root: Path) -> dict[str, Any]:
         """Runs `work` in its own process, in the folder `root`; returns {"figures", "device", "seconds"}."""
-        return run_work(context, work, root, threads=self.threads, timeout_minutes=self.timeout_minutes)
+        on_ray = self.launcher == "ray"
+        return run_work(
+            context,
+            work,
+            root,
+            threads=self.threads,
+            timeout_minutes=self.timeout_minutes,
+            module=ray_worker.MODULE if on_ray else worker.MODULE,
+            env={ray_worker.ADDRESS: self.ray_address} if on_ray else {},
+        )
 
     def resolve(self, config: Config) -> Config:
         """`config` with the fields that this resource replaces."""

@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from dagster_pipes import PipesContext, open_dagster_pipes
 
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.workers import read_work
 
+MODULE: Final = "coepg_dagster.resources.worker"
 REPORT_EVERY_SECONDS = 2.0
 
 

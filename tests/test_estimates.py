@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -50,6 +50,7 @@ def needs(model: Architecture, example: Example, config: Sft, grpo: Grpo) -> lis
     ]
 
 
+@settings(max_examples=40)
 @given(text=text, more=more, width=sides, height=sides, frozen=st.booleans(), share=st.floats(0, 1))
 def test_longer_prompts_and_larger_models_never_need_less(
     text: int, more: int, width: int, height: int, frozen: bool, share: float
@@ -65,6 +66,7 @@ def test_longer_prompts_and_larger_models_never_need_less(
         assert all(a <= b for a, b in zip(smaller[::2], larger[::2], strict=True))
 
 
+@settings(max_examples=40)
 @given(rows=st.integers(1, 16), strategy=steps, gpus=st.integers(2, 64), share=st.floats(0, 1))
 def test_settings_that_save_memory_save_memory(rows: int, strategy: Any, gpus: int, share: float) -> None:
     example, model = Example((1288, 728), 300, 60), MODELS[1]

@@ -1,0 +1,165 @@
+"""A job on an existing Ray cluster: pool work chunk by chunk on as many workers as there are, everything else on one.
+
+The process that calls `run_on_cluster` is the driver: when it ends, however it ends, Ray ends the actors that it started.
+Every node sees the project, its store and its checkpoints under the same paths (a shared file system) and has this package
+installed. Ray hands each actor its GPU (CUDA_VISIBLE_DEVICES), so that jobs and other users of the cluster share it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from coepg_dagster.progress import Report
+from coepg_dagster.workers import Chunk, ChunkedWork, Work, parse_work, write_table
+
+POLL_SECONDS: Final = 1.0
+LOST_AT_MOST: Final = 3
+"""Actors that may be lost with their node, in one job; their chunks are made again."""
+
+
+class ClusterUnusable(RuntimeError):
+    """No Ray, no cluster at the address, or nothing on it for this job; the message says what to do."""
+
+
+class Maker:
+    """One worker of pool work: holds one member at a time, and makes the chunks that it is given."""
+
+    def __init__(self, job: str, root: str) -> None:
+        os.chdir(root)
+        work = parse_work(job)
+        assert isinstance(work, ChunkedWork)  # run_on_cluster starts makers for nothing else
+        self._work = work
+        self._member: str | None = None
+        self._open = ExitStack()
+        self._make: Any = None
+
+    def make(self, member: str, start: int) -> None:
+        """Leaves the chunk's file in the job's scratch folder."""
+        if member != self._member:
+            self._open.close()  # the model before it goes before the next one comes
+            self._member, self._open = member, ExitStack()
+            self._make = self._open.enter_context(self._work.open(member, self._work.device))
+        write_table(self._make(start), self._work.file_of(Chunk(member, start)))
+
+
+class Whole:
+    """One worker that does a job as it is, and says how far it is when it is asked."""
+
+    def __init__(self, job: str, root: str) -> None:
+        os.chdir(root)
+        self._work = parse_work(job)
+        self._state: tuple[int, int, dict[str, float]] = (0, 1, {})
+
+    def run(self) -> tuple[dict[str, Any], str]:
+        """(figures, device)."""
+        return self._work.run(self._tell), self._work.device_name()
+
+    def _tell(self, done: int, of: int, figures: Any) -> None:
+        self._state = (done, of, dict(figures))
+
+    def state(self) -> tuple[int, int, dict[str, float]]:
+        """(done, of, figures) as the work said last."""
+        return self._state
+
+
+def run_on_cluster(work: Work, root: Path, address: str, threads: int, report: Report) -> tuple[dict[str, Any], str]:
+    """(figures, device) of `work`, done on the cluster at `address` (`host:port`, `auto`, or `ray://host:10001`).
+
+    Raises ClusterUnusable, or what the work raised.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ClusterUnusable("the package ray is not installed: pip install 'coepg-dagster[ray]'") from None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+    _expect_answer(address)
+    try:
+        ray.init(address, log_to_driver=True, logging_level="ERROR", runtime_env={"env_vars": env})
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterUnusable(
+            f"no Ray cluster answers at {address!r} ({error}): start one, or correct the address"
+        ) from None
+    try:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if work.device == "cuda" and not gpus:
+            raise ClusterUnusable("`device: cuda`, but the cluster has no GPU: add a node with one, or use `auto`")
+        on_gpu = gpus > 0 and work.device != "cpu"
+        work = work.model_copy(update={"device": "cuda" if on_gpu else "cpu"})
+        resources = {"num_gpus": 1, "num_cpus": 1} if on_gpu else {"num_cpus": 1}
+        if isinstance(work, ChunkedWork):
+            most = gpus if on_gpu else min(work.processes, int(ray.cluster_resources().get("CPU", 1)))
+            return _spread(ray, work, root, most, resources, report), f"{most} × {'cuda' if on_gpu else 'cpu'} on Ray"
+        actor = ray.remote(Whole).options(max_concurrency=2, **resources).remote(work.model_dump_json(), str(root))
+        result = actor.run.remote()
+        while not ray.wait([result], timeout=POLL_SECONDS)[0]:
+            report(*ray.get(actor.state.remote()))
+        figures, device = ray.get(result)
+        report(*ray.get(actor.state.remote()))
+        return figures, f"{device} on Ray"
+    finally:
+        ray.shutdown()
+
+
+def _expect_answer(address: str) -> None:
+    """Raises ClusterUnusable where nothing listens at `host:port`; Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # `auto`: Ray says at once that there is none
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterUnusable(
+            f"no Ray cluster answers at {address!r} ({error}): start one, or correct the address"
+        ) from None
+
+
+def _spread(ray: Any, work: ChunkedWork, root: Path, most: int, resources: dict[str, int], report: Report) -> Any:
+    """Makes the missing chunks on at most `most` actors and returns the figures.
+
+    A free actor gets a chunk of the member that it holds, else of the one with the most chunks left.
+    """
+    chunks = work.chunks()
+    left = [chunk for chunk in chunks if not work.file_of(chunk).exists()]
+    done, lost = len(chunks) - len(left), 0
+    job = work.model_dump_json()
+    maker = ray.remote(Maker).options(**resources)
+    holds: dict[Any, str | None] = {maker.remote(job, str(root)): None for _ in range(min(most, len(left)))}
+    at_work: dict[Any, tuple[Any, Chunk]] = {}
+
+    def hand_out(actor: Any) -> None:
+        if not left:
+            return
+        waiting = Counter(chunk.member for chunk in left)
+        member = holds[actor] if holds[actor] in waiting else waiting.most_common(1)[0][0]
+        chunk = next(chunk for chunk in left if chunk.member == member)
+        left.remove(chunk)
+        holds[actor] = member
+        at_work[actor.make.remote(chunk.member, chunk.start)] = actor, chunk
+
+    for actor in holds:
+        hand_out(actor)
+    while at_work:
+        for result in ray.wait(list(at_work), timeout=POLL_SECONDS)[0]:
+            actor, chunk = at_work.pop(result)
+            try:
+                ray.get(result)
+                done += 1
+            except ray.exceptions.ActorDiedError:
+                lost += 1
+                if lost > LOST_AT_MOST:
+                    raise
+                del holds[actor]
+                left.append(chunk)
+                actor = maker.remote(job, str(root))
+                holds[actor] = None
+            hand_out(actor)
+        report(done, len(chunks), {})
+    for actor in holds:
+        ray.kill(actor)
+    return work.figures_of_chunks()

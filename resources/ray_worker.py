@@ -1,0 +1,42 @@
+"""The driver of a job on a Ray cluster: `python -m coepg_dagster.resources.ray_worker WORK.json RESULT.json`.
+
+It runs where Dagster's step runs, and its process group is ended like any job's; Ray ends what it started with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from coepg_dagster.resources.worker import Reporter
+from dagster_pipes import open_dagster_pipes
+
+from coepg_dagster.processes import end_with_parent
+from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
+from coepg_dagster.workers import parse_work
+
+MODULE: Final = "coepg_dagster.resources.ray_worker"
+ADDRESS: Final = "COEPG_RAY_ADDRESS"
+
+
+def main(work_file: Path, result_file: Path) -> None:
+    """Runs the job of `work_file` on the cluster, tells Dagster how far it is, and leaves its figures in `result_file`."""
+    end_with_parent()
+    work = parse_work(work_file.read_text())
+    with open_dagster_pipes() as pipes:
+        started = time.monotonic()
+        threads = int(os.environ["OMP_NUM_THREADS"])
+        try:
+            figures, device = run_on_cluster(work, Path.cwd(), os.environ[ADDRESS], threads, Reporter(pipes))
+        except ClusterUnusable as error:
+            sys.exit(str(error))
+        seconds = time.monotonic() - started
+        result_file.write_text(json.dumps({"figures": figures, "device": device, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

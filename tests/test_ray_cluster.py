@@ -1,0 +1,127 @@
+"""A job on a Ray cluster gives the bytes that it gives here, and leaves no process behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from coepg_dagster.experiment import Models, Regeneration, Sft
+from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
+from coepg_dagster.workers import CANDIDATES, CandidatesWork, SftWork, write_steps, write_table
+
+pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a cluster of this machine, on the loopback interface."""
+    port, folder = "6391", tmp_path_factory.mktemp("r")
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+    command += [f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false", "--disable-usage-stats"]
+    command += ["--object-store-memory=100000000", f"--temp-dir={folder}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while b"Ray runtime started" not in (folder / "log").read_bytes():
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)  # `--block` stops all that it started
+        process.wait(30)
+
+
+@pytest.fixture
+def candidates(tmp_path: Path, models: Models, steps: pa.Table) -> Callable[[str], CandidatesWork]:
+    """The same pool work of two members, in a folder of its own for each name."""
+    write_steps(steps, tmp_path / "steps.arrow", ["train"])
+
+    def work(name: str) -> CandidatesWork:
+        for folder in ("out", "scratch"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        return CandidatesWork(
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            steps=tmp_path / "steps.arrow",
+            models=models,
+            device="cpu",
+            batch_size=8,
+            seed=5,
+            processes=2,
+            members={"one": models.base_planner, "two": models.base_planner},
+            train_split="train",
+            max_steps=None,
+            config=Regeneration(plans_per_planner=2, max_plan_tokens=8),
+        )
+
+    return work
+
+
+def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(
+    cluster: str, candidates: Callable[[str], CandidatesWork], dataset: pa.Table, tmp_path: Path
+) -> None:
+    here, there = candidates("here"), candidates("there")
+    heard: list[tuple[int, int]] = []
+    figures, device = run_on_cluster(there, tmp_path, cluster, 1, lambda done, of, _: heard.append((done, of)))
+    assert figures == here.run(lambda *_: None)
+    assert (there.out / CANDIDATES).read_bytes() == (here.out / CANDIDATES).read_bytes()
+    assert heard[-1] == (2, 2) and device == "2 × cpu on Ray"
+
+    write_table(dataset, tmp_path / "dataset.parquet")
+    training = SftWork(
+        out=tmp_path / "sft",
+        scratch=there.scratch,
+        steps=there.steps,
+        models=there.models,
+        device="cpu",
+        batch_size=8,
+        seed=5,
+        role="planner",
+        init=there.models.base_planner,
+        dataset=tmp_path / "dataset.parquet",
+        train_split="train",
+        config=Sft(max_steps=2, batch_size=2, micro_batch_size=2),
+    )
+    figures, device = run_on_cluster(training, tmp_path, cluster, 1, lambda *_: None)
+    assert figures["optimizer_steps"] == 2 and device == "cpu on Ray"
+    assert (tmp_path / "sft" / "model.safetensors").exists()
+
+
+def test_a_killed_driver_leaves_no_worker_behind(cluster: str, tmp_path: Path) -> None:
+    script = f"""
+import os, time, ray
+ray.init({cluster!r}, logging_level="ERROR")
+@ray.remote(num_cpus=1)
+class Sleeper:
+    def pid(self):
+        return os.getpid()
+    def sleep(self):
+        time.sleep(600)
+actors = [Sleeper.remote() for _ in range(2)]
+print(*ray.get([a.pid.remote() for a in actors]), flush=True)
+ray.get([a.sleep.remote() for a in actors])
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    workers = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(workers) == 2
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "Ray kept the actors of a driver that is gone"
+        time.sleep(0.2)
+
+
+def test_no_cluster_is_said_with_the_address(candidates: Callable[[str], CandidatesWork], tmp_path: Path) -> None:
+    with pytest.raises(ClusterUnusable, match=r"127\.0\.0\.1:1"):
+        run_on_cluster(candidates("none"), tmp_path, "127.0.0.1:1", 1, lambda *_: None)
