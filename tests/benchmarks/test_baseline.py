@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import baseline
+from benchmarks import baseline, table
 from tests.project import REPOSITORY
 
 FIELDS = {"name", "commit", "device", "command", "value", "unit", "against", "ratio", "repetitions", "log"}
@@ -70,3 +70,20 @@ def test_every_committed_baseline_is_whole(file: Path) -> None:
     assert (facts["value"] is None) == ("reason" in facts)
     if facts["log"]:
         assert (REPOSITORY / facts["log"]).is_file()
+
+
+def test_the_table_of_baselines_replaces_the_one_before(tmp_path: Path) -> None:
+    baseline.write("speed", **MEASURED, repetitions=[], folder=tmp_path, device="a CPU", against_what="a loop")
+    nothing = {"value": None, "ratio": None, "against": None, "reason": "needs a GPU"}
+    baseline.write("verifier", **MEASURED | nothing, repetitions=[], folder=tmp_path, device="a CPU")
+    rows = table.table(tmp_path).splitlines()
+    assert rows[2].startswith(
+        "| [`speed`](../benchmarks/baselines/speed.json) | a CPU | 6 rollouts/s | 2: a loop | 3 |"
+    )
+    assert "| not run: needs a GPU | – | – |" in rows[3]
+    page = f"Text\n{table.BEGIN}\nold\n{table.END}\nmore"
+    once = table.put(page, "new")
+    assert once == f"Text\n{table.BEGIN}\nnew\n{table.END}\nmore" == table.put(once, "new")
+    with pytest.raises(ValueError, match="no markers"):
+        table.put("Text", "new")
+    assert table.BEGIN in table.PAGE.read_text() and table.END in table.PAGE.read_text()
