@@ -187,7 +187,7 @@ def _links(loop: Loop, asset: Asset) -> str:
 def page_link(loop: Loop, ref: Ref) -> dict[str, dg.UrlMetadataValue]:
     """Metadata that leads to the page of an artifact; `coepg ui` serves it."""
     pages = os.environ.get(PAGES, DEFAULT_PAGES)
-    return {"page": dg.MetadataValue.url(f"{pages}/{loop.name}/{page_of(ref)}")}
+    return {"page": dg.MetadataValue.url(f"{pages}/{loop.name}/{page_of(ref) or LINEAGE}")}
 
 
 def table_schema(schema: pa.Schema) -> dg.TableSchema:

@@ -53,27 +53,41 @@ def site_of(
     project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path | None = None, dagster: str | None = None
 ) -> Site:
     """The pages of a loop in `folder`, or below the store; `dagster`: address of the web UI where they are served."""
+    experiments = _family(project, loop)
     return Site(
         folder or pages_folder(project, loop),
         archive(project, instance),
         view_of(loop, instance),
         dagster,
         live=dagster is not None,
-        family=lambda: _family(project, loop, instance),
+        family=lambda: _made(experiments, loop, instance),
+        experiments=experiments,
     )
 
 
-def _family(project: Project, loop: Loop, instance: dg.DagsterInstance) -> list[Member]:
-    """The experiments that say only how they differ from this one, or from one that does, at this seed."""
+def _family(project: Project, loop: Loop) -> list[Experiment]:
+    """The experiment that this one goes back to, and all that say only how they differ from it, or from one that does."""
     known = project.experiments() | project.experiments(ABLATIONS)
 
-    def descends(experiment: Experiment) -> bool:
+    def root(experiment: Experiment) -> str:
         above = known.get(experiment.parent or "")
-        return above is not None and (above.name == loop.experiment.name or descends(above))
+        return root(above) if above else experiment.name
 
-    found = [experiment for experiment in known.values() if loop.seed in experiment.seeds and descends(experiment)]
-    members = [Member(of, Loop(of, loop.seed, loop.root).records(instance)) for of in found]
-    return [member for member in members if any(ref.asset == "evaluation" for ref in member.records)]
+    return [experiment for experiment in known.values() if root(experiment) == root(loop.experiment)]
+
+
+def _made(experiments: list[Experiment], loop: Loop, instance: dg.DagsterInstance) -> list[Member]:
+    """What those of them that descend from this one's experiment have measured at its seed."""
+    below = {loop.experiment.name}
+    for _ in experiments:  # as deep as it can be
+        below |= {experiment.name for experiment in experiments if experiment.parent in below}
+    loops = [Loop(of, loop.seed, loop.root) for of in experiments if loop.seed in of.seeds and of.name in below]
+    return [
+        Member(one.experiment, one.records(instance))
+        for one in loops
+        if one.experiment.name != loop.experiment.name
+        and instance.get_latest_materialization_event(one.key("evaluation")) is not None
+    ]
 
 
 def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path) -> list[Path]:

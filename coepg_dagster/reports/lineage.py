@@ -7,14 +7,13 @@ alone: one file, no script, no network.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import jinja2
+from typing import Any, Final
 
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, SHARED, Asset, Record, Ref, Stale, inputs_of
+from coepg_dagster.reports.html import render
 from coepg_dagster.results import HEADLINES, headline
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 208, 86, 78, 34, 24
@@ -91,7 +90,7 @@ def key_number(experiment: Experiment, record: Record) -> str:
     for name, text in (
         ("rows", "{:,} rows"),
         ("models", "{} models"),
-        ("reward", "reward {:.3f}"),
+        ("reward_last", "reward {:.3f}"),
         ("loss", "loss {:.3f}"),
     ):
         if isinstance(figures.get(name), int | float):
@@ -108,6 +107,9 @@ def lineage_page(
     times: Mapping[Ref, float],
     dagster: str | None = None,
     page_of: Callable[[Ref], str | None] = lambda ref: None,
+    models: Mapping[str, Mapping[str, Any]] | None = None,
+    experiments: Sequence[Experiment] = (),
+    map_of: Callable[[str, int], str | None] = lambda name, seed: None,
 ) -> str:
     """The map as HTML.
 
@@ -115,15 +117,21 @@ def lineage_page(
         times: when each artifact was made, seconds since 1970.
         dagster: address of the web UI, for links.
         page_of: the address of the page of an artifact, relative to the map's.
+        models: what `open_models` lists: name → checkpoint, version (hash of the weights, or revision of the hub).
+        experiments: those that are drawn above the map with what they take from each other; without them it is not drawn.
+        map_of: the address of the map of an experiment and seed, relative to this one's.
     """
     nodes = {node.ref: node for node in _nodes(experiment, records, stale, times)}
     edges = [(nodes[used], node) for node in nodes.values() for used in _drawn_inputs(experiment, node.ref)]
     edges.sort(key=lambda edge: edge[0].ref.iteration is not None)  # what everything reads lies behind
     width = max(node.x for node in nodes.values()) + WIDTH + MARGIN
     height = max(node.y for node in nodes.values()) + HEIGHT + MARGIN
+    origins = _origins(models or {}, nodes[Ref("open_models")])
+    height = max([height, *(origin.y + ORIGIN + MARGIN for origin in origins)])
+    family = _family(experiments)
     name = f"{experiment.name}/s{seed}"
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_PAGE).render(
+    return render(
+        "lineage.html",
         name=name,
         description=experiment.description,
         nodes=list(nodes.values()),
@@ -134,6 +142,17 @@ def lineage_page(
         box=(WIDTH, HEIGHT),
         iterations=[(k, _x(k) + WIDTH // 2) for k in range(experiment.iterations + 1)],
         causes=[(node.ref, node.why) for node in nodes.values() if node.why],
+        origins=origins,
+        origin_height=ORIGIN,
+        family=family,
+        family_edges=[(a, b) for a in family for b in family if b.experiment.parent == a.experiment.name],
+        family_size=(
+            max([one.x for one in family], default=0) + FAMILY[0] + MARGIN,
+            max([one.y for one in family], default=0) + FAMILY[1] + MARGIN,
+        ),
+        family_box=FAMILY,
+        here=(experiment.name, seed),
+        map_of=map_of,
         link=lambda ref: _asset_link(
             dagster, str(experiment.parent) if ref.asset in experiment.taken else experiment.name, seed, ref
         ),
@@ -149,6 +168,60 @@ def _whose(experiment: Experiment, ref: Ref) -> str:
 def _drawn_inputs(experiment: Experiment, ref: Ref) -> list[Ref]:
     """The arrows that end at an artifact. How the parent made what is taken is on its own map."""
     return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent)
+
+
+ORIGIN: Final = 58
+"""Height of the box of an open model."""
+FAMILY: Final = (250, 62)
+"""Width and height of the box of an experiment."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An open model, below the list that holds it."""
+
+    name: str
+    checkpoint: str
+    version: str
+    what: str  # the version is a hash of the weights, or a revision of the hub
+    x: int
+    y: int
+
+
+def _origins(models: Mapping[str, Mapping[str, Any]], below: Node) -> list[Origin]:
+    found = []
+    for row, (name, model) in enumerate(sorted(models.items())):
+        what = "weights" if "files" in model else "revision"
+        y = below.y + HEIGHT + 22 + row * (ORIGIN + 10)
+        found.append(Origin(name, model["checkpoint"], model["version"], what, below.x + 22, y))
+    return found
+
+
+@dataclass(frozen=True)
+class Relative:
+    """An experiment in the drawing of who takes what from whom."""
+
+    experiment: Experiment
+    x: int
+    y: int
+
+
+def _family(experiments: Sequence[Experiment]) -> list[Relative]:
+    """Parents left of their overlays, each overlay in a row of its own."""
+    known = {experiment.name for experiment in experiments}
+    found: list[Relative] = []
+
+    def place(experiment: Experiment, depth: int) -> None:
+        column = MARGIN + depth * (FAMILY[0] + GAP_X)
+        found.append(Relative(experiment, column, MARGIN + len(found) * (FAMILY[1] + 10)))
+        for child in experiments:
+            if child.parent == experiment.name:
+                place(child, depth + 1)
+
+    for experiment in experiments:
+        if experiment.parent not in known:
+            place(experiment, 0)
+    return found
 
 
 def _x(k: int) -> int:
@@ -211,67 +284,3 @@ def _asset_link(dagster: str | None, name: str, seed: int, ref: Ref) -> str | No
     if ref.iteration is None:
         return f"{dagster}/assets/{name}/{ref.asset}"
     return f"{dagster}/assets/{name}/s{seed}/{ref.asset}?view=partitions&partition={ref.iteration}"
-
-
-_PAGE: Final = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Lineage of {{ name }}</title>
-<style>
-body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem;color:#222}
-.map{overflow-x:auto;border:1px solid #ddd;border-radius:6px}
-svg text{font:12px system-ui,sans-serif;fill:#222}svg .title{font-weight:600;font-size:13px}svg .head{font-size:14px;fill:#555}
-rect{fill:#f2f8f3;stroke:#3a7d44;stroke-width:1.3}.stale rect{fill:#fff6e0;stroke:#b86e00;stroke-dasharray:5 3}
-.failed rect{fill:#fdecea;stroke:#b3261e}.missing rect{fill:#fafafa;stroke:#bbb;stroke-dasharray:2 3}.missing text{fill:#888}
-path{fill:none;stroke:#9bb;stroke-width:1.1}path.stale{stroke:#d9a441}path.missing{stroke:#ddd}
-path.shared{stroke:#e4e9ea}path.between{stroke-width:2;stroke:#37699c}
-svg a text{fill:#1a5fb4;text-decoration:underline}.cause{fill:#8a5200}
-dt{font-weight:600}.key span{display:inline-block;padding:0 .6rem;margin-right:.8rem;border:1px solid}
-</style>
-<h1>Lineage of {{ name }}</h1>
-<p>{{ description }}</p>
-<p>What each artifact was made from, over the iterations k: D₀ → π₁, ϕ₁ → π′₁ → D₁ → … Bold arrows cross into the next
-iteration.</p>
-<p class="key"><span style="background:#f2f8f3;border-color:#3a7d44">current</span>
-<span style="background:#fff6e0;border-color:#b86e00;border-style:dashed">stale</span>
-<span style="background:#fdecea;border-color:#b3261e">blocking check failed</span>
-<span style="border-color:#bbb;border-style:dotted;color:#888">not made yet</span></p>
-<div class="map"><svg width="{{ width }}" height="{{ height }}" viewBox="0 0 {{ width }} {{ height }}" role="img"
- aria-label="lineage of {{ name }}">
-<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="4" refY="3" orient="auto"><path d="M0,0 L6,3 L0,6 z"
- style="fill:#78909c;stroke:none"/></marker></defs>
-{% for k, x in iterations %}<text class="head" x="{{ x }}" y="26" text-anchor="middle">iteration {{ k }}</text>
-{% endfor %}
-{% for path, kind, start, end in edges %}
-<path d="{{ path }}" marker-end="url(#tip)" class="{{ kind }}"><title>{{ start }} → {{ end }}</title></path>
-{% endfor %}
-{% for node in nodes %}
-<g class="{{ node.state }}" id="{{ node.ref.asset }}-{{ node.ref.iteration }}">
-<title>{{ node.ref }}{{ node.whose }} {{ node.why }}</title>
-<rect x="{{ node.x }}" y="{{ node.y }}" width="{{ box[0] }}" height="{{ box[1] }}" rx="6"/>
-{% set href = link(node.ref) %}
-{% set page = page_of(node.ref) if node.record else none %}
-{% if page %}<a href="{{ page }}">{% endif %}
-<text class="title" x="{{ node.x + 9 }}" y="{{ node.y + 18 }}">{{ node.title }}{{ node.whose }}</text>
-{% if page %}</a>{% endif %}
-{% if href %}<a href="{{ href }}">
-<text x="{{ node.x + box[0] - 9 }}" y="{{ node.y + 66 }}" text-anchor="end">in Dagster</text></a>{% endif %}
-{% if node.record %}
-<text x="{{ node.x + 9 }}" y="{{ node.y + 36 }}">{{ numbers[node.ref] }}</text>
-<text x="{{ node.x + 9 }}" y="{{ node.y + 52 }}">version {{ node.record.data_version }}</text>
-{% set run = run_link(node.record.run_id) %}
-{% if run %}<a href="{{ run }}">{% endif %}
-<text x="{{ node.x + 9 }}" y="{{ node.y + 66 }}">run {{ node.record.run_id[:8] }}</text>
-{% if run %}</a>{% endif %}
-<text x="{{ node.x + 9 }}" y="{{ node.y + 80 }}">{{ node.time }}</text>
-{% if node.stale %}
-<text class="cause" x="{{ node.x + box[0] - 9 }}" y="{{ node.y + 18 }}" text-anchor="end">stale</text>
-{% endif %}
-{% else %}
-<text x="{{ node.x + 9 }}" y="{{ node.y + 36 }}">not made yet</text>
-{% endif %}
-</g>
-{% endfor %}
-</svg></div>
-{% if causes %}<h2>Stale or failed, with the root cause</h2>
-<dl>{% for ref, why in causes %}<dt>{{ ref }}</dt><dd>{{ why }}</dd>{% endfor %}</dl>{% endif %}
-</html>
-"""

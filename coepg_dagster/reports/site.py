@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from coepg_dagster.auditing.archive import MODELS as OPEN_MODELS
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.trace import member, readable
 from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
@@ -65,9 +67,7 @@ def page_of(ref: Ref) -> str | None:
         return EVOLUTION
     if ref.asset in _AUDITED:
         return f"audit-{ref.iteration}.html"
-    if ref.asset in MODELS:
-        return f"{ref.asset}-{ref.iteration}.html"
-    return LINEAGE
+    return f"{ref.asset}-{ref.iteration}.html" if ref.asset in MODELS else None
 
 
 class Site:
@@ -75,6 +75,7 @@ class Site:
 
     Args:
         family: the loops of the same seed that were made from the same experiment file, this one left out.
+        experiments: the whole family of experiments, for the map of who takes what from whom.
         dagster: address of the web UI, for links; None in files that stand alone.
         live: the pages are served, so that rows can link to their trace.
     """
@@ -88,9 +89,10 @@ class Site:
         *,
         live: bool = False,
         family: Callable[[], Sequence[Family]] = lambda: (),
+        experiments: Sequence[Experiment] = (),
     ) -> None:
         self.folder, self.archive, self.view = folder, archive, view
-        self._family = family
+        self._family, self._experiments = cache(family), experiments
         self._dagster, self._live = dagster, live
 
     def pages(self) -> dict[str, str]:
@@ -128,6 +130,8 @@ class Site:
             beside = [
                 (m.experiment.name, str(r.ref), r.data_version) for m in self._family() for r in m.records.values()
             ]
+        if page == LINEAGE:
+            beside = [(one.name, one.fingerprint(), "") for one in self._experiments]
         made_by = [LAYOUT, self._dagster, self._live, view.experiment.fingerprint()]
         return fingerprint([*made_by, versions, stale, sorted(beside)])
 
@@ -136,17 +140,30 @@ class Site:
         if page == INDEX:
             self._text(page, self._index())
         elif page == LINEAGE:
-            view = self.view
-            self._text(
-                page,
-                lineage_page(view.experiment, view.seed, view.records, view.stale, view.times, self._dagster, page_of),
-            )
+            self._text(page, self._lineage())
         elif page == EVOLUTION:
             write_report(self._evolution(), self.folder / page)
         elif name == "audit":
             self._audit(self.view.records[Ref("dataset", int(k))])
         else:
             self._model(self.view.records[Ref(name, int(k))])  # type: ignore[arg-type]
+
+    def _lineage(self) -> str:
+        view = self.view
+        listed = view.records.get(Ref("open_models"))
+        file = self.archive.store / listed.folder / OPEN_MODELS if listed else None
+        return lineage_page(
+            view.experiment,
+            view.seed,
+            view.records,
+            view.stale,
+            view.times,
+            self._dagster,
+            page_of,
+            json.loads(file.read_text()) if file and file.exists() else None,
+            self._experiments,
+            lambda name, seed: f"../../{name}/s{seed}/{LINEAGE}" if self._live else None,
+        )
 
     def _loops(self) -> list[Family]:
         return [Family(self.view.experiment, self.view.records), *self._family()]

@@ -59,3 +59,28 @@ def test_markup_in_a_description_or_a_version_is_shown_as_text(tmp_path: Path) -
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
     html = lineage_page(experiment(tmp_path), 1, whole_loop(), {}, {})
     assert "http" not in html.replace("http-equiv", "") and "src=" not in html
+
+
+def test_the_map_goes_down_to_the_open_models(tmp_path: Path) -> None:
+    models = {
+        "base_planner": {"checkpoint": "models/base", "version": "0123456789abcdef", "files": {}},
+        "verifiers/big": {"checkpoint": "org/<big>", "version": "fedcba9876543210fedcba9876543210fedcba98"},
+    }
+    html = lineage_page(experiment(tmp_path), 1, whole_loop(), {}, {}, models=models)
+    assert "weights 0123456789abcdef" in html and "revision fedcba9876543210" in html
+    assert "org/&lt;big&gt;" in html and "<big>" not in html
+
+
+def test_overlays_are_drawn_under_their_parent_with_what_they_take(tmp_path: Path) -> None:
+    light = experiment(tmp_path)
+    child = light.model_copy(update={"name": "child", "parent": "light", "take": ["grounder"], "seeds": [1, 7]})
+    html = lineage_page(
+        light, 1, whole_loop(), {}, {}, experiments=[child, light], map_of=lambda n, s: f"../../{n}/s{s}"
+    )
+    places = {
+        name: int(y)
+        for name, y in re.findall(r'id="experiment-(\w+)">\s*<title>[^<]*</title>\s*<rect x="\d+" y="(\d+)"', html)
+    }
+    assert places["light"] < places["child"] and "takes grounder" in html
+    assert 'href="../../child/s7"' in html and "Experiments and seeds" in html
+    assert "Experiments and seeds" not in lineage_page(light, 1, whole_loop(), {}, {}, experiments=[light])
