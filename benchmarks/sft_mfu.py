@@ -26,15 +26,16 @@ from benchmarks.baseline import Log, command_line, write
 
 NAME: Final = "sft_mfu"
 CONFIGURATIONS: Final[dict[str, list[str]]] = {
-    "frozen-compiled": ["--freeze-vision", "--micro", "4", "--recompute", "0.25", "--kernels", "compiled"],
     "frozen-compiled-none": ["--freeze-vision", "--micro", "2", "--recompute", "0", "--kernels", "compiled"],
+    # a quarter recomputed did not fit 80 GB
+    "frozen-compiled": ["--freeze-vision", "--micro", "4", "--recompute", "0.75", "--kernels", "compiled"],
     "frozen-eager": ["--freeze-vision", "--micro", "4", "--recompute", "0.5"],
     "trained-compiled": ["--micro", "3", "--recompute", "1", "--kernels", "compiled"],
     "frozen-liger": ["--freeze-vision", "--micro", "4", "--recompute", "0.5", "--kernels", "liger"],
     "frozen-sdpa": ["--freeze-vision", "--micro", "4", "--recompute", "1", "--attention", "sdpa"],
 }
 """`--recompute` is the share of layers; vision frozen is what MS-SWIFT, the paper's framework, does by default."""
-DEFAULT: Final = ["frozen-compiled", "frozen-compiled-none", "frozen-eager", "trained-compiled"]
+DEFAULT: Final = ["frozen-eager", "frozen-compiled-none", "frozen-compiled", "trained-compiled"]
 
 
 def measure(settings: list[str], say: Log, *, timeout: float, launcher: list[str] | None = None) -> dict[str, Any]:

@@ -29,10 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny model, a few steps; proves the code path")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--configuration", choices=sorted(CONFIGURATIONS), help="default: sft_mfu's fastest")
+    parser.add_argument(
+        "--configuration",
+        choices=sorted(CONFIGURATIONS),
+        help="default: sft_mfu's fastest; compiling costs each process a minute or two",
+    )
     parser.add_argument("--accumulation", type=int, default=12, help="forward passes per GPU and optimizer step")
     parser.add_argument("--steps", type=int, default=7, help="optimizer steps, of which two warm up")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for each of the two runs")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for each of the two runs")
     options = parser.parse_args()
     cuda = torch.cuda.device_count()
     if options.quick:

@@ -183,8 +183,8 @@ def sft_memory(
 ) -> Memory:
     """Full fine-tuning in bf16 computation, on each of `gpus` GPUs."""
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
-    # autocast keeps bf16 copies of trained weights from the forward to the backward pass; compiled layers cast again
-    held = states(model, trained, copies=0 if config.compile else 2 * trained, strategy=strategy, gpus=gpus)
+    # autocast keeps bf16 copies of trained weights from the forward to the backward pass, and so do compiled layers
+    held = states(model, trained, copies=2 * trained, strategy=strategy, gpus=gpus)
     return replace(
         held,
         activations=training_activations(
