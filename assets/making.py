@@ -22,7 +22,7 @@ from dagster._core.definitions.data_version import DATA_VERSION_TAG
 from coepg_dagster.experiment import Member, Models, code_version, fingerprint
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
 from coepg_dagster.store import UNPARTITIONED, Store
-from coepg_dagster.workers import ChunkedWork, Work
+from coepg_dagster.workers import Work
 
 RESOURCES: dict[Asset, str] = {
     "planner_sft": "sft",
@@ -104,8 +104,7 @@ class Making:
         decides = common | {"models": self.models.without_places().model_dump(mode="json")}
         key = fingerprint([kind.__name__, decides, {name: _plain(value) for name, value in settings.items()}])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
-        if issubclass(kind, ChunkedWork):  # how many processes share the work does not change what it finds
-            settings["processes"] = resource.processes
+        settings |= resource.placement(kind)  # how many processes share the work does not change what it finds
         serving = self.context.resources.engines.serving()
         work = kind(**common, **settings, serving=serving, out=self.draft, scratch=scratch)
         result = resource.launch(self.context, work, self.loop.root)

@@ -87,6 +87,7 @@ def ours(steps: pa.Table) -> Clock:
             "cpu",
             out,
             clock,
+            scratch=out / "scratch",
         )
     finally:
         shutil.rmtree(out)

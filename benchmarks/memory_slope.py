@@ -88,6 +88,7 @@ def main() -> None:
             "cpu",
             out,
             read,
+            scratch=out / "scratch",
         )
     finally:
         shutil.rmtree(out)

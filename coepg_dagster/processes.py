@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 GRACE_SECONDS: Final = 20
-"""How long a group has after SIGINT, and again after SIGTERM."""
+"""How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
 
 
 class Process(Protocol):
@@ -28,7 +28,7 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def end_group(process: Process) -> None:
+def end_group(process: Process, grace_seconds: float = GRACE_SECONDS) -> None:
     """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
@@ -36,7 +36,7 @@ def end_group(process: Process) -> None:
         except ProcessLookupError:
             return
         try:
-            process.wait(timeout=GRACE_SECONDS)
+            process.wait(timeout=grace_seconds)
         except subprocess.TimeoutExpired:
             continue
         # the leader is gone; what is left of its group is killed in the next round

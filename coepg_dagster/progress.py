@@ -6,3 +6,7 @@ from collections.abc import Callable, Mapping
 
 Report = Callable[[int, int, Mapping[str, float]], None]
 """Called with (done, of, figures) as the work advances; `figures` may be empty."""
+
+
+class Ended(RuntimeError):
+    """A job ended before it was done; the message says why and what to do, so that nobody needs a traceback."""

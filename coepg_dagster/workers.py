@@ -27,6 +27,7 @@ from pydantic import Field, TypeAdapter
 from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict
 from coepg_dagster.progress import Report
 from coepg_dagster.steps import VERDICT_SCHEMA
+from coepg_dagster.training.launch import Placement
 
 STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
 SHUFFLED = "shuffled.parquet"
@@ -101,7 +102,13 @@ class Work(Strict):
         """Does the work and returns its figures."""
 
 
-class SftWork(Work):
+class TrainingWork(Work):
+    """Training in one process or several."""
+
+    placement: Placement
+
+
+class SftWork(TrainingWork):
     kind: Literal["sft"] = "sft"
     role: Literal["planner", "grounder"]
     init: str
@@ -123,10 +130,12 @@ class SftWork(Work):
             self.device,
             self.out,
             report,
+            scratch=self.scratch,
+            placement=self.placement,
         )
 
 
-class GrpoWork(Work):
+class GrpoWork(TrainingWork):
     kind: Literal["grpo"] = "grpo"
     init: str
     own_grounder: tuple[str, str]
@@ -154,10 +163,12 @@ class GrpoWork(Work):
             self.out,
             report,
             self.serving,
+            scratch=self.scratch,
+            placement=self.placement,
         )
 
 
-class EndToEndWork(Work):
+class EndToEndWork(TrainingWork):
     kind: Literal["end_to_end"] = "end_to_end"
     init: str
     dataset: Path
@@ -180,6 +191,7 @@ class EndToEndWork(Work):
             self.scratch,
             self.out,
             report,
+            self.placement,
         )
 
 

@@ -18,7 +18,7 @@ import dagster as dg
 from coepg_dagster.resources import worker
 from coepg_dagster.resources.warm import WarmProcess
 
-from coepg_dagster.processes import end_group, tail
+from coepg_dagster.processes import GRACE_SECONDS, end_group, tail
 from coepg_dagster.workers import Work
 
 
@@ -29,6 +29,7 @@ def run_work(
     *,
     threads: int,
     timeout_minutes: float,
+    grace_seconds: float = GRACE_SECONDS,
     module: str = worker.MODULE,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def run_work(
         root: the project, from which relative paths start.
         threads: CPU threads of the process (more than 1 slows tiny models on few cores).
         timeout_minutes: a job that takes longer is ended.
+        grace_seconds: how long its processes have after SIGINT, and again after SIGTERM.
         module: what Python runs, with the files of the job and of its result as arguments.
         env: more of its environment.
     """
@@ -74,7 +76,7 @@ def run_work(
                 allow_retries=False,
             ) from None
         finally:
-            end_group(process)
+            end_group(process, grace_seconds)
     if code != 0:
         raise dg.Failure(f"the worker ended with code {code}. The end of {log}:\n{tail(log)}", allow_retries=False)
     figures: dict[str, Any] = json.loads(result.read_text())

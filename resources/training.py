@@ -7,15 +7,16 @@ run, from the Launchpad. What is left empty is as the experiment file says; what
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import dagster as dg
 from coepg_dagster.resources import ray_worker, worker
 from coepg_dagster.resources.launcher import run_work
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coepg_dagster.experiment import Serving, Strict
-from coepg_dagster.workers import Work
+from coepg_dagster.training.launch import Placement, Strategy
+from coepg_dagster.workers import ChunkedWork, TrainingWork, Work
 
 Config = TypeVar("Config", bound=Strict)
 
@@ -39,6 +40,16 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
         default=2, ge=1, description="Processes that share inference over many rows on a CPU; with GPUs, one per GPU."
     )
     timeout_minutes: float = Field(default=7 * 24 * 60, gt=0, description="A job that takes longer is ended.")
+    grace_seconds: float = Field(
+        default=20,
+        gt=0,
+        description="How long a cancelled job has to save and leave, first after SIGINT, then after SIGTERM. Give training "
+        "of a large model the time of an optimizer step and of a checkpoint.",
+    )
+
+    def placement(self, kind: type[Work]) -> dict[str, Any]:
+        """The fields of a job of `kind` that say where it runs, and change nothing of its result."""
+        return {"processes": self.processes} if issubclass(kind, ChunkedWork) else {}
 
     def launch(self, context: dg.AssetExecutionContext, work: Work, root: Path) -> dict[str, Any]:
         """Runs `work` in its own process, in the folder `root`; returns {"figures", "device", "seconds"}."""
@@ -49,6 +60,7 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
             root,
             threads=self.threads,
             timeout_minutes=self.timeout_minutes,
+            grace_seconds=self.grace_seconds,
             module=ray_worker.MODULE if on_ray else worker.MODULE,
             env={ray_worker.ADDRESS: self.ray_address} if on_ray else {},
         )
@@ -61,11 +73,42 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     def overrides(self) -> dict[str, Any]:
         """What this resource replaces of the experiment file, by field."""
-        own = sorted(set(type(self).model_fields) - set(Processes.model_fields))
+        own = sorted(set(type(self).model_fields) - set(Training.model_fields))
         return {name: getattr(self, name) for name in own if getattr(self, name) is not None}
 
 
-class SftResource(Processes):
+class Training(Processes):
+    """Training in one process, or through `accelerate launch` in several of one machine."""
+
+    training_processes: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that share an optimizer step, one per GPU. Batch sizes stay those of a step.",
+    )
+    strategy: Strategy = Field(
+        default="ddp",
+        description="What each of them holds. `ddp`: everything; `zero2`, `zero3`: DeepSpeed, a part of the optimizer's state, "
+        "and of the weights; `fsdp`: as `zero3`, by torch.",
+    )
+    save_every: int = Field(
+        default=50,
+        ge=0,
+        description="Optimizer steps between two checkpoints, from which a killed run continues. 0: only when it is told to "
+        "leave.",
+    )
+
+    @model_validator(mode="after")
+    def _ray_trains_in_one_process(self) -> Self:
+        if self.launcher == "ray" and (self.training_processes > 1 or self.strategy != "ddp"):
+            raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
+        return self
+
+    def placement(self, kind: type[Work]) -> dict[str, Any]:
+        placed = Placement(processes=self.training_processes, strategy=self.strategy, save_every=self.save_every)
+        return {"placement": placed} if issubclass(kind, TrainingWork) else super().placement(kind)
+
+
+class SftResource(Training):
     """Supervised fine-tuning of π_k and ϕ_k."""
 
     epochs: float | None = Field(default=None, description="Passes over D_{k-1}. Empty: as in the experiment file.")
@@ -83,7 +126,7 @@ class SftResource(Processes):
     )
 
 
-class GrpoCdremResource(Processes):
+class GrpoCdremResource(Training):
     """GRPO of π'_k with the confidence-weighted reward ensemble."""
 
     max_steps: int | None = Field(

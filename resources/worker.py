@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -12,16 +13,38 @@ from typing import Final
 from dagster_pipes import PipesContext, open_dagster_pipes
 
 from coepg_dagster.processes import end_with_parent
-from coepg_dagster.workers import read_work
+from coepg_dagster.progress import Ended
+from coepg_dagster.training.launch import is_main, is_rank, launch
+from coepg_dagster.workers import TrainingWork, Work, read_work
 
 MODULE: Final = "coepg_dagster.resources.worker"
 REPORT_EVERY_SECONDS = 2.0
 
 
 def main(work_file: Path, result_file: Path) -> None:
-    """Runs the job of `work_file`, tells Dagster how far it is, and leaves its figures in `result_file`."""
+    """Runs the job of `work_file`, tells Dagster how far it is, and leaves its figures in `result_file`.
+
+    Training in several processes starts this module once more in each; the first of them reports and leaves the figures.
+    """
     end_with_parent()
     work = read_work(work_file)
+    if isinstance(work, TrainingWork) and work.placement.spread and not is_rank():
+        arguments = [str(work_file), str(result_file)]
+        sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=work.device != "cpu"))
+    if work.device != "cpu" and is_rank():
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # from here on, `cuda` is this process's GPU
+    try:
+        if is_main():
+            _work(work, result_file)
+        else:
+            work.run(lambda done, of, figures: None)
+    except Ended as why:
+        sys.exit(str(why))
+
+
+def _work(work: Work, result_file: Path) -> None:
     with open_dagster_pipes() as pipes:
         reporter = Reporter(pipes)
         started = time.monotonic()

@@ -156,6 +156,11 @@ def quiet(done: int, of: int, figures: Any) -> None:
     """A Report that nobody reads."""
 
 
+def beside(out: Path) -> Path:
+    """A scratch folder for what is made in `out`."""
+    return out.with_name(f"{out.name}-scratch")
+
+
 @pytest.fixture(scope="session")
 def trained(
     random_checkpoint: Callable[[int], Path],
@@ -174,7 +179,7 @@ def trained(
         if not out.exists():
             config = Sft(epochs=LESSONS, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
             init = str(random_checkpoint(seed))
-            train_sft(role, init, dataset, steps, models, config, seed, "cpu", out, quiet)
+            train_sft(role, init, dataset, steps, models, config, seed, "cpu", out, quiet, scratch=beside(out))
         return out
 
     return checkpoint

@@ -21,6 +21,7 @@ from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
 from coepg_dagster.inference.agents import Grounder, Planner
 from coepg_dagster.pools.verdicts import to_verify
 from coepg_dagster.steps import CANDIDATE_SCHEMA, VERDICT_SCHEMA
+from coepg_dagster.training.launch import Placement
 from coepg_dagster.workers import (
     CandidatesWork,
     EvaluationWork,
@@ -45,7 +46,9 @@ COMMON: dict[str, Any] = {
     "seed": 3,
 }
 WORK = [
-    SftWork(**COMMON, role="planner", init="a", dataset=Path("d"), train_split="train", config=Sft()),
+    SftWork(
+        **COMMON, role="planner", init="a", dataset=Path("d"), train_split="train", config=Sft(), placement=Placement()
+    ),
     GrpoWork(
         **COMMON,
         init="a",
@@ -55,6 +58,7 @@ WORK = [
         train_split="train",
         max_point_tokens=8,
         config=Grpo(),
+        placement=Placement(processes=2, save_every=7),
     ),
     CandidatesWork(
         **COMMON, members={"p": "a"}, train_split="train", max_steps=None, config=Regeneration(), processes=2

@@ -14,10 +14,10 @@ from coepg_dagster.progress import Report
 
 
 class ReportProgress(TrainerCallback):  # type: ignore[misc]
-    """Passes a trainer's logs on to `report` and keeps them as JSON lines in `log`."""
+    """Passes a trainer's logs on to `report`."""
 
-    def __init__(self, report: Report, log: Path) -> None:
-        self._report, self._log = report, log
+    def __init__(self, report: Report) -> None:
+        self._report = report
 
     def on_log(
         self,
@@ -27,10 +27,19 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        numbers = {key: float(value) for key, value in (logs or {}).items() if isinstance(value, int | float)}
-        with self._log.open("a") as out:
-            out.write(json.dumps({"step": state.global_step, **numbers}) + "\n")
-        self._report(state.global_step, state.max_steps, numbers)
+        if state.is_world_process_zero:
+            self._report(state.global_step, state.max_steps, _numbers(logs or {}))
+
+
+def _numbers(logs: dict[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in logs.items() if isinstance(value, int | float)}
+
+
+def write_log(state: TrainerState, path: Path) -> None:
+    """Everything a trainer logged as JSON lines: the whole run's, however often it was killed and continued."""
+    with path.open("w") as out:
+        for entry in state.log_history:
+            out.write(json.dumps({"step": entry["step"], **_numbers(entry)}) + "\n")
 
 
 def load_for_training(init: str, device: str, *, freeze_vision: bool) -> tuple[Any, Any]:
@@ -45,19 +54,39 @@ def load_for_training(init: str, device: str, *, freeze_vision: bool) -> tuple[A
     return model.train(), processor
 
 
-def save_whole(model: Any, processor: Any, folder: Path, dtype: Dtype) -> int:
+def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> int:
+    """Saves what a trainer trained, whole, from its first process; returns the number of parameters."""
+    accelerator = trainer.accelerator
+    tensors = accelerator.get_state_dict(trainer.model_wrapped)  # gathered, where it is sharded
+    parameters = 0
+    if accelerator.is_main_process:
+        parameters = save_whole(accelerator.unwrap_model(trainer.model), processor, folder, dtype, tensors)
+    accelerator.wait_for_everyone()
+    return parameters
+
+
+def save_whole(model: Any, processor: Any, folder: Path, dtype: Dtype, tensors: dict[str, Any] | None = None) -> int:
     """Saves a checkpoint as `dtype`, loads it again and compares every tensor. Returns the number of parameters.
 
     Raises IncompleteCheckpoint where a tensor is missing, empty, not finite or different after loading.
+
+    Args:
+        tensors: the weights, where `model` does not hold them itself.
     """
-    model = model.to(getattr(torch, dtype))
-    model.save_pretrained(folder, safe_serialization=True)
+    trained = {
+        name: tensor.detach().to("cpu", getattr(torch, dtype) if tensor.is_floating_point() else None)
+        for name, tensor in (model.state_dict() if tensors is None else tensors).items()
+    }
+    model.config.dtype = dtype
+    model.save_pretrained(
+        folder, safe_serialization=True, state_dict=dict(trained)
+    )  # transformers takes tied tensors out
     processor.save_pretrained(folder)
     loaded, _ = load_checkpoint(folder, dtype, "cpu")
-    trained, stored = dict(model.state_dict()), dict(loaded.state_dict())
+    stored = dict(loaded.state_dict())
     for name in sorted(trained.keys() | stored.keys()):
         tensor = stored.get(name)
-        if tensor is None or name not in trained or not tensor.numel() or not torch.equal(tensor, trained[name].cpu()):
+        if tensor is None or name not in trained or not tensor.numel() or not torch.equal(tensor, trained[name]):
             raise IncompleteCheckpoint(f"{folder}: tensor {name} is not what was trained; the checkpoint is refused")
     return sum(parameter.numel() for parameter in loaded.parameters())
 

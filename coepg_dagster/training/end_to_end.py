@@ -6,11 +6,13 @@ on, GRPO with the reward that is left when nobody reads a plan: its own point mu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from accelerate import PartialState
 
 from coepg_dagster.experiment import Grpo, Models, Sft
 from coepg_dagster.geometry import Point, Space
@@ -20,6 +22,7 @@ from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_end_to_end
 from coepg_dagster.steps import GATE_PASSED
 from coepg_dagster.training.examples import completion_text
+from coepg_dagster.training.launch import ALONE, Placement, is_main
 from coepg_dagster.training.sft import train_sft
 
 
@@ -71,16 +74,26 @@ def train_end_to_end(
     scratch: Path,
     out: Path,
     report: Report,
+    placement: Placement = ALONE,
 ) -> dict[str, Any]:
     """Trains the end-to-end agent from checkpoint `init` on D_{k-1} and saves it whole under `out`.
 
-    The model before GRPO lies in `scratch`. Returns the figures of both stages.
+    The model before GRPO lies in `scratch`, and is not trained again when a killed run is continued. Returns the figures of
+    both stages.
     """
     from coepg_dagster.training.grpo import train_grpo
 
-    before = scratch / "sft" if grpo.enabled else out
-    figures = train_sft("end_to_end", init, dataset, steps, models, sft, seed, device, before, report)
+    stages: dict[str, Any] = {stage: {"scratch": scratch / stage, "placement": placement} for stage in ("sft", "grpo")}
+    data = (dataset, steps, models)
     if not grpo.enabled:
-        return figures
-    trained = train_grpo(str(before), None, {}, dataset, steps, models, grpo, 1, 1, seed, device, out, report)
-    return figures | trained
+        return train_sft("end_to_end", init, *data, sft, seed, device, out, report, **stages["sft"])
+    before, done = scratch / "before_grpo", scratch / "before_grpo.json"
+    if not done.exists():
+        figures = train_sft("end_to_end", init, *data, sft, seed, device, before, report, **stages["sft"])
+        if is_main():
+            done.with_suffix(".partial").write_text(json.dumps(figures))
+            done.with_suffix(".partial").rename(done)
+        PartialState().wait_for_everyone()
+    trained = train_grpo(str(before), None, {}, *data, grpo, 1, 1, seed, device, out, report, **stages["grpo"])
+    before_grpo: dict[str, Any] = json.loads(done.read_text())
+    return before_grpo | trained

@@ -6,7 +6,7 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from accelerate.utils import gather_object
+from torch.utils.data import Sampler
 from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from coepg_dagster.experiment import Grpo, Member, Models, Serving
 from coepg_dagster.inference.agents import Grounder, Plan, Reading, ground_all
@@ -32,9 +34,11 @@ from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
 from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
-from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
+from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
+from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
+from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.workers import ROLLOUTS
 
 DEFAULT_SERVING = Serving()
@@ -129,16 +133,42 @@ class CdremReward:
         return float(plan_reward(weights, np.array(hits))), graders
 
 
-class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
+class PromptOrder(RepeatSampler):  # type: ignore[misc]
+    """TRL's order of the prompts, but that of an epoch depends on its number alone: a continued run has it too."""
+
+    def __init__(self, *args: Any, step: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._step = step
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self._step() // (self.num_samples // self.batch_size)
+        self.generator.manual_seed(self.seed + epoch)
+        yield from super().__iter__()
+
+
+class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPO trainer with rewards of spreadless groups made equal, and every rollout kept.
 
-    The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole.
+    The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole. The rollouts
+    of an optimizer step are a file of their own in `rollouts`; a continued run writes those of the steps that it repeats
+    over those of the run before.
     """
 
     def __init__(self, *args: Any, reward: CdremReward | PointReward, rollouts: Path, **kwargs: Any) -> None:
         self._reward, self._rollouts = reward, rollouts
-        self._writer: Any = None  # a ParquetWriter from the first rollouts to `close`
+        rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
+        order = super()._get_train_sampler(dataset)
+        return PromptOrder(
+            order.data_source,
+            order.mini_repeat_count,
+            order.batch_size,
+            order.repeat_count,
+            seed=order.seed,
+            step=lambda: self.state.global_step,
+        )
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         raw = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -153,22 +183,21 @@ class CdremTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
 
     def _keep(self, rows: list[dict[str, Any]], group_advantages: Any) -> None:
+        step = self.state.global_step
         for position, (row, advantage) in enumerate(zip(rows, group_advantages, strict=True)):
-            row |= {
-                "optimizer_step": self.state.global_step,
-                "group": position // self.num_generations,
-                "advantage": float(advantage),
-            }
-        table = pa.Table.from_pylist(rows, ROLLOUT_SCHEMA)
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self._rollouts, ROLLOUT_SCHEMA, compression="zstd")
-        self._writer.write_table(table)
+            row |= {"optimizer_step": step, "group": position // self.num_generations, "advantage": float(advantage)}
+        part = self._part(step)
+        pq.write_table(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA), part.with_suffix(".partial"), compression="zstd")
+        part.with_suffix(".partial").rename(part)
 
-    def close(self) -> None:
-        """Ends the rollout table."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def _part(self, step: int) -> Path:
+        return self._rollouts / f"{step:08}.parquet"
+
+    def write_rollouts(self, path: Path) -> None:
+        """The rollouts of all optimizer steps as one table, in order."""
+        with pq.ParquetWriter(path, ROLLOUT_SCHEMA, compression="zstd") as out:
+            for step in range(self.state.global_step):
+                out.write_table(pq.read_table(self._part(step)))
 
 
 def train_grpo(
@@ -186,6 +215,9 @@ def train_grpo(
     out: Path,
     report: Report,
     serving: Serving = DEFAULT_SERVING,
+    *,
+    scratch: Path,
+    placement: Placement = ALONE,
 ) -> dict[str, Any]:
     """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
 
@@ -194,6 +226,7 @@ def train_grpo(
             own point is judged.
         verifiers: the open verifiers by name; left out where `config.ensemble` is false.
         max_point_tokens, batch_size: of the grounders' answers and forward passes.
+        scratch: where checkpoints and the rollouts so far lie.
     Returns:
         The figures of the run; rates in per cent.
     """
@@ -220,8 +253,21 @@ def train_grpo(
         }
         priors = {member: config.own_prior if member in own else config.verifier_prior for member in members}
         return _train(
-            init, engines, priors, dataset, steps, models, config, max_point_tokens, seed, device, out, report
-        )  # fmt: skip
+            init,
+            engines,
+            priors,
+            dataset,
+            steps,
+            models,
+            config,
+            max_point_tokens,
+            seed,
+            device,
+            out,
+            report,
+            scratch,
+            placement,
+        )
 
 
 def _train(
@@ -237,9 +283,13 @@ def _train(
     device: str,
     out: Path,
     report: Report,
+    scratch: Path,
+    placement: Placement,
 ) -> dict[str, Any]:
     set_seed(seed)
-    model, processor = load_for_training(init, device, freeze_vision=config.freeze_vision)
+    model, processor = load_for_training(
+        init, "cpu" if placement.sharded else device, freeze_vision=config.freeze_vision
+    )
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
     screens = Screens(steps, resize)
     grounders = {}
@@ -258,20 +308,21 @@ def _train(
         )
     out.mkdir(parents=True, exist_ok=True)
     rollouts = config.prompts_per_step * config.group_size
+    checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
     trainer = CdremTrainer(
         model=model,
         processing_class=processor,
         reward=reward,
-        rollouts=out / ROLLOUTS,
+        rollouts=scratch / "rollouts",
         train_dataset=prompts,
-        callbacks=[ReportProgress(report, out / "training_log.jsonl")],
+        callbacks=[ReportProgress(report), checkpoints],
         args=GRPOConfig(
-            output_dir=str(out / "trainer"),
+            output_dir=str(checkpoints.folder),
             num_train_epochs=1,
             max_steps=config.max_steps or -1,
             num_generations=config.group_size,
             per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=rollouts // config.micro_batch_size,
+            gradient_accumulation_steps=accumulation(rollouts, config.micro_batch_size, "grpo"),
             num_iterations=1,
             max_completion_length=config.max_plan_tokens,
             temperature=config.temperature,
@@ -291,7 +342,8 @@ def _train(
             # a sampled vision token would break the count of image features when the rollout is scored
             generation_kwargs={"suppress_tokens": vision_token_ids(processor.tokenizer)},
             logging_steps=1,
-            save_strategy="no",
+            save_strategy="no",  # Checkpoints decides
+            save_total_limit=KEPT,
             report_to="none",
             disable_tqdm=True,
             seed=seed,
@@ -300,16 +352,16 @@ def _train(
         ),
     )
     trainer.remove_callback(PrinterCallback)
-    try:
-        result = trainer.train()
-    finally:
-        trainer.close()
-    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out, models.dtype)
+    checkpoints.train(trainer)
+    parameters = save_trained(trainer, processor, out, models.dtype)
+    if is_main():
+        trainer.write_rollouts(out / ROLLOUTS)
+        write_log(trainer.state, out / "training_log.jsonl")
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     tail = history[-max(1, len(history) // 5) :]
     return {
         "prompts": len(prompts),
-        "optimizer_steps": result.global_step,
+        "optimizer_steps": trainer.state.global_step,
         "parameters": parameters,
         "reward_first": history[0]["reward"] if history else None,
         "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
 import pyarrow as pa
 from transformers import PrinterCallback, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -13,8 +14,10 @@ from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
-from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_whole
+from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
+from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
+from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
@@ -25,6 +28,10 @@ from coepg_dagster.training.speed import (
 
 LOADERS: Final = 4
 """Processes that prepare screenshots for each GPU: a batch of four takes one core about as long as its training step."""
+
+
+class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
+    """TRL's SFT trainer, which can be continued."""
 
 
 def train_sft(
@@ -38,13 +45,18 @@ def train_sft(
     device: str,
     out: Path,
     report: Report,
+    *,
+    scratch: Path,
+    placement: Placement = ALONE,
 ) -> dict[str, Any]:
     """Trains `role` from checkpoint `init` on the rows of D_{k-1} and saves it whole under `out`.
 
-    Only the answer's tokens carry loss. Returns the figures of the run.
+    Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints lie in `scratch`.
     """
     set_seed(seed)
-    model, processor = load_for_training(init, device, freeze_vision=config.freeze_vision)
+    model, processor = load_for_training(
+        init, "cpu" if placement.sharded else device, freeze_vision=config.freeze_vision
+    )
     on_gpu = device != "cpu"
     if on_gpu:
         fast_vision(model)
@@ -60,17 +72,18 @@ def train_sft(
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
     out.mkdir(parents=True, exist_ok=True)
-    trainer = SFTTrainer(
+    checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
+    trainer = PlainTrainer(
         model=model,
         processing_class=processor,
         train_dataset=examples,
-        callbacks=[ReportProgress(report, out / "training_log.jsonl")],
+        callbacks=[ReportProgress(report), checkpoints],
         args=SFTConfig(
-            output_dir=str(out / "trainer"),
+            output_dir=str(checkpoints.folder),
             num_train_epochs=config.epochs,
             max_steps=config.max_steps or -1,
             per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=config.batch_size // config.micro_batch_size,
+            gradient_accumulation_steps=accumulation(config.batch_size, config.micro_batch_size, "sft"),
             learning_rate=config.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=config.warmup_ratio,
@@ -78,8 +91,9 @@ def train_sft(
             max_grad_norm=1.0,
             max_length=None,  # TRL's default of 1024 would cut image tokens
             completion_only_loss=True,
-            logging_steps=5,
-            save_strategy="no",
+            logging_steps=1,
+            save_strategy="no",  # Checkpoints decides
+            save_total_limit=KEPT,
             report_to="none",
             remove_unused_columns=False,  # the examples find their images by step_id
             disable_tqdm=True,
@@ -94,11 +108,14 @@ def train_sft(
     )
     trainer.remove_callback(PrinterCallback)
     share_gradient_memory(trainer)
-    result = trainer.train()
-    parameters = save_whole(trainer.accelerator.unwrap_model(trainer.model), processor, out, models.dtype)
+    checkpoints.train(trainer)
+    parameters = save_trained(trainer, processor, out, models.dtype)
+    if is_main():
+        write_log(trainer.state, out / "training_log.jsonl")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "rows": len(examples),
-        "optimizer_steps": result.global_step,
-        "loss": result.training_loss,
+        "optimizer_steps": trainer.state.global_step,
+        "loss": float(np.mean(losses)),
         "parameters": parameters,
     }

@@ -89,7 +89,7 @@ def test_it_learns_the_answers_by_heart_and_goes_on_with_grpo(
     )
     assert figures["rows"] == 6 and figures["optimizer_steps"] == 1
     assert pq.read_table(tmp_path / "out" / "rollouts.parquet").num_rows == 4
-    engine = TransformersEngine(tmp_path / "scratch" / "sft", dtype="float32", device="cpu", batch_size=6)
+    engine = TransformersEngine(tmp_path / "scratch" / "before_grpo", dtype="float32", device="cpu", batch_size=6)
     predictions = predict_end_to_end(engine, steps, models, 48)
     assert predictions["action_type"].to_pylist() == steps["action_type"].to_pylist()
     assert predictions["plan"].null_count == steps.num_rows and predictions["x"].null_count == 0

@@ -34,7 +34,7 @@ from coepg_dagster.rewards.variants import recompute, summary
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 from coepg_dagster.training.examples import NothingToTrainOn
 from coepg_dagster.training.grpo import CdremReward, train_grpo
-from tests.conftest import quiet
+from tests.conftest import beside, quiet
 from tests.inference.scripted import RESIZE, Scripted, generation
 
 CONFIG = Grpo(
@@ -101,7 +101,19 @@ def run(
     graders = ("grounder_1", str(own)), {"stranger": str(other)}
     with watched(done):
         done.figures = train_grpo(
-            str(done.init), *graders, dataset, steps, models, CONFIG, 8, 8, 5, "cpu", done.out, quiet
+            str(done.init),
+            *graders,
+            dataset,
+            steps,
+            models,
+            CONFIG,
+            8,
+            8,
+            5,
+            "cpu",
+            done.out,
+            quiet,
+            scratch=beside(done.out),
         )
     return done
 
@@ -254,7 +266,9 @@ def test_the_same_seed_trains_the_same_planner(
         out = tmp_path / name
         own = ("grounder_1", str(trained("grounder", 0)))
         others = {"stranger": str(random_checkpoint(3))}
-        train_grpo(str(run.init), own, others, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet)
+        train_grpo(
+            str(run.init), own, others, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet, scratch=beside(out)
+        )
         rows = pq.read_table(out / "rollouts.parquet").to_pylist()
         for row in rows:
             row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
@@ -293,7 +307,9 @@ def test_a_policy_that_wants_vision_tokens_and_groups_without_spread(
     config = CONFIG.model_copy(update={"max_steps": 1, "ensemble": False})
     graders = ("grounder_1", str(trained("grounder", 0))), {"absent": "no/such/checkpoint"}
     with watched(run):
-        run.figures = train_grpo(str(init), *graders, dataset, steps, models, config, 8, 8, 5, "cpu", run.out, quiet)
+        run.figures = train_grpo(
+            str(init), *graders, dataset, steps, models, config, 8, 8, 5, "cpu", run.out, quiet, scratch=beside(run.out)
+        )
     assert not any(token in row["text"] for row in run.rows for token in VISION_TOKENS)
     completions = run.trainer._buffered_inputs
     unwanted = torch.tensor(vision_token_ids(run.trainer.processing_class.tokenizer))
@@ -333,7 +349,22 @@ def test_too_few_prompts_for_one_step_are_an_error_and_not_an_untrained_planner(
 ) -> None:
     own = ("grounder_1", str(trained("grounder", 0)))
     with pytest.raises(NothingToTrainOn, match=r"covers 2 steps.*lower grpo.prompts_per_step \(3\)"):
-        train_grpo(str(run.init), own, {}, dataset.slice(0, 2), steps, models, CONFIG, 8, 8, 5, "cpu", tmp_path, quiet)
+        train_grpo(
+            str(run.init),
+            own,
+            {},
+            dataset.slice(0, 2),
+            steps,
+            models,
+            CONFIG,
+            8,
+            8,
+            5,
+            "cpu",
+            tmp_path,
+            quiet,
+            scratch=beside(tmp_path),
+        )
 
 
 # the reward alone

@@ -1,0 +1,140 @@
+"""Checkpoints of a training run: saved now and then and on a signal, and found again by the run that continues.
+
+A re-run with the same inputs and settings continues from the last whole checkpoint: same step, learning rate, order of the
+data, random numbers, optimizer. On a CPU it ends with the same bytes as a run that was never killed. GRPO keeps what it
+generated for an optimizer step in memory, so it can be left only between two of them, which is where checkpoints are made.
+
+Weights are safetensors. The states of optimizer, scheduler and random generators are what transformers writes with torch;
+it reads them back with `weights_only`, and only from the scratch folder of this job. (DeepSpeed reads its own states without:
+whoever can write to the store can run code in a job that continues with ZeRO.)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from coepg_dagster.inference.transformers_engine import load_checkpoint
+from coepg_dagster.progress import Ended
+
+WHOLE: Final = "whole.json"
+KEPT: Final = 2
+"""Checkpoints that stay: one could be lost with the machine while the newest is being written."""
+
+
+class Checkpoints(TrainerCallback):  # type: ignore[misc]
+    """Saves a trainer's state under `folder` every `every` steps (0: never), and when SIGINT or SIGTERM came.
+
+    A checkpoint counts once it holds `whole.json`, written after every process has written its part.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self._every = folder, every
+        self._signal: int | None = None
+        self._stopped_by: str | None = None
+
+    def last(self) -> Path | None:
+        """The newest whole checkpoint of as many processes as run now; what is not whole is removed."""
+        processes = PartialState()
+        found: dict[int, Path] = {}
+        for folder in self.folder.glob("checkpoint-*"):
+            if (folder / WHOLE).exists():
+                about = json.loads((folder / WHOLE).read_text())
+                if about["processes"] == processes.num_processes:
+                    found[about["step"]] = folder
+        processes.wait_for_everyone()
+        if processes.is_main_process:
+            for folder in set(self.folder.glob("checkpoint-*")) - set(found.values()):
+                shutil.rmtree(folder)
+        processes.wait_for_everyone()
+        return found[max(found)] if found else None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        done = state.global_step >= state.max_steps
+        if self._every and state.global_step % self._every == 0 and not done:
+            control.should_save = True
+        number = _largest(self._signal or 0, args.device)  # all processes stop at the same step, or none
+        if number and not done:
+            self._stopped_by = signal.Signals(number).name
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        processes = PartialState()
+        processes.wait_for_everyone()
+        if processes.is_main_process:
+            folder = self.folder / f"checkpoint-{state.global_step}"
+            partial = folder / f"{WHOLE}.partial"
+            partial.write_text(json.dumps({"step": state.global_step, "processes": processes.num_processes}))
+            partial.rename(folder / WHOLE)
+
+    def train(self, trainer: Any) -> None:
+        """Trains to the end, from the last checkpoint if there is one. Raises Ended where a signal came first."""
+        last = self.last()
+        if last is not None:
+            print(f"continues from {last.name}", flush=True)
+        with self._listening():
+            trainer.train(resume_from_checkpoint=last and str(last))
+        if self._stopped_by is not None:
+            raise Ended(
+                f"{self._stopped_by} came: saved at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+                "Run the same step again to continue from there"
+            )
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Within it SIGINT and SIGTERM are remembered until the step is done; a second signal changes nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+
+        before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Continues:
+    """Mixed into a trainer: weights of a checkpoint are loaded by their names in the file, or not at all.
+
+    transformers saves a Qwen2.5-VL under other names than the model has in memory; its Trainer, continuing, does not find
+    them, warns, and goes on with the weights that training started from.
+    """
+
+    model: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if hasattr(self.model, "peft_config") or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        stored, _ = load_checkpoint(resume_from_checkpoint, "float32", "cpu")
+        self.model.load_state_dict(stored.state_dict())
+
+
+def _largest(number: int, device: torch.device) -> int:
+    """The largest of the processes' numbers."""
+    if PartialState().num_processes == 1:
+        return number
+    shared = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+    return int(shared)

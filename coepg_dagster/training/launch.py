@@ -1,0 +1,113 @@
+"""How training is spread over the processes of one machine: `accelerate launch` with DDP, DeepSpeed ZeRO or FSDP.
+
+The job is the same in every process; what differs is an environment. The process that starts `accelerate launch` is the
+worker that Dagster started: it passes signals on, since they reach its whole process group, and its exit code is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
+from pydantic import Field
+
+from coepg_dagster.experiment import Strict
+from coepg_dagster.progress import Ended
+
+Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
+
+
+class Placement(Strict):
+    """Where a training job runs and how often it saves: nothing of what it learns."""
+
+    processes: int = Field(1, ge=1, description="one per GPU")
+    strategy: Strategy = "ddp"
+    save_every: int = Field(0, ge=0, description="optimizer steps between two checkpoints; 0: only on a signal")
+
+    @property
+    def spread(self) -> bool:
+        """Whether `accelerate launch` starts the processes; DeepSpeed and FSDP need it for one too."""
+        return self.processes > 1 or self.strategy != "ddp"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no process holds the whole model."""
+        return self.strategy in ("zero3", "fsdp")
+
+
+ALONE: Final = Placement()
+"""One process, no checkpoints."""
+
+
+def is_rank() -> bool:
+    """Whether this process was started by `accelerate launch`."""
+    return "RANK" in os.environ
+
+
+def is_main() -> bool:
+    """Whether this process writes what there is only once: results, tables, logs."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def accumulation(rows: int, micro: int, what: str) -> int:
+    """How many passes of `micro` rows in each process make an optimizer step of `rows` rows over all processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if rows % (micro * processes):
+        raise Ended(
+            f"{what}: {rows} rows per optimizer step cannot be shared by {processes} processes with micro_batch_size "
+            f"{micro}: lower micro_batch_size, or change `training_processes`, so that their product divides {rows}"
+        )
+    return rows // (micro * processes)
+
+
+def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
+    """The configuration file of `accelerate launch`."""
+    kinds = {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp": "FSDP"}
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kinds[placement.strategy],
+        "num_machines": 1,
+        "num_processes": placement.processes,
+        "machine_rank": 0,
+        "main_process_port": 0,  # any free one, on this machine only
+        "mixed_precision": "bf16" if on_gpu else "no",
+        "debug": False,
+    }
+    if placement.strategy in ("zero2", "zero3"):
+        stage = int(placement.strategy[-1])
+        config["deepspeed_config"] = {
+            "zero_stage": stage,
+            "gradient_accumulation_steps": "auto",
+            "offload_optimizer_device": "none",
+            "offload_param_device": "none",
+            "zero3_init_flag": False,
+            **({"zero3_save_16bit_model": True} if stage == 3 else {}),
+        }
+    if placement.strategy == "fsdp":
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+        }
+    return config
+
+
+def launch(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
+    """Runs `module` in the processes of `placement`; the exit code of `accelerate launch`."""
+    config = scratch / "accelerate.yaml"
+    config.write_text(yaml.safe_dump(accelerate_config(placement, on_gpu=on_gpu)))
+
+    def wait_on(number: int, frame: Any) -> None:
+        """The signal reached `accelerate launch` too, which hands it to the ranks and waits for them."""
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, wait_on)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "-m", module]
+    return subprocess.Popen([*command, *arguments]).wait()

@@ -1,0 +1,218 @@
+"""Killed and continued: a run that is killed, and run again, ends with the bytes of a run that was never killed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coepg_dagster import workers
+from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
+from coepg_dagster.progress import Ended
+from coepg_dagster.training.checkpoints import Checkpoints
+from coepg_dagster.training.launch import Placement
+from coepg_dagster.workers import CandidatesWork, GrpoWork, SftWork, Work, write_steps
+
+
+def end_at(when: str, number: signal.Signals) -> None:
+    """From now on this process is ended by `number` at a place such as `step 3`, `save 2` or `chunk 2`."""
+
+    def here(place: str) -> None:
+        if place == when:
+            os.kill(os.getpid(), number)
+
+    save, write, made = Checkpoints.on_save, workers.write_table, itertools.count(1)
+
+    def at_step(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        here(f"step {state.global_step}")
+
+    def at_save(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        here(f"save {state.global_step}")
+        save(self, args, state, control)
+
+    def at_chunk(table: pa.Table, path: Path) -> None:
+        path.with_suffix(".partial").write_bytes(b"half")
+        here(f"chunk {next(made)}")
+        write(table, path)
+
+    Checkpoints.on_step_begin = at_step  # type: ignore[method-assign]
+    Checkpoints.on_save = at_save  # type: ignore[method-assign]
+    workers.write_table = at_chunk
+    workers.CHUNK = 2
+
+
+@pytest.fixture
+def common(tmp_path: Path, steps: pa.Table, dataset: pa.Table, models: Models) -> dict[str, Any]:
+    write_steps(steps, tmp_path / "steps.arrow", ["train"])
+    pq.write_table(dataset, tmp_path / "dataset.parquet")
+    return {
+        "steps": tmp_path / "steps.arrow",
+        "dataset": tmp_path / "dataset.parquet",
+        "models": models,
+        "device": "cpu",
+        "batch_size": 8,
+        "seed": 3,
+        "train_split": "train",
+    }
+
+
+def run(work: Work, when: str = "never", number: signal.Signals = signal.SIGKILL) -> tuple[int, str]:
+    """Runs a job in a process of its own, with the `out` and scratch folders of the job before: (exit code, its output).
+
+    The process is forked, so that it need not import torch.
+    """
+    work.out.mkdir(parents=True, exist_ok=True)
+    work.scratch.mkdir(parents=True, exist_ok=True)
+    log = work.scratch / "log"
+
+    def child() -> None:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        end_at(when, number)
+        seen: list[int] = []
+        try:
+            work.run(lambda done, of, figures: seen.append(done))
+        except Ended as why:
+            os.write(1, str(why).encode())
+            os._exit(1)
+        os.write(1, f"first report {seen[0]}".encode())
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode, log.read_text()
+
+
+def hashes(folder: Path, *names: str) -> list[str]:
+    return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """What a training logged, less what is measured with a clock."""
+    keys = ("step", "loss", "learning_rate", "grad_norm", "reward", "kl", "epoch")
+    lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in keys if key in line} for line in lines if "loss" in line]
+
+
+def rollouts(folder: Path) -> list[dict[str, Any]]:
+    """Every rollout, less what is measured with a clock."""
+    rows: list[dict[str, Any]] = pq.read_table(folder / "rollouts.parquet").to_pylist()
+    return [row | {"graders": [grader | {"seconds": None} for grader in row["graders"]]} for row in rows]
+
+
+def compare(make: Callable[[str], Work], ends: list[tuple[str, signal.Signals]], *names: str) -> list[str]:
+    """Runs a job once to its end, and once more ended by each of `ends`; the files must be equal. What was printed."""
+    whole, killed = make("whole"), make("killed")
+    code, said = run(whole)
+    assert code == 0, said[-3000:]
+    printed = []
+    for when, number in [*ends, ("never", signal.SIGKILL)]:
+        code, said = run(killed, when, number)
+        assert code == (0 if when == "never" else 1 if number == signal.SIGTERM else -number), (when, said[-3000:])
+        printed.append(said)
+    assert hashes(whole.out, *names) == hashes(killed.out, *names)
+    return printed
+
+
+def test_sft_is_continued_also_in_a_second_epoch(
+    common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Three epochs of two steps. Killed in a step, in a checkpoint that is not whole yet, and told to leave."""
+
+    def make(name: str) -> Work:
+        return SftWork(
+            **common,
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            role="planner",
+            init=str(random_checkpoint(2)),
+            config=Sft(epochs=3, batch_size=3, micro_batch_size=3, learning_rate=1e-3),
+            placement=Placement(save_every=2 if name == "whole" else 1),
+        )
+
+    at = random.Random(time.time_ns()).choice([2, 3])
+    ends = [(f"step {at}", signal.SIGKILL), ("save 4", signal.SIGKILL), ("step 4", signal.SIGTERM)]
+    printed = compare(make, ends, "model.safetensors")
+    assert f"continues from checkpoint-{at}" in printed[1]
+    assert "continues from checkpoint-3" in printed[2], "checkpoint 4 was not whole"
+    assert "SIGTERM came: saved at step 5 of 6. Run the same step again" in printed[2]
+    assert "continues from checkpoint-5" in printed[3]
+    log = logged(tmp_path / "killed" / "out")
+    assert log == logged(tmp_path / "whole" / "out")
+    assert [line["step"] for line in log] == [1, 2, 3, 4, 5, 6]
+    kept = sorted(path.name for path in (tmp_path / "killed" / "scratch" / "trainer").glob("checkpoint-*"))
+    assert kept == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_grpo_is_continued_with_every_rollout_once(
+    common: dict[str, Any],
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    tmp_path: Path,
+) -> None:
+    """Two epochs of two steps, killed after the rollouts of a step were written but before it was done."""
+
+    def make(name: str) -> Work:
+        return GrpoWork(
+            **common,
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            init=str(trained("planner", 0)),
+            own_grounder=("grounder_1", str(trained("grounder", 0))),
+            verifiers={"stranger": str(random_checkpoint(3))},
+            max_point_tokens=8,
+            config=Grpo(
+                prompts_per_step=3,
+                group_size=2,
+                micro_batch_size=3,
+                max_steps=4,
+                learning_rate=1e-3,
+                max_plan_tokens=16,
+            ),
+            placement=Placement(save_every=2),
+        )
+
+    printed = compare(make, [("step 3", signal.SIGKILL)], "model.safetensors")
+    assert "continues from checkpoint-2" in printed[1]
+    whole, rows = (rollouts(tmp_path / name / "out") for name in ("whole", "killed"))
+    assert whole == rows
+    assert [row["optimizer_step"] for row in rows] == [step for step in range(4) for _ in range(6)]
+    orders = [[row["step_id"] for row in rows if row["optimizer_step"] // 2 == epoch] for epoch in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1], "each epoch has an order of its own"
+    assert logged(tmp_path / "killed" / "out") == logged(tmp_path / "whole" / "out")
+
+
+def test_a_pool_step_loses_one_chunk_at_most(
+    common: dict[str, Any], trained: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    del common["dataset"]
+
+    def make(name: str) -> Work:
+        return CandidatesWork(
+            **common,
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            members={"learnt": str(trained("planner", 0))},
+            max_steps=None,
+            config=Regeneration(plans_per_planner=2, max_plan_tokens=16),
+            processes=1,
+        )
+
+    printed = compare(make, [("chunk 2", signal.SIGKILL)], "candidates.parquet")
+    assert printed[1].endswith("first report 2"), "the first chunk was there: the first report is of the second"
