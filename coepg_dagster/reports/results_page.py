@@ -40,6 +40,7 @@ def write_page(
         "The benchmark's headroom is **made on purpose**: the base grounder knows element descriptions in one wording, the "
         "planners plan in others. What an iteration gains is mostly the grounder learning the planners' language; "
         f"`{root}_no_gap` is the control without that gap. Nothing here says what the paper's numbers would be.\n",
+        _deviation(study),
         "## What each claim came to\n\n" + _findings(found).markdown(),
         _tables(study, results, protocol),
         _figures(study, results, out),
@@ -60,10 +61,25 @@ def _findings(found: Sequence[Finding]) -> Table:
     return Table("Claims", ("claim", "here", "what was measured"), rows)
 
 
+def _last(study: Study) -> int:
+    """The last iteration that every seed of the main experiment was scored at."""
+    return study.reached((study.root, FULL)) or study.last
+
+
+def _deviation(study: Study) -> str:
+    if _last(study) == study.last:
+        return ""
+    return (
+        f"**Departure from the plan.** The plan compares at k = {study.last}. When this page was written, every seed had "
+        f"reached k = {_last(study)} only. What is planned at k = {study.last} is compared at the last iteration that both "
+        f"sides reached; each text names it. It says what happens within the first iterations, and nothing about M_{study.last}.\n"
+    )
+
+
 def _tables(study: Study, results: paper.Results, protocol: str) -> str:
-    root, last = study.root, study.last
+    root, last = study.root, _last(study)
     tables = [
-        paper.table_1(results, root, last, protocol),
+        paper.table_1(results, root, study.last, protocol),
         paper.table_3(results, root, last),
         paper.table_4(results, root, last),
     ]
@@ -83,7 +99,7 @@ def _seeds(study: Study) -> str:
 
 
 def _figures(study: Study, results: paper.Results, out: Path) -> str:
-    root, last = study.root, study.last
+    root, last = study.root, _last(study)
     sizes = {"small": root}
     if study.find(f"{root}_large"):
         sizes["large"] = f"{root}_large"
@@ -213,12 +229,26 @@ def _repeat(study: Study, missing: Sequence[str], left_out: Mapping[str, str]) -
     ]
     if missing or left_out:
         parts.append("Not there when this page was written:\n")
-        parts += [f"- `{one}`" for one in missing]
+        parts += [f"- {one}" for one in _by_experiment(missing)]
         parts += [f"- {name}: {why}" for name, why in left_out.items()]
         parts.append("")
-    stale = sorted((run.reference, run.stale[0]) for run in study.runs if run.stale)
-    if stale:
-        parts.append("Made by an earlier code or configuration (stale; `coepg reproduce` makes it again):\n")
-        parts += [f"- {reference}: {cause}" for reference, cause in stale]
+    causes = {cause.rpartition(": ")[2] for run in study.runs for cause in run.stale}
+    if causes:
+        loops = sum(bool(run.stale) for run in study.runs)
+        parts.append(
+            f"{loops} of {len(study.runs)} loops were made by an earlier code or configuration and are stale; `coepg results "
+            "EXPERIMENT` names each artifact, and the command above makes them again:\n"
+        )
+        parts += [f"- {cause}" for cause in sorted(causes)]
         parts.append("")
     return "\n".join(parts)
+
+
+def _by_experiment(commands: Sequence[str]) -> list[str]:
+    """The commands of one experiment's seeds as one line."""
+    seeds: dict[tuple[str, str], list[str]] = {}
+    for one in commands:
+        name, _, rest = one.partition("/s")
+        seed, _, options = rest.partition(" ")
+        seeds.setdefault((name, options), []).append(seed)
+    return [f"`{name}/sSEED {options}`, SEED being {', '.join(of)}" for (name, options), of in seeds.items()]

@@ -197,6 +197,16 @@ class Study:
         runs = self.find(experiment, variant)
         return sorted(seed for seed, run in runs.items() if all((k, split) in run.success for split in self.splits))
 
+    def reached(self, *sides: tuple[str, str], at_most: int | None = None) -> int | None:
+        """The last iteration that all seeds of all sides (experiment, variant) were scored at, or as many as ever were."""
+        wanted = len({run.seed for run in self.runs if run.experiment == self.root})
+        best: tuple[int, int] | None = None
+        for k in range((self.last if at_most is None else at_most) + 1):
+            common = set.intersection(*(set(self.seeds_with(*side, k)) for side in sides))
+            if common and (best is None or len(common) >= min(wanted, best[1])):
+                best = k, len(common)
+        return best[0] if best and best[0] > 0 else None
+
     def rows(self) -> list[dict[str, Any]]:
         """One row per run, iteration, split and metric; intervals are over episodes."""
         rows = []
@@ -296,44 +306,56 @@ Side = tuple[str, str, int]
 
 
 def findings(study: Study) -> list[Finding]:
-    """Every claim of docs/analysis-plan.md, in its order."""
+    """Every claim of docs/analysis-plan.md, in its order.
+
+    What is planned at k = K is compared at the last iteration that both sides reached, which the text names.
+    """
     root, last = study.root, study.last
-    full: Side = (root, FULL, last)
 
-    def against(claim: str, one: Side, other: Side, words: str, margin: float = 0.0) -> Finding:
-        return _difference(study, claim, one, other, words, margin)
+    def against(claim: str, one: tuple[str, str], other: tuple[str, str], words: str, margin: float = 0.0) -> Finding:
+        k = study.reached(one, other)
+        if k is None:
+            lacking = [(*side, last) for side in (one, other) if study.reached(side) is None]
+            return _missing(study, claim, lacking)
+        planned = "" if k == last else f"; at k = {k}, planned at k = {last}"
+        return _difference(study, claim, (*one, k), (*other, k), words + planned, margin)
 
+    full = (root, FULL)
+    control = (f"{root}_no_gap", FULL)
     found = [
-        against(f"M_{last} - M_1", full, (root, FULL, 1), "the aim is 5 points"),
-        against("M_1 - M_0", (root, FULL, 1), (root, FULL, 0), "what the first iteration adds to the base pair"),
-        against("full - no GRPO", full, (root, "no_grpo", last), "both loops over whole iterations"),
-        against("GRPO within an iteration", full, (root, "before_grpo", last), "from the same π_k and ϕ_k"),
-        against("full - single grounder", full, (root, "no_cdrem", last), "not worse, from the same π_k", NOT_WORSE_BY),
+        _difference(study, f"M_{last} - M_1", (*full, last), (*full, 1), "the aim is 5 points", 0.0),
+        _difference(study, "M_1 - M_0", (*full, 1), (*full, 0), "what the first iteration adds to the base pair", 0.0),
+        against("full - no GRPO", full, (root, "no_grpo"), "both loops over whole iterations"),
+        against("GRPO within an iteration", full, (root, "before_grpo"), "from the same π_k and ϕ_k"),
+        against("full - single grounder", full, (root, "no_cdrem"), "not worse, from the same π_k", NOT_WORSE_BY),
         _steadier(study),
-        against("full - uniform", full, (root, "uniform", last), "from the same π_k"),
-        against("full - prior only", full, (root, "prior_only", last), "from the same π_k"),
-        against("probability - literal", full, (root, "literal", last), "from the same π_k"),
-        against("temperature - full", (root, "temperature", last), full, "τ = 0.25, from the same π_k"),
-        against("decoupled - end-to-end, with GRPO", full, (root, "end_to_end", last), "from the same D_{k-1}"),
+        against("full - uniform", full, (root, "uniform"), "from the same π_k"),
+        against("full - prior only", full, (root, "prior_only"), "from the same π_k"),
+        against("probability - literal", full, (root, "literal"), "from the same π_k"),
+        against("temperature - full", (root, "temperature"), full, "τ = 0.25, from the same π_k"),
+        against("decoupled - end-to-end, with GRPO", full, (root, "end_to_end"), "from the same D_{k-1}"),
         against(
             "decoupled - end-to-end, without GRPO",
-            (root, "before_grpo", last),
-            (root, "end_to_end_sft", last),
+            (root, "before_grpo"),
+            (root, "end_to_end_sft"),
             "from the same D_{k-1}",
         ),
         *(_rise(study, measure) for measure in ("purity", "purity_frozen", "diversity")),
-        against("all labels - a quarter", full, (f"{root}_labels_25", FULL, last), "the loop with fewer labels"),
-        against("all labels - half", full, (f"{root}_labels_50", FULL, last), "the loop with fewer labels"),
-        against("larger - smaller", (f"{root}_large", FULL, last), full, "a base pair of about five times the size"),
-        against(
-            "gain without the made gap",
-            (f"{root}_no_gap", FULL, last),
-            (f"{root}_no_gap", FULL, 0),
-            "the control: its base grounder knows the planners' wordings",
-        ),
-        _due_to_the_gap(study),
+        against("all labels - a quarter", full, (f"{root}_labels_25", FULL), "the loop with fewer labels"),
+        against("all labels - half", full, (f"{root}_labels_50", FULL), "the loop with fewer labels"),
+        against("larger - smaller", (f"{root}_large", FULL), full, "a base pair of about five times the size"),
+        _gain_of_the_control(study, control),
+        _due_to_the_gap(study, control),
     ]
     return found
+
+
+def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
+    claim, k = "gain without the made gap", study.reached(control)
+    if k is None:
+        return _missing(study, claim, [(*control, study.last)])
+    words = f"M_{k} - M_0 of the control, whose base grounder knows the planners' wordings"
+    return _difference(study, claim, (*control, k), (*control, 0), words, 0.0)
 
 
 def _difference(study: Study, claim: str, one: Side, other: Side, words: str, margin: float) -> Finding:
@@ -366,22 +388,25 @@ def command(experiment: str, variant: str, seed: int | None = None) -> str:
 def _rise(study: Study, measure: str) -> Finding:
     claim = f"{'frozen purity' if measure == 'purity_frozen' else measure} D_{study.last} - D_0"
     runs = study.find(study.root)
-    seeds = sorted(seed for seed, run in runs.items() if {0, study.last} <= set(run.data))
-    if not seeds:
+    made = [k for k in range(1, study.last + 1) if runs and all({0, k} <= set(run.data) for run in runs.values())]
+    if not made:
         return _missing(study, claim, [(study.root, FULL, study.last)])
-    change = study.data(study.root, study.last, seeds, measure) - study.data(study.root, 0, seeds, measure)
+    k, seeds = made[-1], sorted(runs)
+    change = study.data(study.root, k, seeds, measure) - study.data(study.root, 0, seeds, measure)
+    planned = "" if k == study.last else f"; D_{k} instead of D_{study.last}"
     words = {
         "purity": "by the verifiers of the current pool, which change",
         "purity_frozen": "by the open verifiers alone, which stay the same",
         "diversity": "different verified plans per covered step",
     }
     unit = "plans" if measure == "diversity" else "points"
-    return _judged(claim, study.draws.over_seeds(change), words[measure], unit, len(seeds))
+    return _judged(claim, study.draws.over_seeds(change), words[measure] + planned, unit, len(seeds))
 
 
 def _steadier(study: Study) -> Finding:
     """Variance over seeds of the single grounder against that of the ensemble, with the F interval of their ratio."""
-    claim, k = "steadier over seeds", study.last
+    claim = "steadier over seeds"
+    k = study.reached((study.root, FULL), (study.root, "no_cdrem")) or study.last
     sides: list[Side] = [(study.root, FULL, k), (study.root, "no_cdrem", k)]
     seeds = sorted(set(study.seeds_with(*sides[0])) & set(study.seeds_with(*sides[1])))
     if len(seeds) < 2:
@@ -398,21 +423,20 @@ def _steadier(study: Study) -> Finding:
     verdict: Verdict = "confirmed" if ci95[0] > 1 else "not testable" if wide else "not confirmed"
     text = (
         f"Standard deviation over {len(seeds)} seeds: {spread[1]:.2f} with a single grounder, {spread[0]:.2f} with the ensemble; "
-        f"ratio of variances {ratio:.2f} [{ci95[0]:.2f}, {ci95[1]:.1f}]."
+        f"ratio of variances {ratio:.2f} [{ci95[0]:.2f}, {ci95[1]:.1f}], at k = {k}."
     )
     return Finding(claim, verdict, ratio, ci95, text)
 
 
-def _due_to_the_gap(study: Study) -> Finding:
-    claim, k, control = "gain due to the made gap", study.last, f"{study.root}_no_gap"
-    sides: list[Side] = [(name, FULL, at) for name in (study.root, control) for at in (0, k)]
-    seeds = sorted(set.intersection(*(set(study.seeds_with(*side)) for side in sides)))
-    if not seeds:
-        return _missing(study, claim, [side for side in sides if not study.seeds_with(*side)])
+def _due_to_the_gap(study: Study, control: tuple[str, str]) -> Finding:
+    claim, k = "gain due to the made gap", study.reached((study.root, FULL), control)
+    if k is None:
+        return _missing(study, claim, [(*side, study.last) for side in ((study.root, FULL), control)])
+    seeds = sorted(set(study.seeds_with(study.root, FULL, k)) & set(study.seeds_with(*control, k)))
     gains = [
-        study.success(name, FULL, k, seeds) - study.success(name, FULL, 0, seeds) for name in (study.root, control)
+        study.success(name, FULL, k, seeds) - study.success(name, FULL, 0, seeds) for name in (study.root, control[0])
     ]
-    words = f"gain M_0 to M_{k} of the sandbox less that of the control"
+    words = f"gain from M_0 to M_{k} of {study.root} less that of the control"
     return _judged(claim, study.draws.over_seeds(gains[0] - gains[1]), words, "points of mean Step SR", len(seeds))
 
 

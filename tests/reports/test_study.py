@@ -138,11 +138,30 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     )
     text = page.read_text()
     for said in (
-        *missing,
+        "- `coepg evolve box/sSEED --through 3`, SEED being 1",
+        "- `coepg evolve box_uniform/sSEED --through 3`, SEED being 1",
         "box_large: models/large is not there",
         "made on purpose",
         "`coepg evolve box/sSEED --through K`",
     ):
         assert said in text
-    assert "- box/s1: code or configuration changed (1 → 2)" in text
+    assert "1 of 1 loops" in text and "- code or configuration changed (1 → 2)" in text
     assert (tmp_path / "images" / "results" / "figure-7.png").stat().st_size > 1000
+
+
+def test_what_was_not_reached_is_compared_at_the_last_common_iteration_and_says_so(tmp_path: Path) -> None:
+    early = [run(FULL, seed, {0: 0.2, 1: 0.6}) for seed in (1, 2)]
+    no_grpo = [run("no_grpo", seed, {0: 0.2, 1: 0.3, 2: 0.4}) for seed in (1, 2)]
+    one = study(*early, *no_grpo)
+    assert (one.reached(("box", FULL)), one.reached(("box", "no_grpo")), one.reached(("box", "uniform"))) == (
+        1,
+        2,
+        None,
+    )
+    claims = found(one)
+    assert (
+        "at k = 1, planned at k = 3" in claims["full - no GRPO"].text
+        and claims["full - no GRPO"].verdict == "confirmed"
+    )
+    assert claims["M_3 - M_1"].verdict == "not testable"
+    assert "Departure from the plan" in write_page(one, findings(one), [], {}, "miniwob/point", tmp_path).read_text()
