@@ -1,0 +1,63 @@
+"""The page server: what it serves, to whom, and where the metadata of artifacts lead."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+
+import dagster as dg
+from coepg_dagster.assets.pages import page_server
+
+from coepg_dagster.provenance import Ref
+from tests.assets.conftest import InProcess
+
+
+def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
+    assert light.run(None).success and light.run(0).success
+    result = light.defs.resolve_implicit_global_asset_job_def().execute_in_process(
+        instance=light.instance, asset_selection=[light.loop.key("evolution_report")]
+    )
+    assert result.success
+    server = page_server(light.project, light.instance, 0, "http://127.0.0.1:3000")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_address[1]
+
+    def ask(path: str, host: str = f"127.0.0.1:{port}") -> tuple[int, str, http.client.HTTPMessage]:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", path, headers={"Host": host})
+        answer = connection.getresponse()
+        found = answer.status, answer.read().decode(), answer.headers
+        connection.close()
+        return found
+
+    try:
+        for path, text in (
+            ("/", "light/s2"),
+            ("/light/s1", "Iteration 0"),
+            ("/light/s1/lineage.html", "Lineage of light/s1"),
+            ("/light/s1/evolution.html", "40.0 [35.0, 60.0]"),
+            ("/light/s1/grounder-0.html", "Nothing was trained"),
+        ):
+            status, body, headers = ask(path)
+            assert status == 200 and text in body, path
+            assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert ask("/light/s1/", "example.com")[0] == 403
+        for path, why in (
+            ("/light/s1/audit-0.html", "cannot be read"),  # the light loop has no tables
+            ("/light/s1/audit-9.html", "no page audit-9.html yet"),
+            ("/light/s1/../../../dagster.yaml", "there is no"),
+            ("/light/s1/.made/lineage.html", "no page"),
+            ("/light/s1/trace.html", "a trace is asked for as"),
+            ("/light/s9/index.html", "no such seed"),
+        ):
+            status, body, _ = ask(path)
+            assert status == 404 and why in body, (path, body)
+    finally:
+        server.shutdown()
+        server.server_close()
+    for asset, page in (("dataset", "audit-0.html"), ("planner", "planner-0.html"), ("evaluation", "evolution.html")):
+        found = light.instance.fetch_materializations(light.loop.key(asset), limit=1).records[0]  # type: ignore[arg-type]
+        assert found.asset_materialization is not None
+        link = found.asset_materialization.metadata["page"]
+        assert isinstance(link, dg.UrlMetadataValue) and str(link.value).endswith(f"/light/s1/{page}")
+    assert light.loop.record(light.instance, Ref("evolution_report")) is not None
