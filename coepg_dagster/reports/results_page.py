@@ -70,9 +70,9 @@ def _deviation(study: Study) -> str:
     if _last(study) == study.last:
         return ""
     return (
-        f"**Departure from the plan.** The plan compares at k = {study.last}. When this page was written, every seed had "
-        f"reached k = {_last(study)} only. What is planned at k = {study.last} is compared at the last iteration that both "
-        f"sides reached; each text names it. It says what happens within the first iterations, and nothing about M_{study.last}.\n"
+        f"**Departure from the plan.** The plan compares at k = {study.last}. When this page was written, every seed "
+        f"had reached k = {_last(study)} only. What is planned at k = {study.last} is compared at the last iteration that both "
+        f"sides reached; each text names it. It says what happens in the first iterations, nothing about M_{study.last}.\n"
     )
 
 
