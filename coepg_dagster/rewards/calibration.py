@@ -100,7 +100,8 @@ def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
     share, scale = hits / n, 1 + z * z / n
     centre = (share + z * z / (2 * n)) / scale
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # the share lies within it, also where both are 0 or 1 and the last bit differs
+    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
 
 
 def of_verdicts(verdicts: pa.Table) -> dict[str, Calibration]:

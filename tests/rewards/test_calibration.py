@@ -69,6 +69,10 @@ def test_a_calibrated_grounder_has_no_ece_and_one_that_knows_separates() -> None
 def test_wilson_of_a_share() -> None:
     assert wilson(8, 10) == pytest.approx((0.490, 0.943), abs=1e-3)
     assert wilson(0, 3)[0] == 0 and wilson(3, 3)[1] == 1
+    for n in range(1, 60):
+        for hits in range(n + 1):
+            low, high = wilson(hits, n)
+            assert 0 <= low <= hits / n <= high <= 1  # to the last bit: a figure's bars must not be negative
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""The starting, watching and stopping of a server, with small servers in the place of vLLM's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coepg_dagster.inference import vllm_server
+from coepg_dagster.inference.vllm_server import ServerFailed, free_port, started, visible
+from tests.deployment import alive
+from tests.project import REPOSITORY
+
+SERVER = """
+import http.server, os, subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(600)"])
+Path(sys.argv[2]).write_text(f"{{os.getpid()}} {{child.pid}}")
+print("loading", flush=True)
+{before}
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.time() > born + {slow} else 503); self.end_headers()
+    def log_message(self, *_): pass
+born = time.time()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+def command(port: int, pids: Path, before: str = "", slow: float = 0) -> list[str]:
+    return [sys.executable, "-c", SERVER.format(before=before, slow=slow), str(port), str(pids)]
+
+
+def gone(pids: Path) -> bool:
+    """Whether neither the server nor its child lives, after some time to go."""
+    end = time.monotonic() + 5
+    while any(alive(int(pid)) for pid in pids.read_text().split()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_slow_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> None:
+    port, pids = free_port(), tmp_path / "pids"
+    with started(command(port, pids, slow=0.5), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30) as server:
+        assert server.obituary() == ""
+        assert all(alive(int(pid)) for pid in pids.read_text().split())
+    assert gone(pids)
+
+
+def test_a_server_that_dies_at_its_start_leaves_the_end_of_its_log(tmp_path: Path) -> None:
+    port, pids = free_port(), tmp_path / "pids"
+    dies = "sys.exit('CUDA out of memory: all of it')"
+    with (
+        pytest.raises(ServerFailed, match=r"(?s)ended with code 1.*log.*loading.*CUDA out of memory: all of it"),
+        started(command(port, pids, dies), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30),
+    ):
+        pass
+    assert gone(pids)
+
+
+def test_a_server_that_never_answers_is_given_up_at_its_deadline(tmp_path: Path) -> None:
+    port, pids = free_port(), tmp_path / "pids"
+    began = time.monotonic()
+    with (
+        pytest.raises(ServerFailed, match=r"(?s)not healthy in time: raise `start_minutes`.*loading"),
+        started(command(port, pids, "time.sleep(600)"), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 1.5),
+    ):
+        pass
+    assert time.monotonic() - began < 15
+    assert gone(pids)
+
+
+def test_what_it_said_before_it_died_is_in_what_its_requests_are_told(tmp_path: Path) -> None:
+    port, pids = free_port(), tmp_path / "pids"
+    with started(command(port, pids), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30) as server:
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        end = time.monotonic() + 5
+        while not server.obituary() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert "it ended with code 137" in server.obituary() and "loading" in server.obituary()
+    assert gone(pids)
+
+
+def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    port, pids = free_port(), tmp_path / "pids"
+    program = (
+        "import sys, time; from pathlib import Path; from coepg_dagster.inference.vllm_server import started\n"
+        f"with started({command(port, pids)!r}, 'http://127.0.0.1:{port}', {{}}, Path({str(tmp_path / 'log')!r}), 60):\n"
+        "    print('up', flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+    parent.kill()
+    parent.wait()
+    assert gone(pids)
+
+
+def test_the_settings_are_those_of_the_protocol(random_checkpoint: Callable[[int], Path]) -> None:
+    settings = vllm_server.vllm_settings(str(random_checkpoint(0)), "float32", vllm_server.Serving(memory=0.9), 3)
+    assert settings["logprobs_mode"] == "raw_logprobs" and settings["generation_config"] == "vllm"
+    assert settings["gpu_memory_utilization"] == 0.3
+    assert settings["max_model_len"] == vllm_server.longest(str(random_checkpoint(0))) < 16384
+
+
+def test_one_gpu_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (visible("cpu"), visible("cuda"), visible("cuda:1")) == ({}, {}, {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
