@@ -1,0 +1,105 @@
+"""Training in two processes through `accelerate launch`, on a CPU: the same step, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.training.launch import Placement
+from coepg_dagster.workers import SftWork, write_steps
+from tests.project import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(
+    steps: pa.Table, dataset: pa.Table, models: Models, random_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> Callable[..., tuple[subprocess.Popen[bytes], Path]]:
+    write_steps(steps, tmp_path / "steps.arrow", ["train"])
+    pq.write_table(dataset, tmp_path / "dataset.parquet")
+
+    def started(processes: int, micro: int, max_steps: int) -> tuple[subprocess.Popen[bytes], Path]:
+        folder = tmp_path / str(processes)
+        for name in ("out", "scratch"):
+            (folder / name).mkdir(parents=True)
+        common: dict[str, Any] = {"steps": tmp_path / "steps.arrow", "models": models, "device": "cpu"}
+        work = SftWork(
+            **common,
+            out=folder / "out",
+            scratch=folder / "scratch",
+            batch_size=8,
+            seed=3,
+            train_split="train",
+            dataset=tmp_path / "dataset.parquet",
+            role="planner",
+            init=str(random_checkpoint(2)),
+            config=Sft(max_steps=max_steps, batch_size=6, micro_batch_size=micro, learning_rate=1e-4),
+            placement=Placement(processes=processes),
+        )
+        (folder / "work.json").write_text(work.model_dump_json())
+        command = [sys.executable, "-m", "coepg_dagster.resources.worker", "work.json", "result.json"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command[:3], str(folder / "work.json"), str(folder / "result.json")],
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        return process, folder
+
+    return started
+
+
+def test_two_processes_make_the_step_of_one(start: Callable[..., tuple[subprocess.Popen[bytes], Path]]) -> None:
+    """The same rows, nearly the same loss and weights: Adam makes a step of any small gradient, however it was rounded."""
+    weights, logs = [], []
+    for processes, micro in ((1, 6), (2, 3)):
+        process, folder = start(processes, micro, 2)
+        assert process.wait(timeout=280) == 0, (folder / "log").read_text()[-3000:]
+        assert json.loads((folder / "result.json").read_text())["figures"]["optimizer_steps"] == 2
+        weights.append(load_file(folder / "out" / "model.safetensors"))
+        logs.append([json.loads(line) for line in (folder / "out" / "training_log.jsonl").read_text().splitlines()[:2]])
+    for alone, shared in zip(*logs, strict=True):
+        assert alone["num_tokens"] == shared["num_tokens"]
+        assert alone["loss"] == pytest.approx(shared["loss"], rel=1e-3)
+        assert alone["grad_norm"] == pytest.approx(shared["grad_norm"], rel=1e-2)
+    one, two = weights
+    assert one.keys() == two.keys()
+    apart = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
+    assert apart.max() < 2.1e-4 and apart.mean() < 2e-6
+
+
+def test_no_rank_outlives_the_worker(start: Callable[..., tuple[subprocess.Popen[bytes], Path]]) -> None:
+    process, folder = start(2, 3, 100_000)
+    family: list[psutil.Process] = []
+    for _ in range(600):
+        family = psutil.Process(process.pid).children(recursive=True)
+        if len(family) >= 3:  # accelerate launch and two ranks
+            break
+        time.sleep(0.2)
+    assert len(family) >= 3, (folder / "log").read_text()[-3000:]
+    time.sleep(5)  # the ranks have noted their parent
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    for left in alive:
+        left.kill()
+    assert not alive
