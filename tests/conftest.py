@@ -25,13 +25,15 @@ settings.register_profile("coepg", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("coepg")
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With several processes, one of them has the deployment, and files stay whole."""
+    shared = "deployment" if "deployment" in getattr(item, "fixturenames", ()) else item.location[0]
+    item.add_marker(pytest.mark.xdist_group(shared))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests start first; with several processes, one of them has the deployment, and files stay whole."""
+    """Long tests start first."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    for item in items:
-        shared = "deployment" if "deployment" in getattr(item, "fixturenames", ()) else item.location[0]
-        item.add_marker(pytest.mark.xdist_group(shared))
 
 
 WIDTH, HEIGHT = 84, 112
