@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(trained: Callable[[str, int], Path]) -> Path:
-    return trained("grounder", 0)
+def checkpoint() -> Path:
+    return REPOSITORY / "models" / "base-grounder"
 
 
 @pytest.fixture(scope="module")
