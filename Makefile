@@ -21,7 +21,7 @@ ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
 	$(VENV)/bin/coepg ui
 
 test: lint
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: setup  ## mypy sees assets/ and resources/ where they are imported from, through links
 	$(VENV)/bin/ruff check .

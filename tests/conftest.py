@@ -25,10 +25,20 @@ settings.register_profile("coepg", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("coepg")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With several processes, one of them has the deployment, and files stay whole."""
-    shared = "deployment" if "deployment" in getattr(item, "fixturenames", ()) else item.location[0]
-    item.add_marker(pytest.mark.xdist_group(shared))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes files stay whole, and one process has the deployment."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    deployed = {
+        file for file in Path(__file__).parent.rglob("test_*.py") if "deployment: Deployment" in file.read_text()
+    }
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "deployment" if config.rootpath / file in deployed else file
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
