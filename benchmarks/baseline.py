@@ -76,6 +76,18 @@ def write(
     return file
 
 
+def write_scaling(name: str, one: float, together: float, many: int, **more: Any) -> Path:
+    """The baseline of a throughput `together` of `many` devices, against `many` times that of `one`; `more`: as `write`."""
+    return write(
+        name,
+        command=command_line(),
+        value=round(together, 3),
+        against=round(many * one, 3),
+        ratio=round(together / (many * one), 4),
+        **more,
+    )
+
+
 class Log:
     """Prints lines and keeps them in NAME.log beside the baseline."""
 

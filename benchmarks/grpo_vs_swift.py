@@ -23,7 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from benchmarks import baseline, tiny
-from benchmarks.grpo_vs_trl import CONFIG, PLANNER, SEED, ours
+from benchmarks.grpo_vs_trl import CONFIG, SEED, conclude, ours
 from coepg_dagster.inference.agents import tasks_of
 
 NAME = "grpo_vs_swift"
@@ -52,7 +52,7 @@ def swift(python: Path, steps: pa.Table, log: baseline.Log) -> list[dict[str, fl
     folder = Path(tempfile.mkdtemp(prefix="coepg-bench-"))
     settings = {
         "rlhf_type": "grpo",
-        "model": PLANNER,
+        "model": tiny.PLANNER,
         "model_type": "qwen2_5_vl",
         "template": "qwen2_5_vl",
         "system": "",
@@ -134,23 +134,8 @@ def main() -> None:
         rates["ms-swift"].append((len(slow) - 1) / (slow[-1]["time"] - slow[0]["time"]))
         log(json.dumps({"repetition": repetition} | {name: round(r[-1], 4) for name, r in rates.items()}))
         log(f"  mean rewards: ours {fast.rewards}, ms-swift {[step['reward'] for step in slow]}")
-    value, against = (baseline.median(rates[name]) for name in rates)
-    log(f"{value:.3f} against {against:.3f} optimizer steps/s: {value / against:.1f} times")
-    baseline.write(
-        NAME,
-        command=baseline.command_line(),
-        value=value,
-        unit="optimizer steps/s",
-        against=against,
-        ratio=value / against,
-        repetitions={"steps/s": rates},
-        device=baseline.cpu_name(),
-        against_what="MS-SWIFT's GRPO with the same reward, one call of transformers' generate per completion and grounder",
-        versions_of_swift=theirs,
-        threads=1,
-        rollouts_per_step=CONFIG.prompts_per_step * CONFIG.group_size,
-        grounders=list(tiny.GROUNDERS),
-    )
+    against = "MS-SWIFT's GRPO with the same reward, one call of transformers' generate per completion and grounder"
+    conclude(NAME, log, rates, against, versions_of_swift=theirs)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.training.common import load_for_training
 from coepg_dagster.training.examples import grpo_prompts
-from coepg_dagster.training.grpo import train_grpo
 
 NAME = "grpo_vs_trl"
 REPETITIONS, SEED = 3, 11
@@ -40,7 +40,6 @@ CONFIG = Grpo(
     kl_beta=0.04,
     max_plan_tokens=tiny.MAX_PLAN_TOKENS,
 )
-PLANNER = str(tiny.MODELS / "base-planner")
 
 
 class Clock:
@@ -70,27 +69,7 @@ class Ticks(TrainerCallback):  # type: ignore[misc]
 
 def ours(steps: pa.Table) -> Clock:
     clock = Clock()
-    names = list(tiny.GROUNDERS)
-    out = Path(tempfile.mkdtemp(prefix="coepg-bench-"))
-    try:
-        train_grpo(
-            PLANNER,
-            (names[0], str(tiny.GROUNDERS[names[0]])),
-            {name: str(tiny.GROUNDERS[name]) for name in names[1:]},
-            steps.select(["step_id"]),
-            steps,
-            tiny.settings(),
-            CONFIG,
-            tiny.MAX_POINT_TOKENS,
-            64,
-            SEED,
-            "cpu",
-            out,
-            clock,
-            scratch=out / "scratch",
-        )
-    finally:
-        shutil.rmtree(out)
+    tiny.train(CONFIG, steps, SEED, clock)
     return clock
 
 
@@ -98,7 +77,7 @@ def plain(steps: pa.Table) -> Clock:
     """TRL alone. Vision tokens are kept out of its completions, since it breaks on them."""
     clock = Clock()
     set_seed(SEED)
-    model, processor = load_for_training(PLANNER, "cpu", freeze_vision=CONFIG.freeze_vision)
+    model, processor = load_for_training(tiny.PLANNER, "cpu", freeze_vision=CONFIG.freeze_vision)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
     prompts = grpo_prompts(steps.select(["step_id"]), steps, screens, "compact")
     grounders = {name: PlainGrounder(path, tiny.MAX_POINT_TOKENS) for name, path in tiny.GROUNDERS.items()}
@@ -149,6 +128,29 @@ def plain(steps: pa.Table) -> Clock:
     return clock
 
 
+def conclude(
+    name: str, log: baseline.Log, rates: Mapping[str, Sequence[float]], against_what: str, **more: Any
+) -> None:
+    """Writes the baseline of optimizer steps per second: the medians of ours, first in `rates`, and of the other."""
+    value, against = (baseline.median(values) for values in rates.values())
+    log(f"{value:.3f} against {against:.3f} optimizer steps/s: {value / against:.1f} times")
+    baseline.write(
+        name,
+        command=baseline.command_line(),
+        value=value,
+        unit="optimizer steps/s",
+        against=against,
+        ratio=value / against,
+        repetitions={"steps/s": rates},
+        device=baseline.cpu_name(),
+        against_what=against_what,
+        threads=1,
+        rollouts_per_step=CONFIG.prompts_per_step * CONFIG.group_size,
+        grounders=list(tiny.GROUNDERS),
+        **more,
+    )
+
+
 def main() -> None:
     tiny.one_thread()
     log = baseline.Log(NAME)
@@ -163,22 +165,7 @@ def main() -> None:
         rates["plain TRL"].append(slow.steps_per_second)
         log(json.dumps({"repetition": repetition} | {name: round(r[-1], 4) for name, r in rates.items()}))
         log(f"  mean rewards: ours {fast.rewards}, plain {slow.rewards}")
-    value, against = (baseline.median(rates[name]) for name in rates)
-    log(f"{value:.3f} against {against:.3f} optimizer steps/s: {value / against:.1f} times")
-    baseline.write(
-        NAME,
-        command=baseline.command_line(),
-        value=value,
-        unit="optimizer steps/s",
-        against=against,
-        ratio=value / against,
-        repetitions={"steps/s": rates},
-        device=baseline.cpu_name(),
-        against_what="TRL's GRPOTrainer with one call of transformers' generate per completion and grounder",
-        threads=1,
-        rollouts_per_step=CONFIG.prompts_per_step * CONFIG.group_size,
-        grounders=list(tiny.GROUNDERS),
-    )
+    conclude(NAME, log, rates, "TRL's GRPOTrainer with one call of transformers' generate per completion and grounder")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import numpy as np
 
 from benchmarks import baseline, tiny
 from coepg_dagster.experiment import Grpo
-from coepg_dagster.training.grpo import train_grpo
 
 NAME = "memory_slope"
 STEPS, WARM_UP, BLOCK, SEED = 200, 40, 16, 11
@@ -71,27 +68,7 @@ def main() -> None:
         if "reward" in figures:
             readings.append(resident())
 
-    names = list(tiny.GROUNDERS)
-    out = Path(tempfile.mkdtemp(prefix="coepg-bench-"))
-    try:
-        train_grpo(
-            str(tiny.MODELS / "base-planner"),
-            (names[0], str(tiny.GROUNDERS[names[0]])),
-            {name: str(tiny.GROUNDERS[name]) for name in names[1:]},
-            steps.select(["step_id"]),
-            steps,
-            tiny.settings(),
-            CONFIG,
-            tiny.MAX_POINT_TOKENS,
-            64,
-            SEED,
-            "cpu",
-            out,
-            read,
-            scratch=out / "scratch",
-        )
-    finally:
-        shutil.rmtree(out)
+    tiny.train(CONFIG, steps, SEED, read)
     for step in range(0, STEPS, 20):
         log(f"step {step + 1}: {readings[step]:.1f} MB")
     kept = np.array(readings[WARM_UP:])

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import sized
-from benchmarks.baseline import Log, command_line, write
+from benchmarks.baseline import Log, command_line, write, write_scaling
 from coepg_dagster import workers
 
 NAME: Final = "pool_scaling_4gpu"
@@ -155,13 +155,12 @@ def main() -> None:
     if options.quick:
         shutil.rmtree(options.checkpoint)
         return
-    write(
+    write_scaling(
         NAME,
-        command=command_line(),
-        value=round(together, 3),
+        one,
+        together,
+        many,
         unit="candidates/s",
-        against=round(many * one, 3),
-        ratio=round(together / (many * one), 4),
         repetitions={str(processes): figures["chunk_seconds"] for processes, figures in found.items()},
         log=say.path,
         what=f"Candidates per second on {many} GPUs against {many} times those on one, after each process's first chunk.",

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.baseline import Log, command_line, write
+from benchmarks.baseline import Log, command_line, write, write_scaling
 from benchmarks.sft_mfu import CONFIGURATIONS, best_settings, line_of, measure
 
 NAME: Final = "sft_scaling_4gpu"
@@ -72,13 +72,12 @@ def main() -> None:
     say(f"{together:.2f} rows/s on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
     if options.quick:
         return
-    write(
+    write_scaling(
         NAME,
-        command=command_line(),
-        value=round(together, 3),
+        one,
+        together,
+        many,
         unit="rows/s",
-        against=round(many * one, 3),
-        ratio=round(together / (many * one), 4),
         repetitions={str(processes): figures["step_seconds"] for processes, figures in found.items()},
         log=say.path,
         what=f"Rows per second on {many} GPUs against {many} times those on one, DDP, same rows per GPU and step.",

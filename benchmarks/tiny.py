@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models, 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -20,10 +21,12 @@ from coepg_dagster.inference.agents import Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.progress import Report
 from coepg_dagster.readers.miniwob import load_snapshot
 
 ROOT: Final = Path(__file__).parents[1]
 MODELS: Final = ROOT / "models"
+PLANNER: Final = str(MODELS / "base-planner")
 GROUNDERS: Final = {
     "base_grounder": MODELS / "base-grounder",
     "verifier_a": MODELS / "verifier-a",
@@ -64,6 +67,32 @@ def rollouts(steps: pa.Table, group_size: int, seed: int) -> tuple[list[str], li
     answers = planner.plan(tasks, sampling)
     texts = [plan.text for plans in answers for plan in plans]
     return texts, [task.step_id for task in tasks for _ in range(group_size)]
+
+
+def train(config: Grpo, steps: pa.Table, seed: int, report: Report) -> None:
+    """GRPO of the base planner with all GROUNDERS, as the sandbox runs it; what it writes is thrown away."""
+    # here, since MS-SWIFT's environment, whose TRL is another, reads this module too
+    from coepg_dagster.training.grpo import train_grpo
+
+    own, *others = GROUNDERS
+    with tempfile.TemporaryDirectory(prefix="coepg-bench-") as folder:
+        out = Path(folder)
+        train_grpo(
+            PLANNER,
+            (own, str(GROUNDERS[own])),
+            {name: str(GROUNDERS[name]) for name in others},
+            steps.select(["step_id"]),
+            steps,
+            settings(),
+            config,
+            MAX_POINT_TOKENS,
+            64,
+            seed,
+            "cpu",
+            out,
+            report,
+            scratch=out / "scratch",
+        )
 
 
 def one_thread() -> None:
