@@ -25,6 +25,7 @@ settings.register_profile("coepg", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("coepg")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes files stay whole, and one process has the deployment."""
     from xdist.scheduler import LoadScopeScheduling

@@ -124,6 +124,13 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
 
 
+@pytest.mark.parametrize("name", ["web_3b", "web_7b", "mobile_3b", "mobile_7b"])
+def test_the_papers_experiments_fit_one_box_of_eight_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    planned = CliRunner().invoke(app, ["plan", name])
+    assert planned.exit_code == 0, planned.stderr
+
+
 def test_the_source_of_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size_of("models/base-planner", ROOT).source == "config.json"
     assert size_of("Qwen/Qwen2.5-VL-7B-Instruct", ROOT).source == "built-in table"
