@@ -1,14 +1,17 @@
 """Grounder calls per second of a Qwen2.5-VL-3B-sized model in vLLM: screenshots first and grouped, against plans first.
 
-    python -m benchmarks.verifier_gpu            # one H100 or H200, 2 to 3 minutes
-    python -m benchmarks.verifier_gpu --quick    # a tiny model on the CPU, to see that it runs; writes nothing
+    python -m benchmarks.verifier_gpu              # one H100 or H200, 2 to 4 minutes, most of them vLLM's start
+    python -m benchmarks.verifier_gpu --compiled   # language model and vision tower compiled: a minute or two more
+    python -m benchmarks.verifier_gpu --quick      # a tiny model on the CPU, to see that it runs; writes nothing
+
+The baseline is written anew after each repetition, so that a run that is cut short leaves what it has.
 
 Each screenshot (1288 × 728) is asked about for 8 plans, 12 tokens each, as GRPO and the verifier pool do. Both ways run in
 one engine, with the same flags, number of requests in flight and prefix caching, in turns:
 
 - ours: image before plan, the plans of a screenshot one after another, and the screenshot named by a hash that is computed
-  once, so that it is preprocessed once, ahead of the GPU's work (the first pass below, whose time is given), and prefilled
-  once;
+  once, so that it is preprocessed once, ahead of the GPU's work (the first pass below, whose time is given: images per
+  second of one front end), and prefilled once;
 - against: plan before image, requests in any order, images handed over as they are. vLLM's own cache still spares it
   preprocessing an image twice.
 
@@ -25,6 +28,7 @@ Needs vLLM, torch and what these need; nothing of coepg_dagster. Weights are dum
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import hashlib
 import json
@@ -137,17 +141,20 @@ TINY = Shape(128, 2, 4, 2, 256, 1400, 64, 2, 128, (1,))
 class Bench:
     """One engine, one workload, and its two orders."""
 
-    def __init__(self, shape: Shape, work: Workload, quick: bool, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, shape: Shape, work: Workload, *, quick: bool, compiled: bool, log: Callable[[str], None]
+    ) -> None:
         from transformers import AutoTokenizer
 
         self.work, self.log = work, log
         folder = Path(tempfile.mkdtemp(prefix="verifier-"))
+        # until the process ends: vLLM's front end loads the processor with the first request, not with the engine
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         shape.write(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vision = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
         self.start, self.end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-        self.llm = self._engine(folder, quick)
-        shutil.rmtree(folder)
+        self.llm = self._engine(folder, quick, compiled)
         draw = random.Random(0)
         self.images = [_noise(work.width, work.height, seed) for seed in range(work.screenshots)]
         # outside of every measured time: once per screenshot, when it is stored
@@ -156,7 +163,7 @@ class Bench:
         self.asked = [(s, texts[draw.randrange(2000)]) for s in range(work.screenshots) for _ in range(work.plans)]
         self.shuffled = draw.sample(self.asked, len(self.asked))
 
-    def _engine(self, folder: Path, quick: bool) -> Any:
+    def _engine(self, folder: Path, quick: bool, compiled: bool) -> Any:
         from vllm import LLM
 
         settings: dict[str, Any] = {
@@ -175,15 +182,14 @@ class Bench:
         }
         if quick:
             return LLM(**settings, enforce_eager=True)
-        settings |= {"gpu_memory_utilization": 0.8, "enable_flashinfer_autotune": False}
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64, 128, 256, 384, 512]}
-        try:
-            self.flags = settings | {"compilation_config": graphs}
-            return LLM(**self.flags)
-        except Exception as error:  # noqa: BLE001  a start that fails costs a minute, none costs the measurement
-            self.log(f"with CUDA graphs: {type(error).__name__}: {error}; again without")
-            self.flags = settings | {"enforce_eager": True}
-            return LLM(**self.flags)
+        # what a first start would spend a minute on: a largest image to guess memory, and trying out kernels
+        settings |= {"gpu_memory_utilization": 0.75, "skip_mm_profiling": True, "enable_flashinfer_autotune": False}
+        graphs: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if compiled:
+            graphs = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "compile_mm_encoder": True}
+        graphs["cudagraph_capture_sizes"] = [64, 128, 256, 384, 512]
+        self.flags = settings | {"compilation_config": graphs}
+        return LLM(**self.flags)
 
     def run(self, prompts: list[dict[str, Any]], tokens: int) -> dict[str, float]:
         """Asks everything at once; seconds, of which adding the requests took `adding`, calls/s and hit rate."""
@@ -292,11 +298,13 @@ def measured_rate(shapes: list[tuple[int, int, int]], seconds: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU; writes nothing")
-    parser.add_argument("--screenshots", type=int, default=48)
+    parser.add_argument("--compiled", action="store_true", help="torch.compile, the vision tower's layers too")
+    parser.add_argument("--screenshots", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if arguments.quick else "INFO")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # greedy: nothing to compile a kernel for
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if arguments.quick:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -306,7 +314,7 @@ def main() -> None:
     if arguments.quick:
         shape, work = TINY, Workload(672, 448, 4)  # over 128 tokens, the size of a block on a CPU
     began = time.perf_counter()
-    bench = Bench(shape, work, arguments.quick, log)
+    bench = Bench(shape, work, quick=arguments.quick, compiled=arguments.compiled, log=log)
     log(f"engine ready after {time.perf_counter() - began:.0f} s")
 
     first = bench.images_only()
@@ -314,25 +322,50 @@ def main() -> None:
     bench.against()  # its own form of the images goes through the preprocessing too, and every kernel is warm
     warm = bench.ours()
     log(f"warm-up of both, not counted: {warm}")
+    profile = {"images_only": bench.images_only(), "text_only": bench.text_only(), "first_pass": first}
+    log(f"parts of ours: {profile}")
+    rates = measured_rates(shape, quick=arguments.quick)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "against": []}
     for repetition in range(arguments.repetitions):
         for name, run in (("ours", bench.ours), ("against", bench.against)):
             runs[name].append(run())
             log(f"repetition {repetition}, {name}: {runs[name][-1]}")
-    profile = {"images_only": bench.images_only(), "text_only": bench.text_only(), "first_pass": first}
-    log(f"parts of ours: {profile}")
+        report(bench, shape, runs, rates, profile | {"warm_up": warm}, log, write=not arguments.quick)
+    if arguments.quick:
+        assert _median(runs, "ours", "hit_rate") > 0.5 > _median(runs, "against", "hit_rate")
+        log("quick: nothing written")
+        return
+    log(f"written: {baseline.FOLDER / NAME}.json, {time.perf_counter() - began:.0f} s in all")
 
-    rows = 2048 if arguments.quick else 16384
+
+def measured_rates(shape: Shape, *, quick: bool) -> dict[str, float]:
+    """FLOP/s of this device, for matrices of the model's own shapes and for squares of 8192."""
+    rows = 2048 if quick else 16384
     own = [
         (rows, shape.hidden, 2 * shape.inner),
         (rows, shape.inner, shape.hidden),
         (rows, shape.vision_hidden, 2 * shape.vision_inner),
         (rows, shape.vision_inner, shape.vision_hidden),
     ]
-    rate = measured_rate(own, 0.2 if arguments.quick else 2.0)
-    square = measured_rate([(8192 >> 4 * arguments.quick,) * 3], 0.2 if arguments.quick else 1.0)
-    flop = shape.flop(work)
-    possible = rate / sum(flop.values()) * work.plans
+    return {
+        "own": measured_rate(own, 0.2 if quick else 2.0),
+        "square": measured_rate([(8192 >> 4 * quick,) * 3], 0.2 if quick else 1.0),
+    }
+
+
+def report(
+    bench: Bench,
+    shape: Shape,
+    runs: dict[str, list[dict[str, float]]],
+    rates: dict[str, float],
+    profile: dict[str, dict[str, float]],
+    log: baseline.Log,
+    *,
+    write: bool,
+) -> None:
+    """Says what the repetitions so far give, and writes it as the baseline."""
+    work, flop = bench.work, shape.flop(bench.work)
+    possible = rates["own"] / sum(flop.values()) * work.plans
     middle = functools.partial(_median, runs)
     value, against = middle("ours", "calls_per_second"), middle("against", "calls_per_second")
     log(
@@ -341,12 +374,10 @@ def main() -> None:
     )
     log(
         f"arithmetic: {sum(flop.values()) / 1e12:.2f} TFLOP a screenshot ({ {k: round(v / 1e12, 2) for k, v in flop.items()} }), "
-        f"{rate / 1e12:.0f} TFLOP/s in the model's shapes, {square / 1e12:.0f} in squares of 8192: {possible:.1f} calls/s "
-        f"are possible, ours is {value / possible:.2f} of that"
+        f"{rates['own'] / 1e12:.0f} TFLOP/s in the model's shapes, {rates['square'] / 1e12:.0f} in squares of 8192: "
+        f"{possible:.1f} calls/s are possible, ours is {value / possible:.2f} of that"
     )
-    if arguments.quick:
-        assert middle("ours", "hit_rate") > 0.5 > middle("against", "hit_rate")
-        log("quick: nothing written")
+    if not write:
         return
     parts = {
         "adding requests (CPU, overlaps)": middle("ours", "adding"),
@@ -366,19 +397,18 @@ def main() -> None:
         hit_rate=middle("ours", "hit_rate"),
         hit_rate_against=middle("against", "hit_rate"),
         of_arithmetic=round(value / possible, 4),
-        of_arithmetic_at_square_rate=round(value / (square / sum(flop.values()) * work.plans), 4),
+        of_arithmetic_at_square_rate=round(value / (rates["square"] / sum(flop.values()) * work.plans), 4),
         arithmetic={
             "TFLOP per screenshot": {name: round(part / 1e12, 4) for name, part in flop.items()},
-            "TFLOP/s, matrices of the model's shapes": round(rate / 1e12, 1),
-            "TFLOP/s, squares of 8192": round(square / 1e12, 1),
+            "TFLOP/s, matrices of the model's shapes": round(rates["own"] / 1e12, 1),
+            "TFLOP/s, squares of 8192": round(rates["square"] / 1e12, 1),
             "calls per second possible": round(possible, 2),
         },
         seconds_of_parts=parts,
         profile=profile,
-        workload=vars(work) | {"warm_up": warm},
+        workload=vars(work),
         flags={name: setting for name, setting in bench.flags.items() if name != "model"},
     )
-    log(f"written: {baseline.FOLDER / NAME}.json, {time.perf_counter() - began:.0f} s in all")
 
 
 def _median(runs: dict[str, list[dict[str, float]]], name: str, figure: str) -> float:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from coepg_dagster.inference.attention import decoding, fast_vision, with_room
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.processing import (
     Prompt,
@@ -64,6 +65,8 @@ class TransformersEngine:
 
     def __init__(self, path: str | Path, *, dtype: Dtype, device: str, batch_size: int) -> None:
         model, processor = load_checkpoint(path, dtype, device)
+        if dtype == "bfloat16":
+            fast_vision(model)
         self._setup(model, processor, batch_size, str(path))
 
     @classmethod
@@ -138,13 +141,12 @@ class TransformersEngine:
             for _ in range(sampling.samples)
         ]
         suffixes = [prompt.rest for prompt in prompts for _ in range(sampling.samples)]
-        cache.batch_select_indices(torch.tensor(owner, device=device))
-
         length = max(map(len, suffixes))
         pad = self._tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (length - len(s)) + s for s in suffixes], device=device)
         real = torch.tensor([[0] * (length - len(s)) + [1] * len(s) for s in suffixes], device=device)
         prefix = cache.get_seq_length()
+        cache = with_room(cache, torch.tensor(owner, device=device), length + sampling.max_tokens)
         mask = torch.cat([real.new_ones(len(suffixes), prefix), real], dim=1)
         position = (next_position[owner][:, None] + real.cumsum(-1) - 1).clamp(min=0)
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -152,14 +154,15 @@ class TransformersEngine:
         logprobs: list[torch.Tensor] = []
         ended = torch.zeros(len(suffixes), dtype=torch.bool, device=device)
         for _ in range(sampling.max_tokens):
-            output = self._model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=position.expand(3, -1, -1),
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: cache},
-            )
+            with decoding(self._model):
+                output = self._model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=position.expand(3, -1, -1),
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{self._cache_argument: cache},
+                )
             logits = output.logits[:, -1].float()
             token = self._choose(logits, sampling, generator)
             tokens.append(token)
@@ -177,9 +180,15 @@ class TransformersEngine:
 
     def _prefill(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
         """(keys and values of each prefix, the position of the token that follows each)."""
+        device = self._model.device
         inputs = self._processor(
-            text=heads, images=[[image] for image in images], padding=True, return_tensors="pt", do_resize=False
-        ).to(self._model.device)
+            text=heads,
+            images=[[image] for image in images],
+            padding=True,
+            return_tensors="pt",
+            do_resize=False,
+            device=str(device),  # a GPU scales the pixels and cuts the patches too
+        ).to(device)
         if not bool(inputs["attention_mask"].all()):
             raise ValueError("prefixes of one batch differ in length: give images of one size and one chat template")
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)

@@ -11,6 +11,7 @@ from transformers import PrinterCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
@@ -21,7 +22,6 @@ from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_mai
 from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
-    fast_vision,
     recompute,
     share_gradient_memory,
 )

@@ -1,7 +1,6 @@
 """What makes a training step of a vision-language model fast on a GPU, and changes none of its results.
 
-- The vision tower's windows are attended to in one kernel (torch's flash attention for sequences of different length);
-  transformers' sdpa path calls a kernel for each window of each image in each layer.
+- The vision tower's windows are attended to in one kernel (see inference.attention).
 - Rows of an SFT batch are padded on the right: causality alone keeps the padding out, and without a mask the language
   model's attention is a flash kernel too.
 - Activations are computed again in the backward pass for as many layers as memory asks for, and no more.
@@ -16,33 +15,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-WINDOWS: Final = "flash_windows"
-"""transformers prepares lengths of windows for implementations whose name says flash."""
+from coepg_dagster.inference.attention import WINDOWS
+
 RIGHT_PADDED: Final = "right_padded"
-
-
-def attend_windows(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    scaling: float,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention within each window of the patches of a batch of images; query, key, value: (1, heads, patches, width).
-
-    Returns (1, patches, heads, width). Needs a GPU and half precision, as torch's kernel does.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    ends = cu_seq_lens_q.to(torch.int32)
-    output: Any = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=scaling)
-    return output[None], None
 
 
 def attend_right_padded(
@@ -58,18 +33,7 @@ def attend_right_padded(
     return output
 
 
-AttentionInterface.register(WINDOWS, attend_windows)
 AttentionInterface.register(RIGHT_PADDED, attend_right_padded)
-
-
-def fast_vision(model: Any) -> bool:
-    """Lets the vision tower attend to its windows in one kernel, where this machine can; returns whether it does."""
-    tower = getattr(model.model, "visual", None)
-    # Qwen2.5-VL's windows; a tower without any has few attention calls
-    if tower is None or not hasattr(tower, "window_size") or model.device.type != "cuda":
-        return False
-    tower.config._attn_implementation = WINDOWS
-    return True
 
 
 def expect_right_padding(model: Any) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from coepg_dagster.inference.attention import WINDOWS, attend_windows
 from coepg_dagster.inference.transformers_engine import load_checkpoint
-from coepg_dagster.training.speed import WINDOWS, attend_windows, compile_layers, expect_right_padding, recompute
+from coepg_dagster.training.speed import compile_layers, expect_right_padding, recompute
 
 
 def batch(processor: Any) -> Any:
