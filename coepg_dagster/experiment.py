@@ -228,6 +228,9 @@ class Sft(Strict):
         description="share of layers whose activations a GPU computes again: 1 needs least memory, 0 is fastest",
     )
     compile: bool = Field(False, description="compile each layer on a GPU: faster after a minute")
+    max_tokens: int | None = Field(
+        None, ge=16, description="rows with more tokens, visual ones included, are dropped and counted; null: none"
+    )
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -251,6 +254,9 @@ class Grpo(Strict):
     kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
     clip_epsilon: float = Field(0.2, gt=0, lt=1)
     max_plan_tokens: int = Field(256, ge=8)
+    max_tokens: int | None = Field(
+        None, ge=16, description="prompts that could become longer with their plan are dropped and counted; null: none"
+    )
     freeze_vision: bool = Field(True, description="leave the vision tower as it is")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
@@ -536,6 +542,18 @@ CODE: Final[dict[str, int]] = {
 """Raise an asset's number when its code changes so that the same inputs would give another result."""
 
 
+_NEWER: Final[dict[type[Strict], frozenset[str]]] = {
+    Sft: frozenset({"max_tokens"}),
+    Grpo: frozenset({"max_tokens"}),
+}
+"""Settings that came later, whose default is what was done before there was a choice."""
+
+
+def _as_ever(part: Strict, name: str) -> bool:
+    """Whether a setting is new and has its default: what was made before it stays current."""
+    return name in _NEWER.get(type(part), ()) and getattr(part, name) == type(part).model_fields[name].default
+
+
 def code_version(experiment: Experiment, asset: str) -> str:
     """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
     pools, quality, eyes = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
@@ -576,5 +594,8 @@ def code_version(experiment: Experiment, asset: str) -> str:
         ],
         "evolution_report": [],
     }
-    read = [part.model_dump(mode="json", include=keys) for part, keys in reads[asset]]
+    read = [
+        {name: value for name, value in part.model_dump(mode="json", include=keys).items() if not _as_ever(part, name)}
+        for part, keys in reads[asset]
+    ]
     return f"{CODE[asset]}-{fingerprint(read)[:8]}"

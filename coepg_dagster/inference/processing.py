@@ -33,6 +33,17 @@ def vision_token_ids(tokenizer: Any) -> list[int]:
     return [vocabulary[token] for token in VISION_TOKENS if token in vocabulary]
 
 
+def without_vision_tokens(answer: list[int], unwanted: frozenset[int], end: int) -> list[int]:
+    """A sampled answer up to its first vision token; `end` alone where it starts with one.
+
+    No engine should sample one, see `VISION_TOKENS`. One that does must not end a training run.
+    """
+    for position, token in enumerate(answer):
+        if token in unwanted:
+            return answer[:position] or [end]
+    return answer
+
+
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 

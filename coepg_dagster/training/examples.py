@@ -42,6 +42,7 @@ def planner_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style
     rows = [
         {
             "step_id": row["step_id"],
+            "row_id": row.get("row_id"),
             "prompt": _chat(tasks[row["step_id"]].messages(style)),
             "completion": _chat(assistant(planner_answer(row["plan"], row["action_type"], row["value"]))),
         }
@@ -59,6 +60,7 @@ def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: 
         rows.append(
             {
                 "step_id": row["step_id"],
+                "row_id": row.get("row_id"),
                 "prompt": _chat(grounder_messages(row["plan"], style)),
                 "completion": _chat(assistant(_centre(row, screens, space))),
             }
@@ -76,6 +78,7 @@ def end_to_end_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, st
         rows.append(
             {
                 "step_id": row["step_id"],
+                "row_id": row.get("row_id"),
                 "prompt": _chat(tasks[row["step_id"]].end_to_end_messages(style)),
                 "completion": _chat(assistant(answer)),
             }
@@ -122,5 +125,5 @@ def _examples(rows: list[dict[str, Any]], screens: Screens) -> Dataset:
     def with_images(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {**batch, "images": [[screens.image(step_id)] for step_id in batch["step_id"]]}
 
-    features = {name: Value("string") if name == "step_id" else _CHAT for name in rows[0]}
+    features = {name: Value("string") if name in ("step_id", "row_id") else _CHAT for name in rows[0]}
     return Dataset.from_list(rows, features=Features(features)).with_transform(with_images)

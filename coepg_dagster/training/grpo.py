@@ -6,6 +6,7 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +26,7 @@ from coepg_dagster.experiment import Grpo, Member, Models, Serving
 from coepg_dagster.inference.agents import Grounder, Plan, Reading, ground_all
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
-from coepg_dagster.inference.processing import vision_token_ids
+from coepg_dagster.inference.processing import vision_token_ids, without_vision_tokens
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.pools.candidates import gate_of
@@ -33,12 +34,13 @@ from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
 from coepg_dagster.rewards.variants import Weighing
-from coepg_dagster.steps import GATE_PASSED, ROLLOUT_SCHEMA
+from coepg_dagster.steps import GATE_PASSED, GATE_CUT, ROLLOUT_SCHEMA
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
+from coepg_dagster.training.preflight import preflight
 from coepg_dagster.workers import ROLLOUTS
 
 DEFAULT_SERVING = Serving()
@@ -151,11 +153,12 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole. The rollouts
     of an optimizer step are a file of their own in `rollouts`; a continued run writes those of the steps that it repeats
-    over those of the run before.
+    over those of the run before. An answer with a vision token is cut before it, has reward 0 and is counted.
     """
 
     def __init__(self, *args: Any, reward: CdremReward | PointReward, rollouts: Path, **kwargs: Any) -> None:
         self._reward, self._rollouts = reward, rollouts
+        self._cut: list[bool] = []
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
 
@@ -170,14 +173,33 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             step=lambda: self.state.global_step,
         )
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        answers, logprobs = super()._generate_single_turn(*args, **kwargs)
+        tokenizer = self.processing_class.tokenizer
+        unwanted = frozenset(vision_token_ids(tokenizer))
+        # an image token in a row breaks the count of image features when it is scored: the run must not end for it
+        kept = [without_vision_tokens(answer, unwanted, tokenizer.eos_token_id) for answer in answers]
+        self._cut = [short != answer for short, answer in zip(kept, answers, strict=True)]
+        if logprobs is not None:
+            # TRL reads NaN as "not known": the end that was put in place of a vision token was not sampled
+            logprobs = [
+                [math.nan] if answer[0] in unwanted else of_answer[: len(short)]
+                for of_answer, short, answer in zip(logprobs, kept, answers, strict=True)
+            ]
+        return kept, logprobs
+
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         raw = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        for row, cut in zip(self._reward.rows, self._cut, strict=True):
+            if cut:
+                row |= {"reward": 0.0, "gate": GATE_CUT, "plan": None, "graders": []}
         rows = gather_object(self._reward.rows)
         # exact values: TRL holds rewards in float32
         rewards = [row["reward"] for row in rows]
         flat, spreadless = flatten_spreadless(rewards, self.num_generations)
         self._log_metric("groups_without_spread", float(spreadless.mean()))
         self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
+        self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
         if self.accelerator.is_main_process:
             self._keep(rows, advantages(rewards, self.num_generations))
         return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
@@ -300,13 +322,13 @@ def _train(
     reward: CdremReward | PointReward = PointReward(steps, screens, models.coordinates)
     if engines:
         reward = CdremReward(grounders, priors, steps, screens, config)
+    prompts, found = preflight(prompts, processor, screens, config.max_tokens, out, answer=config.max_plan_tokens)
     if len(prompts) < config.prompts_per_step:
         # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged
         raise NothingToTrainOn(
             f"D_{{k-1}} covers {len(prompts)} steps, fewer than one optimizer step needs: "
             f"lower grpo.prompts_per_step ({config.prompts_per_step})"
         )
-    out.mkdir(parents=True, exist_ok=True)
     rollouts = config.prompts_per_step * config.group_size
     checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
     trainer = CdremTrainer(
@@ -361,6 +383,7 @@ def _train(
     tail = history[-max(1, len(history) // 5) :]
     return {
         "prompts": len(prompts),
+        **found,
         "optimizer_steps": trainer.state.global_step,
         "parameters": parameters,
         "reward_first": history[0]["reward"] if history else None,

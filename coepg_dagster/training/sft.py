@@ -19,6 +19,7 @@ from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
+from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
@@ -71,7 +72,7 @@ def train_sft(
         examples = end_to_end_examples(dataset, steps, screens, models.prompts, models.coordinates)
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
-    out.mkdir(parents=True, exist_ok=True)
+    examples, found = preflight(examples, processor, screens, config.max_tokens, out)
     checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
     trainer = PlainTrainer(
         model=model,
@@ -115,6 +116,7 @@ def train_sft(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "rows": len(examples),
+        **found,
         "optimizer_steps": trainer.state.global_step,
         "loss": float(np.mean(losses)),
         "parameters": parameters,
