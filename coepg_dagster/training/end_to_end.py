@@ -7,6 +7,7 @@ on, GRPO with the reward that is left when nobody reads a plan: its own point mu
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from coepg_dagster.prompts import parse_end_to_end
 from coepg_dagster.steps import GATE_PASSED
 from coepg_dagster.training.examples import completion_text
 from coepg_dagster.training.launch import ALONE, Placement, is_main
+from coepg_dagster.training.preflight import PREFLIGHT
 from coepg_dagster.training.sft import train_sft
 
 
@@ -95,5 +97,8 @@ def train_end_to_end(
             done.with_suffix(".partial").rename(done)
         PartialState().wait_for_everyone()
     trained = train_grpo(str(before), None, {}, *data, grpo, 1, 1, seed, device, out, report, **stages["grpo"])
+    if is_main():
+        shutil.copyfile(before / PREFLIGHT, out / f"sft_{PREFLIGHT}")
     before_grpo: dict[str, Any] = json.loads(done.read_text())
-    return before_grpo | trained
+    both = {f"sft_{name}": value for name, value in before_grpo.items() if name in trained}
+    return before_grpo | both | trained

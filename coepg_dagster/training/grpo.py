@@ -34,7 +34,7 @@ from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
 from coepg_dagster.rewards.variants import Weighing
-from coepg_dagster.steps import GATE_PASSED, GATE_CUT, ROLLOUT_SCHEMA
+from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
 from coepg_dagster.training.end_to_end import PointReward
