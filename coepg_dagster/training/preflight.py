@@ -93,8 +93,8 @@ def measure(examples: Dataset, processor: Any, screens: Screens, max_tokens: int
     @cache
     def features_of(width: int, height: int) -> int:
         grid = processor.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
-        found = int(grid["image_grid_thw"].prod()) // processor.image_processor.merge_size**2
-        ours = width * height // (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
+        found: int = int(grid["image_grid_thw"].prod()) // processor.image_processor.merge_size**2
+        ours: int = width * height // (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
         if found != ours:
             raise ValueError(
                 f"the image processor makes {found} visual tokens of a screenshot of {width} x {height} px, our resize "
