@@ -31,8 +31,8 @@ class Todo:
     assets: tuple[Asset, ...]
 
 
-def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int) -> Todo | None:
-    """The first run that is needed to have everything there and current through an iteration; None: all is.
+def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0) -> Todo | None:
+    """The first run that is needed to have iterations `first`..`through` there and current; None: they are.
 
     In order: the benchmark and the open models, whose files are looked at too; the iterations from the first stale one; the
     report.
@@ -47,9 +47,9 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int) -> Todo | 
     if shared:
         return Todo(None, shared)
     plan = loop.to_make(records, stale, through)
-    if plan:
-        first = min(plan)
-        return Todo(first, tuple(plan[first]))
+    wanted = [k for k in sorted(plan) if k >= first]
+    if wanted:
+        return Todo(wanted[0], tuple(plan[wanted[0]]))
     return None if loop.report_is_current(instance, records) else Todo(None, ("evolution_report",))
 
 

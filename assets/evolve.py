@@ -32,15 +32,17 @@ def evolve_through(
     through: int,
     console: Console,
     place: Mapping[str, Any] | None = None,
+    first: int = 0,
 ) -> int:
-    """Makes what is missing or stale in iterations 0..`through`, and the report; returns the number of runs.
+    """Makes what is missing or stale in iterations `first`..`through`, and the report; returns the number of runs.
 
+    Iterations before `first` are left as they are: what is read of them must be there and current.
     `place` says where the heavy steps run: fields of `resources.training.Processes`, such as `device`.
     """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
     runs, last = 0, None
-    while (todo := next_todo(instance, loop, through)) is not None:
+    while (todo := next_todo(instance, loop, through, first)) is not None:
         if todo == last:
             raise RunFailed(
                 f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "

@@ -112,20 +112,29 @@ class Task:
     @property
     def command(self) -> str:
         """What a person would type."""
-        return f"coepg evolve {self.loop.name} --through {self.k}"
+        return " ".join(["coepg", *self.arguments])
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["evolve", self.loop.name, "--from", str(self.k), "--through", str(self.k)]
 
 
 def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
-    """What is to be made, in order of importance: whatever is missing or stale."""
+    """What is to be made, in order of importance: whatever is missing or stale.
+
+    A loop that takes its data from its parent is made at the last iteration only, where it is compared: none of its
+    iterations depends on another.
+    """
     tasks = []
     for loop in study.loops:
         records = loop.records(instance)
         stale = loop.stale(records)
         todo = set(loop.to_make(records, stale, loop.experiment.iterations))
         todo |= {k for k in range(loop.experiment.iterations + 1) if loop.awaited(records, stale, k)}
-        for k in sorted(todo):
-            before = [(loop.name, k - 1)] if k else []
-            above = [(loop.parent.name, k)] if loop.parent is not None and "dataset" in loop.experiment.taken else []
+        alone = "dataset" in loop.experiment.taken
+        for k in sorted(todo & {loop.experiment.iterations} if alone else todo):
+            before = [(loop.name, k - 1)] if k and not alone else []
+            above = [(loop.parent.name, k)] if loop.parent is not None and alone else []
             tasks.append(Task(loop, k, before + above))
     return tasks
 
@@ -205,8 +214,7 @@ class Reproduction:
     def _process(self, task: Task) -> subprocess.Popen[bytes]:
         log = self._log(task)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = ["evolve", task.loop.name, "--through", str(task.k)]
-        arguments += ["--device", self.device, "--processes", str(self.processes)]
+        arguments = [*task.arguments, "--device", self.device, "--processes", str(self.processes)]
         with log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "coepg_dagster.cli", *arguments],

@@ -71,11 +71,12 @@ def _refused(error: Exception) -> typer.Exit:
 def evolve(
     reference: Reference,
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
+    first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one")] = None,
     processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1)] = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
 ) -> None:
-    """Makes iterations 0..THROUGH in order, through the Dagster instance; skips what is there and current.
+    """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
 
     Every iteration is one run: watch it in the web UI too. A run that was killed goes on where it was when you call this
     again.
@@ -85,6 +86,9 @@ def evolve(
         err.print(
             f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`"
         )
+        raise typer.Exit(2)
+    if first > through:
+        err.print(f"--from {first} lies behind --through {through}")
         raise typer.Exit(2)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
@@ -101,7 +105,7 @@ def evolve(
         on_ray = {"launcher": "ray", "ray_address": ray} if ray else {}
         place = {"device": device, "processes": processes, **on_ray}
         chosen = {name: value for name, value in place.items() if value is not None}
-        made = evolve_through(defs, instance, loop, through, err, chosen)
+        made = evolve_through(defs, instance, loop, through, err, chosen, first)
     except RunFailed as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -47,6 +47,18 @@ def evolve(project: InProcess, name: str, through: int) -> int:
     return evolve_through(defs, project.instance, overlay(project, name), through, QUIET)
 
 
+def test_what_takes_its_data_is_made_at_one_iteration_alone(overlays: InProcess) -> None:
+    (overlays.project.root / "experiments" / ABLATIONS / "late.yaml").write_text(SHARING)
+    try:
+        defs, loop = light_definitions(overlays.project, folder=ABLATIONS), overlay(overlays, "late")
+        assert evolve_through(defs, overlays.instance, loop, 1, QUIET, first=1) == 2  # the iteration, the report
+        made = {ref.iteration for ref in loop.records(overlays.instance) if ref.asset in loop.made}
+        assert made == {1}
+        assert evolve_through(defs, overlays.instance, loop, 1, QUIET) == 2  # iteration 0, and the report again
+    finally:
+        (overlays.project.root / "experiments" / ABLATIONS / "late.yaml").unlink()
+
+
 def test_the_second_location_points_to_the_keys_of_the_first(overlays: InProcess) -> None:
     graph = light_definitions(overlays.project, folder=ABLATIONS).resolve_asset_graph()
     parents = {key.to_user_string() for key in graph.get(dg.AssetKey(["sharing", "s1", "planner"])).parent_keys}
