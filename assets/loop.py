@@ -22,12 +22,14 @@ from coepg_dagster.assets.shared import (
     same_model,
 )
 
+from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.experiment import Member, Strict
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import select
-from coepg_dagster.provenance import Asset
+from coepg_dagster.provenance import Asset, Record, Ref
+from coepg_dagster.training.cards import Trained, write_card
 from coepg_dagster.workers import (
     CANDIDATES,
     DATASET,
@@ -68,18 +70,18 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
         return register_base(work, f"base_{role}")
     resource = work.context.resources.sft
     config = resource.resolve(experiment.sft)
-    base: str = experiment.models.base_planner if role == "planner" else experiment.models.base_grounder
     result = work.launch(
         resource,
         SftWork,
         role=role,
-        init=base,
+        init=experiment.models.base_planner if role == "planner" else experiment.models.base_grounder,
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
         config=config,
     )
-    return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
+    base = _models(work.folder("open_models"))[f"base_{role}"]
+    return _trained(work, result, config, _model("base", base))
 
 
 def planner(work: Making) -> Outcome:
@@ -94,19 +96,23 @@ def planner(work: Making) -> Outcome:
     config = resource.resolve(experiment.grpo)
     if not config.enabled:
         return same_model(work, "planner_sft", config)
+    verifiers = _chosen(experiment.models.verifiers, resource.verifiers)
     result = work.launch(
         resource,
         GrpoWork,
         init=checkpoint_of(work.folder("planner_sft")),
         own_grounder=(f"grounder_{work.k}", checkpoint_of(work.folder("grounder"))),
-        verifiers=_chosen(experiment.models.verifiers, resource.verifiers),
+        verifiers=verifiers,
         dataset=_previous_dataset(work),
         steps=work.read_by("planner_sft", "benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
-    return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
+    models = _models(work.read_by("planner_sft", "open_models"))
+    graders = [_artifact("rewarded by", work.record("grounder"))]
+    graders += [_model("rewarded by", models[f"verifiers/{name}"]) for name in verifiers if config.ensemble]
+    return _trained(work, result, config, _artifact("base", work.record("planner_sft")), *graders)
 
 
 def end_to_end(work: Making) -> Outcome:
@@ -130,7 +136,8 @@ def end_to_end(work: Making) -> Outcome:
         sft=experiment.sft,
         grpo=grpo,
     )
-    return _outcome(CHECKPOINT, result, grpo, {WEIGHTS: None})
+    base = _models(work.folder("open_models"))["base_planner"]
+    return _trained(work, result, grpo, _model("base", base))
 
 
 def candidate_plans(work: Making) -> Outcome:
@@ -291,6 +298,46 @@ def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Me
     if unknown:
         raise ValueError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
     return {name: member for name, member in members.items() if names is None or name in names}
+
+
+def _trained(work: Making, result: dict[str, Any], config: Strict, base: Source, *others: Source) -> Outcome:
+    """A model that was trained from `base` on D_{k-1}, and its card."""
+    experiment = work.loop.experiment
+    data = work.inputs[Ref("dataset", work.k - 1)]
+    rows = f"data, {data.figures['rows']:,} rows of {data.figures['covered_steps']:,} steps"
+    trained = Trained(
+        loop=f"{experiment.name}/s{work.loop.seed}",
+        ref=work.ref,
+        base=base[1],
+        made_from=[base, _artifact(rows, data), *others],
+        benchmark=experiment.benchmark,
+        models=experiment.models,
+        settings=config.model_dump(mode="json"),
+        figures=result["figures"],
+        seed=work.loop.seed,
+        device=result["device"],
+        seconds=result["seconds"],
+    )
+    write_card(work.draft, trained, work.loop.root)
+    return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
+
+
+Source = tuple[str, str, str]
+"""What a model was made from, for its card: what for, name, version."""
+
+
+def _artifact(why: str, record: Record) -> Source:
+    return why, str(record.ref), record.data_version
+
+
+def _model(why: str, entry: dict[str, Any]) -> Source:
+    return why, entry["checkpoint"], entry["version"]
+
+
+def _models(folder: Path) -> dict[str, Any]:
+    """The list of an `open_models` artifact."""
+    listed: dict[str, Any] = json.loads((folder / MODELS).read_text())
+    return listed
 
 
 def _outcome(

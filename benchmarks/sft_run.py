@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         recompute=options.recompute,
         compile=options.kernels == "compiled",
     )
-    changed: dict[str, Any] = {"load_for_training": model_of, SAVING: lambda *_, **__: 0}
+    changed: dict[str, Any] = {"load_for_training": model_of, SAVING: lambda *_, **__: {}}
     if options.attention == "sdpa":
         changed |= {"fast_vision": lambda model: False, "expect_right_padding": lambda model: None}
     # a run that may be killed keeps checkpoints in `scratch`: none within these few steps

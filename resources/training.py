@@ -15,7 +15,7 @@ from coepg_dagster.resources.launcher import run_work
 from pydantic import Field, model_validator
 
 from coepg_dagster.experiment import Serving, Strict
-from coepg_dagster.training.launch import Placement, Strategy
+from coepg_dagster.training.launch import OnTrouble, Placement, Strategy
 from coepg_dagster.workers import ChunkedWork, TrainingWork, Work
 
 Config = TypeVar("Config", bound=Strict)
@@ -96,6 +96,11 @@ class Training(Processes):
         description="Optimizer steps between two checkpoints, from which a killed run continues. 0: only when it is told to "
         "leave.",
     )
+    on_trouble: OnTrouble = Field(
+        default="stop",
+        description="When groups have no spread, reward, KL or loss run away, or memory creeps up. `stop`: saves, ends, and says "
+        "what to change; `warn`: says it and goes on. A loss that is no number always ends training.",
+    )
 
     @model_validator(mode="after")
     def _ray_trains_in_one_process(self) -> Self:
@@ -104,7 +109,12 @@ class Training(Processes):
         return self
 
     def placement(self, kind: type[Work]) -> dict[str, Any]:
-        placed = Placement(processes=self.training_processes, strategy=self.strategy, save_every=self.save_every)
+        placed = Placement(
+            processes=self.training_processes,
+            strategy=self.strategy,
+            save_every=self.save_every,
+            on_trouble=self.on_trouble,
+        )
         return {"placement": placed} if issubclass(kind, TrainingWork) else super().placement(kind)
 
 

@@ -74,6 +74,14 @@ def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:
     assert first == second and len(set(first)) == THROUGH + 1
 
 
+def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: list[Path]) -> None:
+    for asset, base in (("planner_sft", "models/base-planner"), ("planner", "planner_sft[2]")):
+        one, two = (next((project / "store" / "tiny" / "s7" / asset / "2").iterdir()) for project in projects)
+        cards = [(folder / "README.md").read_text() for folder in (one, two)]
+        assert one.name == two.name and all("| seconds |" in card for card in cards)
+        assert f"| base | `{base}` |" in cards[0] and "`dataset[1]`" in cards[0]
+
+
 def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
     process = coepg(projects[0], "evolve", "tiny", "--through", str(THROUGH))
     _, err = process.communicate(timeout=120)

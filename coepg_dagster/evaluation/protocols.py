@@ -8,6 +8,7 @@ from typing import Final
 from coepg_dagster.evaluation import android_control, mind2web, screenspot
 from coepg_dagster.evaluation.case import Protocol, ScoringError
 from coepg_dagster.evaluation.result import sop_protocol
+from coepg_dagster.markdown import table
 
 SOP_PREFIX: Final = "sop/"
 
@@ -47,8 +48,8 @@ def find_protocol(name: str) -> Protocol:
 def protocols_markdown() -> str:
     """A table of all protocols: what each counts and where it is defined."""
     head = ("Protocol", "Element or point is right", "Text is right", "Counted", "Its owner prints", "Source")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for p in (*PROTOCOLS.values(), sop_protocol("PROTOCOL")):
-        cells = (f"`{p.name}`", p.element, p.text, p.denominator, p.averages, p.source)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        (f"`{p.name}`", p.element, p.text, p.denominator, p.averages, p.source)
+        for p in (*PROTOCOLS.values(), sop_protocol("PROTOCOL"))
+    ]
+    return table(head, rows) + "\n"

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.result import Result
+from coepg_dagster.markdown import table
 
 Average = Literal["micro", "macro"]
 MISSING: Final = "–"
@@ -45,8 +46,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", "", _pipes(self.header), "|" + "---|" * len(self.header)]
-        return "\n".join([*lines, *(_pipes(row) for row in self.rows)]) + "\n"
+        return f"**{self.title}**\n\n{table(self.header, self.rows)}\n"
 
     def csv(self) -> str:
         """Header and rows; a missing number is an empty field."""
@@ -75,10 +75,6 @@ class Table:
                 "",
             ]
         )
-
-
-def _pipes(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 _TEX: Final = str.maketrans(

@@ -24,12 +24,13 @@ from coepg_dagster.inference.processing import (
     vision_token_ids,
 )
 from coepg_dagster.inference.weights import local_version
+from coepg_dagster.progress import Ended
 
 Dtype = Literal["float32", "bfloat16"]
 
 
-class IncompleteCheckpoint(RuntimeError):
-    """Loading a checkpoint left weights missing, unexpected or not finite."""
+class IncompleteCheckpoint(Ended):
+    """A checkpoint with weights missing, unexpected, not finite or not what they should be."""
 
 
 def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from coepg_dagster.markdown import table
 from coepg_dagster.pretraining import architecture, evaluate
 from coepg_dagster.pretraining import screens as collected
 from coepg_dagster.pretraining.evaluate import Rate
@@ -74,11 +75,10 @@ def pair_results(planner: Path, grounder: Path, snapshot: Path, *, device: str =
 
 
 def _table(rows: Results, columns: Sequence[str]) -> str:
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for name, found in rows.items():
-        cells = (str(found[column]) if column in found else "–" for column in columns)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [
+        [name, *(str(found[column]) if column in found else "–" for column in columns)] for name, found in rows.items()
+    ]
+    return table(["", *columns], cells)
 
 
 def text(

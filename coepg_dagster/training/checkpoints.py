@@ -66,7 +66,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         done = state.global_step >= state.max_steps
         if self._every and state.global_step % self._every == 0 and not done:
             control.should_save = True
-        number = _largest(self._signal or 0, args.device)  # all processes stop at the same step, or none
+        number = largest(self._signal or 0, args.device)  # all processes stop at the same step, or none
         if number and not done:
             self._stopped_by = signal.Signals(number).name
             control.should_save = control.should_training_stop = True
@@ -131,7 +131,7 @@ class Continues:
         self.model.load_state_dict(stored.state_dict())
 
 
-def _largest(number: int, device: torch.device) -> int:
+def largest(number: int, device: torch.device) -> int:
     """The largest of the processes' numbers."""
     if PartialState().num_processes == 1:
         return number

@@ -1,4 +1,4 @@
-"""What SFT and GRPO share: progress out of a trainer, and a checkpoint that counts only when it is whole."""
+"""What SFT and GRPO share: a model to train, its device, progress out of a trainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.inference.transformers_engine import Dtype, IncompleteCheckpoint, load_checkpoint
+from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Report
 
 
@@ -52,43 +51,6 @@ def load_for_training(init: str, device: str, *, freeze_vision: bool) -> tuple[A
     if freeze_vision:
         model.model.visual.requires_grad_(False)
     return model.train(), processor
-
-
-def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> int:
-    """Saves what a trainer trained, whole, from its first process; returns the number of parameters."""
-    accelerator = trainer.accelerator
-    tensors = accelerator.get_state_dict(trainer.model_wrapped)  # gathered, where it is sharded
-    parameters = 0
-    if accelerator.is_main_process:
-        parameters = save_whole(accelerator.unwrap_model(trainer.model), processor, folder, dtype, tensors)
-    accelerator.wait_for_everyone()
-    return parameters
-
-
-def save_whole(model: Any, processor: Any, folder: Path, dtype: Dtype, tensors: dict[str, Any] | None = None) -> int:
-    """Saves a checkpoint as `dtype`, loads it again and compares every tensor. Returns the number of parameters.
-
-    Raises IncompleteCheckpoint where a tensor is missing, empty, not finite or different after loading.
-
-    Args:
-        tensors: the weights, where `model` does not hold them itself.
-    """
-    trained = {
-        name: tensor.detach().to("cpu", getattr(torch, dtype) if tensor.is_floating_point() else None)
-        for name, tensor in (model.state_dict() if tensors is None else tensors).items()
-    }
-    model.config.dtype = dtype
-    model.save_pretrained(
-        folder, safe_serialization=True, state_dict=dict(trained)
-    )  # transformers takes tied tensors out
-    processor.save_pretrained(folder)
-    loaded, _ = load_checkpoint(folder, dtype, "cpu")
-    stored = dict(loaded.state_dict())
-    for name in sorted(trained.keys() | stored.keys()):
-        tensor = stored.get(name)
-        if tensor is None or name not in trained or not tensor.numel() or not torch.equal(tensor, trained[name]):
-            raise IncompleteCheckpoint(f"{folder}: tensor {name} is not what was trained; the checkpoint is refused")
-    return sum(parameter.numel() for parameter in loaded.parameters())
 
 
 def device_settings(device: str) -> dict[str, Any]:

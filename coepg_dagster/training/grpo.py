@@ -36,11 +36,13 @@ from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, p
 from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
-from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
+from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, write_log
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
+from coepg_dagster.training.stops import Stops
+from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
 
 DEFAULT_SERVING = Serving()
@@ -331,13 +333,14 @@ def _train(
         )
     rollouts = config.prompts_per_step * config.group_size
     checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
+    stops = Stops(placement.on_trouble)
     trainer = CdremTrainer(
         model=model,
         processing_class=processor,
         reward=reward,
         rollouts=scratch / "rollouts",
         train_dataset=prompts,
-        callbacks=[ReportProgress(report), checkpoints],
+        callbacks=[ReportProgress(report), checkpoints, stops],
         args=GRPOConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=1,
@@ -364,6 +367,7 @@ def _train(
             # a sampled vision token would break the count of image features when the rollout is scored
             generation_kwargs={"suppress_tokens": vision_token_ids(processor.tokenizer)},
             logging_steps=1,
+            logging_nan_inf_filter=False,  # Stops looks for them
             save_strategy="no",  # Checkpoints decides
             save_total_limit=KEPT,
             report_to="none",
@@ -375,7 +379,8 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     checkpoints.train(trainer)
-    parameters = save_trained(trainer, processor, out, models.dtype)
+    stops.end()
+    saved = save_trained(trainer, processor, out, models.dtype)
     if is_main():
         trainer.write_rollouts(out / ROLLOUTS)
         write_log(trainer.state, out / "training_log.jsonl")
@@ -385,7 +390,8 @@ def _train(
         "prompts": len(prompts),
         **found,
         "optimizer_steps": trainer.state.global_step,
-        "parameters": parameters,
+        **saved,
+        "warnings": stops.warnings,
         "reward_first": history[0]["reward"] if history else None,
         "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,

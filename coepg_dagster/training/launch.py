@@ -20,6 +20,7 @@ from coepg_dagster.experiment import Strict
 from coepg_dagster.progress import Ended
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
+OnTrouble = Literal["stop", "warn"]
 
 
 class Placement(Strict):
@@ -28,6 +29,7 @@ class Placement(Strict):
     processes: int = Field(1, ge=1, description="one per GPU")
     strategy: Strategy = "ddp"
     save_every: int = Field(0, ge=0, description="optimizer steps between two checkpoints; 0: only on a signal")
+    on_trouble: OnTrouble = Field("stop", description="what happens when training goes wrong, see training/stops.py")
 
     @property
     def spread(self) -> bool:

@@ -16,7 +16,7 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
-from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, save_trained, write_log
+from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, write_log
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
@@ -26,6 +26,8 @@ from coepg_dagster.training.speed import (
     recompute,
     share_gradient_memory,
 )
+from coepg_dagster.training.stops import Stops
+from coepg_dagster.training.verified import save_trained
 
 LOADERS: Final = 4
 """Processes that prepare screenshots for each GPU: a batch of four takes one core about as long as its training step."""
@@ -74,11 +76,12 @@ def train_sft(
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
     examples, found = preflight(examples, processor, screens, config.max_tokens, out)
     checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
+    stops = Stops(placement.on_trouble)
     trainer = PlainTrainer(
         model=model,
         processing_class=processor,
         train_dataset=examples,
-        callbacks=[ReportProgress(report), checkpoints],
+        callbacks=[ReportProgress(report), checkpoints, stops],
         args=SFTConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=config.epochs,
@@ -93,6 +96,7 @@ def train_sft(
             max_length=None,  # TRL's default of 1024 would cut image tokens
             completion_only_loss=True,
             logging_steps=1,
+            logging_nan_inf_filter=False,  # Stops looks for them
             save_strategy="no",  # Checkpoints decides
             save_total_limit=KEPT,
             report_to="none",
@@ -110,7 +114,8 @@ def train_sft(
     trainer.remove_callback(PrinterCallback)
     share_gradient_memory(trainer)
     checkpoints.train(trainer)
-    parameters = save_trained(trainer, processor, out, models.dtype)
+    stops.end()
+    saved = save_trained(trainer, processor, out, models.dtype)
     if is_main():
         write_log(trainer.state, out / "training_log.jsonl")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -119,5 +124,6 @@ def train_sft(
         **found,
         "optimizer_steps": trainer.state.global_step,
         "loss": float(np.mean(losses)),
-        "parameters": parameters,
+        **saved,
+        "warnings": stops.warnings,
     }

@@ -1,0 +1,170 @@
+"""A trained model counts only when it is whole: written, loaded again, compared tensor by tensor, and asked.
+
+Weights appear in their folder after that, in one move; a model that is refused leaves none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from coepg_dagster.inference.transformers_engine import Dtype, IncompleteCheckpoint, load_checkpoint
+
+ROUNDING: Final[Mapping[Dtype, float]] = {"float32": 1e-4, "bfloat16": 0.05}
+"""How far two ways to compute the same logits may lie apart, as a share of their span."""
+
+AS_LOADED: Final = "sdpa"
+"""The attention that a loaded model has; training may have chosen another one."""
+
+
+def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> dict[str, Any]:
+    """Saves what a trainer trained, whole, from its first process; the figures of `save_whole`, elsewhere nothing.
+
+    Training is over with it: the weights are rounded to `dtype` where they are, and the optimizer is given up, so that the
+    model that is loaded again finds room on the same device. The example on which both must agree is the trainer's first.
+    """
+    accelerator = trainer.accelerator
+    example = trainer.train_dataset[0]
+    model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    if trainer.is_fsdp_enabled or _zero_stage(accelerator) == 3:  # no process has all of it: all of them compute
+        logits: torch.Tensor | None = first_logits(trainer.model_wrapped.eval(), processor, example)
+        tensors = accelerator.get_state_dict(trainer.model_wrapped)
+    else:
+        logits = None
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        model.set_attn_implementation(AS_LOADED)
+        tensors = model.state_dict()
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    accelerator.free_memory()
+    figures = {}
+    if accelerator.is_main_process:
+        if logits is None:
+            logits = first_logits(model.eval(), processor, example)
+        figures = save_whole(
+            model, processor, folder, dtype, tensors, asked=(example, logits), device=accelerator.device
+        )
+    accelerator.wait_for_everyone()
+    return figures
+
+
+def _zero_stage(accelerator: Any) -> int | None:
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else plugin.zero_stage
+
+
+def save_whole(
+    model: Any,
+    processor: Any,
+    folder: Path,
+    dtype: Dtype,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    *,
+    asked: tuple[Mapping[str, Any], torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Saves a checkpoint as `dtype` in `folder` once it was loaded again and found to be what was trained.
+
+    Raises IncompleteCheckpoint, and leaves no weights, where a tensor is missing, unexpected, empty, not finite or different
+    after loading, or where the loaded model answers differently. Beside the loaded model, one copy of the weights is held
+    while they are written and none while they are compared.
+
+    Args:
+        tensors: the weights, where `model` does not hold them itself.
+        asked: (an example of the training data, the trained model's `first_logits` on it).
+        device: where the loaded model is asked.
+    Returns:
+        The numbers of parameters and tensors, and how far the logits lay apart as a share of their span.
+    """
+    trained = model.state_dict() if tensors is None else tensors
+    for name, tensor in trained.items():
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if bad:
+            raise IncompleteCheckpoint(
+                f"tensor {name}: {bad} of {tensor.numel()} values are not finite; training diverged and nothing was saved: "
+                "lower the learning rate"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        draft = Path(temporary)
+        model.config.dtype = dtype
+        # save_pretrained takes tied tensors out, and lets go of what it has written
+        state = {name: _as_saved(tensor, dtype) for name, tensor in trained.items()}
+        model.save_pretrained(draft, safe_serialization=True, state_dict=state)
+        del state
+        processor.save_pretrained(draft)
+        try:
+            loaded, loaded_processor = load_checkpoint(draft, dtype, "cpu")
+        except IncompleteCheckpoint as error:
+            raise IncompleteCheckpoint(str(error).replace(str(draft), str(folder))) from None
+        _compare(trained, loaded.state_dict(), dtype, folder)
+        figures: dict[str, Any] = {
+            "parameters": sum(parameter.numel() for parameter in loaded.parameters()),
+            "tensors": len(trained),
+        }
+        if asked is not None:
+            example, logits = asked
+            apart = _apart(logits, first_logits(loaded.to(device), loaded_processor, example))
+            if apart > ROUNDING[dtype]:
+                raise IncompleteCheckpoint(
+                    f"{folder}: loaded again, every tensor is what was trained, but the model answers otherwise: the logits "
+                    f"of its first token lie {apart:.3g} of their span apart. Its configuration or its processor was not "
+                    "saved as it was used: compare config.json and preprocessor_config.json with those of the base model"
+                )
+            figures["logits_apart"] = apart
+        for file in sorted(draft.iterdir()):
+            file.replace(folder / file.name)
+    return figures
+
+
+def _as_saved(tensor: torch.Tensor, dtype: Dtype) -> torch.Tensor:
+    return tensor.detach().to("cpu", getattr(torch, dtype) if tensor.is_floating_point() else None)
+
+
+def _compare(
+    trained: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], dtype: Dtype, folder: Path
+) -> None:
+    """Tensor by tensor, so that no second copy of the model is made."""
+    for name in sorted(trained.keys() | stored.keys()):
+        if name not in stored:
+            what = "was trained and is not in the files"
+        elif name not in trained:
+            what = "is in the files and was not trained"
+        elif not trained[name].numel():
+            what = "is empty"
+        elif not torch.equal(stored[name], _as_saved(trained[name], dtype)):
+            what = "is not what was trained"
+        else:
+            continue
+        raise IncompleteCheckpoint(
+            f"{folder}: loaded again, tensor {name} {what}; the checkpoint is refused. Run the step again: if it stays so, "
+            "the installed version of transformers cannot save this model; use the one in constraints.txt"
+        )
+
+
+@torch.no_grad()
+def first_logits(model: Any, processor: Any, example: Mapping[str, Any]) -> torch.Tensor:
+    """The logits of the first token of an answer, (vocabulary,) in float32 on the CPU, computed as in inference.
+
+    `example` has `prompt` and `images`, as the trainers see them.
+    """
+    text = processor.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)
+    inputs = processor(text=[text], images=[example["images"]], return_tensors="pt", do_resize=False)
+    parameter = next(model.parameters())
+    inputs = inputs.to(parameter.device)
+    inputs["pixel_values"] = inputs["pixel_values"].to(parameter.dtype)
+    with torch.compiler.set_stance("force_eager"):
+        logits: torch.Tensor = model(**inputs, use_cache=False, logits_to_keep=1).logits
+    return logits[0, -1].float().cpu()
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two vectors of logits, as a share of the first one's span."""
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one - other).abs().max() / (one.max() - one.min()))

@@ -1,0 +1,162 @@
+"""Training that goes wrong ends with a reason and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.progress import Ended
+from coepg_dagster.training import stops
+from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.launch import Placement
+from coepg_dagster.training.sft import train_sft
+from coepg_dagster.training.stops import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, Memory, trouble
+from tests.conftest import beside, quiet
+
+Line = dict[str, float]
+
+
+def grpo(reward: float, spreadless: float = 0.1, kl: float = 0.01) -> Line:
+    return {"loss": 0.0, "reward": reward, "groups_without_spread": spreadless, "kl": kl}
+
+
+# real trainers
+
+
+def test_a_diverged_sft_ends_and_saves_nothing(
+    random_checkpoint: Callable[[int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    config = Sft(max_steps=20, batch_size=6, micro_batch_size=6, learning_rate=1e20, warmup_ratio=0)
+    placed = Placement(save_every=1, on_trouble="warn")
+    out = tmp_path / "out"
+    with pytest.raises(Ended, match=r"step \d+ of 20: \w+ is (nan|inf): .*`learning_rate` \(now 1e\+20\)"):
+        train_sft(
+            "planner",
+            str(random_checkpoint(2)),
+            *(dataset, steps, models, config, 7, "cpu", out, quiet),
+            scratch=beside(out),
+            placement=placed,
+        )
+    assert not list(out.glob("*.safetensors"))
+
+
+def train_without_spread(
+    init: Path, grounder: Path, data: tuple[pa.Table, pa.Table, Models], out: Path, on_trouble: Any
+) -> dict[str, Any]:
+    """GRPO of a planner that never writes a plan: every reward is 0."""
+    config = Grpo(prompts_per_step=1, group_size=2, micro_batch_size=2, max_steps=WINDOW + 2, max_plan_tokens=8)
+    return train_grpo(
+        str(init),
+        ("grounder_1", str(grounder)),
+        {},
+        *(*data, config, 8, 8, 5, "cpu", out, quiet),
+        scratch=beside(out),
+        placement=Placement(on_trouble=on_trouble),
+    )
+
+
+def test_grpo_without_spread_is_ended_and_goes_on_when_told_to(
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    init, data, out = random_checkpoint(3), (dataset, steps, models), tmp_path / "out"
+    with pytest.raises(Ended, match=rf"step {WINDOW} of {WINDOW + 2}: groups without spread: 100 %.*`sft.epochs`"):
+        train_without_spread(init, init, data, out, "stop")
+    assert not list(out.glob("*.safetensors"))
+
+    figures = train_without_spread(init, init, data, out, "warn")
+    assert f"continues from checkpoint-{WINDOW}" in capfd.readouterr().out
+    assert figures["optimizer_steps"] == WINDOW + 2
+    [warning] = figures["warnings"]
+    assert warning.startswith(f"step {WINDOW + 1} of {WINDOW + 2}: groups without spread"), "once, not every step"
+
+
+# what counts as trouble
+
+
+def test_the_remedy_depends_on_the_reward() -> None:
+    for reward, remedy in ((0.0, "sft.epochs"), (0.5, "grpo.temperature"), (1.0, "grpo.enabled: false")):
+        said = trouble([grpo(reward, spreadless=1.0)] * WINDOW)
+        assert said is not None and remedy in said
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ([grpo(0.5, kl=0.01)] * 20 + [grpo(0.5, kl=3.0)] * WINDOW, "KL runs away: 3.00"),
+        ([grpo(0.8)] * 20 + [grpo(0.3)] * WINDOW, "reward collapses: 0.30 over 10 steps, it was 0.80"),
+        ([{"loss": 2.0}] * 20 + [{"loss": 3.5}] * WINDOW, "loss grows: 3.5 over 10 steps, it began at 2"),
+    ],
+)
+def test_what_runs_away_is_said_once_it_lasts(log: list[Line], said: str) -> None:
+    assert trouble(log[: 20 + WINDOW // 4]) is None, "a few steps are no trend"
+    found = trouble(log)
+    assert found is not None and found.startswith(said) and "learning_rate" in found
+
+
+@given(rewards=st.lists(st.floats(0.5, 0.9), max_size=40), losses=st.lists(st.floats(0.01, 0.9), max_size=40))
+def test_training_that_wavers_or_learns_is_left_alone(rewards: list[float], losses: list[float]) -> None:
+    assert trouble([grpo(reward, spreadless=0.5, kl=0.1) for reward in rewards]) is None
+    assert trouble([{"loss": 1.0}] * WINDOW + [{"loss": loss} for loss in losses]) is None
+
+
+# memory
+
+
+def feed(used: list[float]) -> float:
+    memory = Memory()
+    return [memory.growth(bytes_used) for bytes_used in used][-1]
+
+
+def test_memory_that_grows_all_the_time_is_measured() -> None:
+    steps = MEMORY_WINDOW * MEMORY_WINDOWS
+    assert feed([1000.0 + 5 * step for step in range(steps)]) == 5.0
+    assert feed([1000.0 + 5 * step for step in range(steps - 1)]) == 0.0, "too early to say"
+
+
+@given(
+    st.lists(st.integers(0, 10**9), min_size=MEMORY_WINDOW * MEMORY_WINDOWS, max_size=120),
+    st.integers(1, MEMORY_WINDOW * (MEMORY_WINDOWS - 2)),
+)
+def test_a_cache_that_fills_up_and_peaks_that_come_and_go_are_no_leak(peaks: list[int], filled: int) -> None:
+    cache = [min(step, filled) * 1e8 for step in range(len(peaks))]
+    assert feed([a + (0 if i % 7 == 0 else b) for i, (a, b) in enumerate(zip(cache, peaks, strict=True))]) == 0.0
+
+
+def test_memory_that_will_not_last_ends_training(
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer that holds 1 MB more after every step, on a machine where 30 MB are free."""
+    held: list[bytearray] = []
+    monkeypatch.setattr(stops, "MEMORY_WINDOW", 2)
+    monkeypatch.setattr(stops, "free_memory", lambda: 30e6)
+
+    def leak(done: int, of: int, figures: Any) -> None:
+        held.append(bytearray(b"x" * 1_000_000))
+
+    config = Sft(max_steps=100, batch_size=1, micro_batch_size=1, learning_rate=1e-6)
+    out = tmp_path / "out"
+    with pytest.raises(Ended, match=r"host memory creeps up: it grew by .* MB a step.*of the \d\d steps to come"):
+        train_sft(
+            "planner",
+            str(random_checkpoint(2)),
+            *(dataset, steps, models, config, 7, "cpu", out, leak),
+            scratch=beside(out),
+        )
+    assert len(held) < 50

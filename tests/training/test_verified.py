@@ -1,0 +1,124 @@
+"""A trained model is saved whole or not at all: what was written is loaded again, compared and asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, load_checkpoint
+from coepg_dagster.training.examples import planner_examples
+from coepg_dagster.training.verified import first_logits, save_whole
+
+
+@pytest.fixture
+def model_and_processor(random_checkpoint: Callable[[int], Path]) -> tuple[Any, Any]:
+    return load_checkpoint(random_checkpoint(0), "float32", "cpu")
+
+
+@pytest.fixture
+def example(steps: pa.Table, dataset: pa.Table) -> Any:
+    return planner_examples(dataset, steps, Screens(steps, (28, 3136, 50176)), "compact")[0]
+
+
+def after_saving(monkeypatch: pytest.MonkeyPatch, model: Any, change: Callable[[Path], None]) -> None:
+    """From now on what `model` saves is changed on its way to the disk."""
+    save = type(model).save_pretrained
+
+    def damaged(self: Any, folder: Path, **kwargs: Any) -> None:
+        save(self, folder, **kwargs)
+        change(folder)
+
+    monkeypatch.setattr(type(model), "save_pretrained", damaged)
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_is_whole_is_saved_and_said(model_and_processor: tuple[Any, Any], example: Any, tmp_path: Path) -> None:
+    model, processor = model_and_processor
+    asked = example, first_logits(model, processor, example)
+    figures = save_whole(model, processor, tmp_path / "good", "float32", asked=asked)
+    assert figures["parameters"] == sum(p.numel() for p in model.parameters())
+    assert figures["tensors"] == len(model.state_dict())
+    assert figures["logits_apart"] < 1e-6
+    assert not any(file.is_dir() for file in (tmp_path / "good").iterdir())
+
+    half, _ = load_checkpoint(tmp_path / "good", "bfloat16", "cpu")
+    figures = save_whole(half, processor, tmp_path / "half", "bfloat16", asked=asked)
+    assert 0 < figures["logits_apart"] < 0.05, "rounded, and not another model"
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def shift(weights: dict[str, torch.Tensor]) -> None:
+    weights["visual.blocks.0.attn.proj.weight"].view(-1)[0] += 1
+
+
+def drop(weights: dict[str, torch.Tensor]) -> None:
+    del weights["visual.blocks.0.attn.proj.weight"]
+
+
+def add(weights: dict[str, torch.Tensor]) -> None:
+    weights["visual.blocks.7.attn.proj.weight"] = torch.zeros(3)
+
+
+def spoil(weights: dict[str, torch.Tensor]) -> None:
+    weights["visual.blocks.0.attn.proj.weight"].view(-1)[0] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(shift, "is not what was trained"), (drop, "missing_keys"), (add, "unexpected_keys"), (spoil, "not finite")],
+)
+def test_files_that_do_not_hold_what_was_trained_are_refused_and_go(
+    change: Any, why: str, model_and_processor: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = model_and_processor
+    after_saving(monkeypatch, model, lambda folder: change_weights(folder, change))
+    out = tmp_path / "bad"
+    with pytest.raises(IncompleteCheckpoint, match=rf"{out}.*{why}|{why}") as refused:
+        save_whole(model, processor, out, "float32")
+    assert "visual.blocks" in str(refused.value) and ".saving" not in str(refused.value)
+    assert list(out.iterdir()) == []
+
+
+def test_a_model_that_answers_otherwise_is_refused(
+    model_and_processor: tuple[Any, Any], example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor is right; a number in config.json is not."""
+    model, processor = model_and_processor
+
+    def other_rope(folder: Path) -> None:
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        config["text_config"]["rope_parameters"]["rope_theta"] = 10.0
+        file.write_text(json.dumps(config))
+
+    after_saving(monkeypatch, model, other_rope)
+    logits = first_logits(model, processor, example)
+    with pytest.raises(IncompleteCheckpoint, match=r"answers otherwise.*config\.json"):
+        save_whole(model, processor, tmp_path / "bad", "float32", asked=(example, logits))
+    assert list((tmp_path / "bad").iterdir()) == []
+
+
+def test_a_diverged_model_is_refused_before_anything_is_written(
+    model_and_processor: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model, processor = model_and_processor
+    with torch.no_grad():
+        model.model.visual.blocks[0].attn.proj.weight[:2] = float("nan")
+    with pytest.raises(
+        IncompleteCheckpoint, match=r"visual.blocks.0.attn.proj.weight: \d+ of \d+ values.*learning rate"
+    ):
+        save_whole(model, processor, tmp_path / "nan", "float32")
+    assert not (tmp_path / "nan").exists()
