@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
-from coepg_dagster.resources.training import Processes, default_resources
+from coepg_dagster.resources.training import Processes, Training, default_resources
 from dagster._core.utils import make_new_run_id
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -19,6 +19,10 @@ from coepg_dagster.project import Project
 
 _PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
 _QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+
+Place: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Where the heavy steps run: resource → fields of `resources.training.Processes`."""
 
 
 class RunFailed(RuntimeError):
@@ -31,13 +35,13 @@ def evolve_through(
     loop: Loop,
     through: int,
     console: Console,
-    place: Mapping[str, Any] | None = None,
+    place: Place | None = None,
     first: int = 0,
 ) -> int:
     """Makes what is missing or stale in iterations `first`..`through`, and the report; returns the number of runs.
 
     Iterations before `first` are left as they are: what is read of them must be there and current.
-    `place` says where the heavy steps run: fields of `resources.training.Processes`, such as `device`.
+    `place` says where the heavy steps run.
     """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
@@ -66,7 +70,7 @@ def _run(
     loop: Loop,
     todo: Todo,
     console: Console,
-    place: Mapping[str, Any] | None = None,
+    place: Place | None = None,
 ) -> None:
     iteration = todo.iteration
     job = defs.resolve_job_def(f"{prefix(loop)}_{'unpartitioned' if iteration is None else 'iteration'}")
@@ -79,16 +83,30 @@ def _run(
             partition_key=None if iteration is None else str(iteration),
             asset_selection=[loop.key(asset) for asset in todo.assets],
             tags=run_tags(loop, iteration) | {EVOLVE_TAG: "yes"},
-            run_config=_QUIET | {"resources": {key: {"config": dict(place or {})} for key in _heavy()}},
+            run_config=_QUIET | {"resources": {key: {"config": dict(fields)} for key, fields in (place or {}).items()}},
             raise_on_error=False,
         )
     if not result.success:
         raise RunFailed(_why(instance, run_id, iteration))
 
 
-def _heavy() -> list[str]:
-    """The resources that say where heavy steps run."""
-    return [key for key, resource in default_resources().items() if isinstance(resource, Processes)]
+def place_of(
+    device: str | None, train_device: str | None = None, processes: int | None = None, ray: str | None = None
+) -> Place:
+    """What a person says of where the heavy steps run, by resource; what is None is left as it is.
+
+    Args:
+        device: `cpu` or `cuda`; `train_device` the same for training alone.
+        processes: that share inference.
+        ray: address of a Ray cluster.
+    """
+    place = {}
+    for key, resource in default_resources().items():
+        if isinstance(resource, Processes):
+            on = (train_device or device) if isinstance(resource, Training) else device
+            fields = {"device": on, "processes": processes, "launcher": "ray" if ray else None, "ray_address": ray}
+            place[key] = {name: value for name, value in fields.items() if value is not None}
+    return place
 
 
 def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> str:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,9 @@ from coepg_dagster.workers import CANDIDATES, DATASET, PREDICTIONS, ROLLOUTS, ST
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""
+
+
+VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Task:
     attempts: int = 0
     started: float = 0.0
     why: str = ""
+    gpu: dict[str, str] = field(default_factory=dict)  # environment that shows it one GPU
 
     @property
     def key(self) -> tuple[str, int]:
@@ -148,6 +153,7 @@ class Reproduction:
     console: Console
     jobs: int
     device: str
+    train_device: str
     processes: int
     running: dict[tuple[str, int], tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
 
@@ -209,22 +215,38 @@ class Reproduction:
                 waiting.remove(task)
                 task.attempts += 1
                 task.started = time.monotonic()
+                task.gpu = self._free_gpu()
                 self.running[task.key] = task, self._process(task)
 
     def _process(self, task: Task) -> subprocess.Popen[bytes]:
         log = self._log(task)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [*task.arguments, "--device", self.device, "--processes", str(self.processes)]
+        arguments = [*task.arguments, "--device", self.device, "--train-device", self.train_device]
+        arguments += ["--processes", str(self.processes)]
         with log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "coepg_dagster.cli", *arguments],
                 cwd=self.project.root,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"} | task.gpu,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _free_gpu(self) -> dict[str, str]:
+        """The GPU that the fewest iterations use, as environment."""
+        taken = [task.gpu.get(VISIBLE_GPUS) for task, _ in self.running.values()]
+        return {VISIBLE_GPUS: min(self._gpus, key=taken.count)} if self._gpus else {}
+
+    @cached_property
+    def _gpus(self) -> tuple[str, ...]:
+        if {self.device, self.train_device} == {"cpu"}:
+            return ()
+        import torch
+
+        told = os.environ.get(VISIBLE_GPUS)
+        return tuple(told.split(",")) if told else tuple(map(str, range(torch.cuda.device_count())))
 
     def _log(self, task: Task) -> Path:
         name = f"{task.loop.experiment.name}-s{task.loop.seed}-{task.k}.log"

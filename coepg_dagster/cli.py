@@ -73,6 +73,7 @@ def evolve(
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
     first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one")] = None,
+    train_device: Annotated[str | None, typer.Option(help="the same for training, if it differs")] = None,
     processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1)] = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
 ) -> None:
@@ -93,7 +94,7 @@ def evolve(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.evolve import RunFailed, evolve_through
+    from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
 
     if experiment.name in project.experiments(ABLATIONS):
         from coepg_dagster.reproductions import defs
@@ -102,10 +103,8 @@ def evolve(
 
     loop = Loop(experiment, seed, project.root)
     try:
-        on_ray = {"launcher": "ray", "ray_address": ray} if ray else {}
-        place = {"device": device, "processes": processes, **on_ray}
-        chosen = {name: value for name, value in place.items() if value is not None}
-        made = evolve_through(defs, instance, loop, through, err, chosen, first)
+        place = place_of(device, train_device, processes, ray)
+        made = evolve_through(defs, instance, loop, through, err, place, first)
     except RunFailed as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -454,6 +453,9 @@ def reproduce(
         str | None, typer.Option(help="only these, e.g. 13,42; all of the experiment's if left out")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    train_device: Annotated[
+        str | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
+    ] = None,
     processes: Annotated[int, typer.Option(help="that share the inference of one iteration on a CPU", min=1)] = 1,
     only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
     out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
@@ -479,7 +481,9 @@ def reproduce(
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
             with one_at_a_time(project):
                 end_dead_runs(instance, project.store)
-                failed = Reproduction(project, instance, err, jobs, device, processes).run(study)
+                failed = Reproduction(project, instance, err, jobs, device, train_device or device, processes).run(
+                    study
+                )
         page = collect_study(project, instance, find_study(project, name), out)
     except ExperimentError as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

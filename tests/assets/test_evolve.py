@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.evolve import RunFailed, evolve_through
+from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
 from rich.console import Console
 
 from coepg_dagster.provenance import LOOP, Ref
@@ -23,6 +23,17 @@ def versions(light: InProcess) -> dict[str, str]:
 
 def evolve(light: InProcess, through: int) -> int:
     return evolve_through(light.defs, light.instance, light.loop, through, QUIET)
+
+
+def test_training_may_run_elsewhere_than_inference() -> None:
+    assert place_of(None) == {"sft": {}, "grpo_cdrem": {}, "regeneration": {}}
+    place = place_of("cpu", "cuda", processes=4)
+    assert {key: fields["device"] for key, fields in place.items()} == {
+        "sft": "cuda",
+        "grpo_cdrem": "cuda",
+        "regeneration": "cpu",
+    }
+    assert all(fields["processes"] == 4 for fields in place.values())
 
 
 def test_the_command_line_makes_what_the_ui_makes(light: InProcess, tmp_path: Path) -> None:

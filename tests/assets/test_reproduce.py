@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from coepg_dagster.assets.evolve import evolve_through
-from coepg_dagster.assets.reproduce import find_study, one_at_a_time, pool_slots, tasks_of
+from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time, pool_slots, tasks_of
 
 from coepg_dagster.experiment import ExperimentError
 from coepg_dagster.project import ABLATIONS
@@ -54,6 +54,18 @@ def test_what_is_there_is_not_made_again_and_what_is_taken_comes_first(study: In
     evolve_through(study.defs, study.instance, study.loop, 0, QUIET)
     left = {task.key for task in tasks_of(whole, study.instance)}
     assert ("light/s1", 0) not in left and {("light/s1", 1), ("light_single/s1", 2)} < left
+
+
+def test_iterations_share_the_gpus(study: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    made = Reproduction(study.project, study.instance, QUIET, 4, "cpu", "cuda", 1)
+    seen = []
+    for k, task in enumerate(tasks_of(find_study(study.project, "light", [1]), study.instance)[:4]):
+        task.gpu = made._free_gpu()
+        made.running[str(k), k] = task, None  # type: ignore[assignment]
+        seen.append(task.gpu["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["2", "5", "2", "5"]
+    assert Reproduction(study.project, study.instance, QUIET, 4, "cpu", "cpu", 1)._free_gpu() == {}
 
 
 def test_pools_have_their_slots_back_afterwards(study: InProcess) -> None:
