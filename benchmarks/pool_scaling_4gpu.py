@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,12 +94,24 @@ def measure(settings: list[str], processes: int, checkpoint: Path, say: Log, *, 
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         if torch.cuda.is_available():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
-        run = subprocess.run(
-            command, env=environment, timeout=timeout, text=True, stderr=subprocess.STDOUT, stdout=subprocess.PIPE
-        )
-        say("\n".join(f"  {line}" for line in run.stdout.splitlines()[-4:]))
-        if run.returncode:
-            raise RuntimeError(f"the run on {processes} failed:\n{run.stdout[-3000:]}")
+        with (Path(folder) / "log").open("w+") as log:
+            # a session of its own, so that its processes on other GPUs end with it
+            run = subprocess.Popen(command, env=environment, stderr=log, stdout=log, start_new_session=True)
+            try:
+                code: int | None = run.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if run.poll() is None:
+                    os.killpg(run.pid, signal.SIGKILL)
+                    run.wait()
+            log.seek(0)
+            printed = log.read()
+        say("\n".join(f"  {line}" for line in printed.splitlines()[-8:]))
+        if code is None:
+            raise RuntimeError(f"the run on {processes} had not ended after {timeout:.0f} s")
+        if code:
+            raise RuntimeError(f"the run on {processes} failed:\n{printed[-3000:]}")
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
 
@@ -108,13 +121,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--size", choices=("3B", "7B", "tiny"), default="3B")
-    parser.add_argument("--batch", type=int, default=64, help="sequences per forward pass")
+    parser.add_argument("--batch", type=int, default=192, help="sequences per forward pass")
     parser.add_argument("--plans", type=int, default=4, help="plans per screenshot")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each plan")
-    parser.add_argument("--chunk", type=int, default=32, help="screenshots per chunk")
-    parser.add_argument("--chunks", type=int, default=3, help="chunks per process")
+    parser.add_argument("--chunk", type=int, default=48, help="screenshots per chunk")
+    parser.add_argument("--chunks", type=int, default=4, help="chunks per process")
     parser.add_argument("--checkpoint", type=Path, help="made if it is not there; default: in memory, /dev/shm")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for each of the two runs")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds for each of the two runs")
     parser.add_argument("--processes", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -145,8 +158,30 @@ def main() -> None:
     started = time.perf_counter()
     sized.make_checkpoint(options.checkpoint, options.size, device="cuda" if cuda else "cpu")
     say(f"checkpoint {options.checkpoint} after {time.perf_counter() - started:.0f} s")
-    settings = [argument for argument in sys.argv[1:] if not argument.startswith("--checkpoint")]
-    found = {n: measure(settings, n, options.checkpoint, say, timeout=options.timeout) for n in (1, many)}
+    work = {name: getattr(options, name) for name in ("size", "batch", "plans", "tokens", "chunk", "chunks")}
+    settings = [part for name, value in work.items() for part in (f"--{name}", str(value))]
+    found: dict[int, dict[str, Any]] = {}
+    for n in (1, many):
+        try:
+            found[n] = measure(settings, n, options.checkpoint, say, timeout=options.timeout)
+        except RuntimeError as error:
+            if options.quick:
+                raise
+            say(str(error))
+            write(
+                NAME,
+                command=command_line(),
+                value=None,
+                unit="candidates/s",
+                against=None,
+                ratio=None,
+                repetitions=[],
+                log=say.path,
+                reason=f"{str(error).splitlines()[0]}; the log has the rest",
+                runs={str(processes): figures for processes, figures in found.items()},
+            )
+            raise SystemExit(1) from None
+        say(f"{n}: {found[n]['candidates_per_second']:.2f} candidates/s after each process's first chunk")
     one, together = (found[n]["candidates_per_second"] for n in (1, many))
     say(f"{together:.2f} candidates/s on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
     say(

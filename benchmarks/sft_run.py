@@ -7,14 +7,16 @@ its screenshots, its trainer, its optimizer. Writes a JSON file with seconds, op
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import inspect
 import json
 import os
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest.mock import patch
 
 import torch
@@ -42,6 +44,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", choices=("eager", "compiled", "liger"), default="eager")
     parser.add_argument("--attention", choices=("fast", "sdpa"), default="fast", help="sdpa: as transformers does it")
     parser.add_argument("--freeze-vision", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="then one more step: what the GPU did in a forward pass")
+    parser.add_argument(
+        "--stuck", type=float, default=0, help="seconds until every thread's stack is printed; 0: never"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     return parser.parse_args()
@@ -53,6 +59,7 @@ class Clock(TrainerCallback):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.seconds = options, []
         self.last = 0.0
+        self.over = self.profiled = False
 
     def now(self) -> float:
         if self.options.device != "cpu":
@@ -63,14 +70,18 @@ class Clock(TrainerCallback):
         self.last = self.now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.over:
+            control.should_training_stop = True
+            return
         now = self.now()
         self.seconds.append(now - self.last)
         self.last = now
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"step {state.global_step}: {self.seconds[-1]:.2f} s, {peak():.1f} GB at most", flush=True)
         measured = sum(self.seconds[self.options.warmup :])
-        if self.options.seconds and measured >= self.options.seconds:
-            control.should_training_stop = True
+        if len(self.seconds) >= self.options.steps or (self.options.seconds and measured >= self.options.seconds):
+            self.over = True
+            control.should_training_stop = not self.options.profile
 
 
 def peak() -> float:
@@ -78,8 +89,59 @@ def peak() -> float:
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
+def profiled(work: Callable[[], Any]) -> Any:
+    """Does the work and prints where the GPU's time went."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu) as found:
+        started = time.perf_counter()
+        result = work()
+        if gpu:
+            torch.cuda.synchronize()
+        wall = (time.perf_counter() - started) * 1000
+    kind = DeviceType.CUDA if gpu else DeviceType.CPU
+    events = [event for event in found.key_averages() if event.device_type == kind]
+    times = {event.key: (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1000 for event in events}
+    groups: dict[str, float] = {}
+    for name, milliseconds in times.items():
+        lower = name.lower()
+        group = next((g for g, words in KERNELS.items() if any(word in lower for word in words)), "other kernels")
+        groups[group] = groups.get(group, 0.0) + milliseconds
+    busy = sum(times.values())
+    print(
+        f"profile: one forward and backward pass took {wall:.1f} ms, kernels {busy:.1f} ms ({100 * busy / wall:.0f} %)"
+    )
+    for group, milliseconds in sorted(groups.items(), key=lambda item: -item[1]):
+        print(f"profile: {milliseconds:8.1f} ms  {group}")
+    calls = {event.key: event.count for event in events}
+    for name, milliseconds in sorted(times.items(), key=lambda item: -item[1])[:18]:
+        print(f"profile: {milliseconds:8.1f} ms  {calls[name]:5} × {name[:90]}", flush=True)
+    return result
+
+
+KERNELS: Final = {
+    "copies": ("memcpy", "memset"),
+    "attention": ("flash", "fmha", "attn"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "cublas"),
+    "compiled (norms, gates, casts)": ("triton",),
+    "element by element": ("elementwise", "reduce", "index", "cat", "copy", "scatter", "gather"),
+}
+"""Words in the names of kernels, the first group that has one."""
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    began = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"rank {rank}: {what} after {time.perf_counter() - began:.0f} s", flush=True)
+
+    if options.stuck:
+        faulthandler.dump_traceback_later(options.stuck)
     on_gpu = options.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -91,6 +153,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     def model_of(*_: Any, **__: Any) -> tuple[Any, Any]:
         model = sized.make_model(options.size, options.device, torch.float32)
+        say("model made")
         if options.freeze_vision:
             model.model.visual.requires_grad_(False)
         if options.kernels == "liger":
@@ -105,13 +168,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         kwargs["args"].gradient_accumulation_steps = options.accumulation
         begin(self, *args, **kwargs)
         self.add_callback(clock)
+        say("trainer made")
 
     def timed_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = inputs["attention_mask"].sum(1), (inputs["labels"] != -100).sum(1)
         batches.append((*rows, inputs["input_ids"].shape[1]))
+        if len(batches) == 1:
+            say("first batch")
+        elif options.stuck and len(batches) == 2:
+            faulthandler.cancel_dump_traceback_later()
+        # the second pass of a step: gradients are there already, as they are in most passes
+        if clock.over and not clock.profiled and len(batches) % options.accumulation == 2 % options.accumulation:
+            clock.profiled = True
+            return profiled(lambda: step(self, model, inputs, *args, **kwargs))
         return step(self, model, inputs, *args, **kwargs)
 
-    steps, dataset = sized.tables(options.size, 4096 if on_gpu else 64, screens=256 if on_gpu else 8)
+    steps, dataset = sized.tables(options.size, 2048 if on_gpu else 64, screens=128 if on_gpu else 8)
+    say("rows made")
     models = Models(
         base_planner="random",
         base_grounder="random",
@@ -122,7 +195,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batch = options.micro * options.accumulation
     config = Sft(
         epochs=100,
-        max_steps=options.steps,
+        max_steps=options.steps + options.profile,
         batch_size=batch * world,
         micro_batch_size=options.micro,
         freeze_vision=options.freeze_vision,
@@ -173,7 +246,9 @@ def result(
     total = sum(parts.values())
     return {
         "configuration": {
-            key: value for key, value in vars(options).items() if key not in ("out", "device", "seconds", "steps")
+            key: value
+            for key, value in vars(options).items()
+            if key not in ("out", "device", "seconds", "steps", "profile", "stuck")
         },
         "processes": world,
         "step_seconds": times,

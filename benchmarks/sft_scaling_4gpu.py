@@ -7,10 +7,11 @@ Both runs are in this call, on this machine, with the same settings and the same
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -34,9 +35,9 @@ def main() -> None:
         choices=sorted(CONFIGURATIONS),
         help="default: sft_mfu's fastest; compiling costs each process a minute or two",
     )
-    parser.add_argument("--accumulation", type=int, default=12, help="forward passes per GPU and optimizer step")
-    parser.add_argument("--steps", type=int, default=7, help="optimizer steps, of which two warm up")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for each of the two runs")
+    parser.add_argument("--accumulation", type=int, default=8, help="forward passes per GPU and optimizer step")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps, of which two warm up")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for each of the two runs")
     options = parser.parse_args()
     cuda = torch.cuda.device_count()
     if options.quick:
@@ -61,11 +62,30 @@ def main() -> None:
         say, many = Log(NAME), options.gpus
         chosen = CONFIGURATIONS[options.configuration] if options.configuration else best_settings()
         settings = [*chosen, "--accumulation", str(options.accumulation), "--steps", str(options.steps)]
-        settings += ["--warmup", "2"]
-    found = {}
+        settings += ["--warmup", "2", "--stuck", str(options.timeout - 30)]
+    # torchrun would give one thread each to several processes, and all to one
+    os.environ.setdefault("OMP_NUM_THREADS", "4")
+    found: dict[int, dict[str, Any]] = {}
     for processes in (1, many):
         say(f"{processes} processes: {' '.join(settings)}")
-        found[processes] = measure(settings, say, timeout=options.timeout, launcher=launcher(processes))
+        try:
+            found[processes] = measure(settings, say, timeout=options.timeout, launcher=launcher(processes))
+        except RuntimeError as error:
+            say(f"{processes} processes: {error}")
+            if not options.quick:
+                write(
+                    NAME,
+                    command=command_line(),
+                    value=None,
+                    unit="rows/s",
+                    against=None,
+                    ratio=None,
+                    repetitions=[],
+                    log=say.path,
+                    reason=f"{processes} processes: {str(error).splitlines()[0]}; the log has the rest",
+                    runs={str(n): figures for n, figures in found.items()},
+                )
+            raise SystemExit(1) from None
         say(line_of(f"{processes} processes, each", found[processes]))
     # each process reports its own rows; all of them wait for the slowest in every step
     one, together = found[1]["sequences_per_second"], many * found[many]["sequences_per_second"]

@@ -185,6 +185,8 @@ def sft_memory(
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     # autocast keeps bf16 copies of trained weights from the forward to the backward pass, and so do compiled layers
     held = states(model, trained, copies=2 * trained, strategy=strategy, gpus=gpus)
+    if config.freeze_vision and (gpus == 1 or strategy == "ddp"):
+        held = replace(held, weights=held.weights - 2.0 * model.vision.parameters)  # in bf16
     return replace(
         held,
         activations=training_activations(
@@ -194,6 +196,7 @@ def sft_memory(
             recompute=config.recompute,
             compiled=config.compile,
             freeze_vision=config.freeze_vision,
+            residual=2,
         ),
     )
 
@@ -206,13 +209,18 @@ def training_activations(
     recompute: float,
     compiled: bool,
     freeze_vision: bool,
+    residual: int = 4,
 ) -> float:
-    """Bytes of activations of a training step on `rows` sequences, at the peak."""
+    """Bytes of activations of a training step on `rows` sequences, at the peak.
+
+    `residual`: bytes of a number that one layer of the language model passes to the next.
+    """
     visual = model.image_tokens(*example.image)
     tokens = rows * (visual + example.text)
     patches = rows * visual * model.vision.merge**2
-    layer, tower = language_activations(model, compiled=compiled), vision_activations(model, compiled=compiled)
-    kept = recompute * 4 * model.hidden + (1 - recompute) * layer
+    layer = language_activations(model, compiled=compiled, residual=residual)
+    tower = vision_activations(model, compiled=compiled)
+    kept = recompute * residual * model.hidden + (1 - recompute) * layer
     # the layer at work: its own activations and their gradients; embeddings before the first and norm after the last
     language = tokens * (model.layers * kept + layer + 20 * model.hidden)
     head = min(rows * example.answer, 1024) * model.vocabulary * 6

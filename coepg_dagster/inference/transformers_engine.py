@@ -47,12 +47,13 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, A
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if wrong:
         raise IncompleteCheckpoint(f"{path}: {wrong}; was it saved by another version of transformers?")
+    model = model.to(device)  # where looking at every weight is quick
     bad = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
     if bad:
         raise IncompleteCheckpoint(
             f"{path}: not finite: {', '.join(bad[:5])}; training diverged, lower the learning rate"
         )
-    return model.to(device).eval(), processor
+    return model.eval(), processor
 
 
 class TransformersEngine:

@@ -23,6 +23,8 @@ from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
+    half_activations,
+    half_vision,
     recompute,
     share_gradient_memory,
 )
@@ -64,6 +66,10 @@ def train_sft(
     if on_gpu:
         fast_vision(model)
         expect_right_padding(model)
+        half_activations(model)
+        # sharded parameters of one unit have one type
+        if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
+            half_vision(model)
         recompute(model, config.recompute)
         if config.compile:
             compile_layers(model)

@@ -13,7 +13,13 @@ from PIL import Image
 
 from coepg_dagster.inference.attention import WINDOWS, attend_windows
 from coepg_dagster.inference.transformers_engine import load_checkpoint
-from coepg_dagster.training.speed import compile_layers, expect_right_padding, recompute
+from coepg_dagster.training.speed import (
+    compile_layers,
+    expect_right_padding,
+    half_activations,
+    half_vision,
+    recompute,
+)
 
 
 def batch(processor: Any) -> Any:
@@ -57,6 +63,38 @@ def test_recomputed_layers_have_the_same_gradients(
     assert recompute(model, share) == layers
     for name, gradient in gradients().items():
         torch.testing.assert_close(gradient, before[name], msg=name)
+
+
+def test_half_activations_change_the_loss_by_rounding_only(random_checkpoint: Callable[[int], Path]) -> None:
+    """Under autocast, as on a GPU: float32 weights with float32 gradients."""
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    inputs = batch(processor)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    model.model.visual.requires_grad_(False)
+
+    def loss_and_gradient() -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        return float(loss), model.model.language_model.layers[0].mlp.up_proj.weight.grad.clone()
+
+    before, gradient = loss_and_gradient()
+    seen: list[torch.dtype] = []
+    model.model.language_model.layers[-1].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    half_activations(model)
+    half_vision(model)
+    after, halved = loss_and_gradient()
+    assert seen == [torch.bfloat16]
+    assert after == pytest.approx(before, rel=5e-3)
+    assert halved.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(halved.flatten(), gradient.flatten(), 0) > 0.99
+
+
+def test_a_tower_that_is_trained_keeps_its_weights(random_checkpoint: Callable[[int], Path]) -> None:
+    model, _ = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    with pytest.raises(ValueError, match="trained"):
+        half_vision(model)
 
 
 @pytest.mark.gpu
