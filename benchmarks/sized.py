@@ -28,14 +28,16 @@ SCREENS: Final[dict[Size, tuple[int, int]]] = {"3B": (1288, 728), "7B": (1288, 7
 MAX_PIXELS: Final = 1280 * 28 * 28
 
 
-def config_of(size: Size, source: Path = SOURCE) -> dict[str, Any]:
-    """The config.json of a size, with the special tokens of `source`."""
+def config_of(size: Size, source: Path = SOURCE, layers: int | None = None) -> dict[str, Any]:
+    """The config.json of a size, with the special tokens of `source`; with fewer `layers` of the language model if given."""
     small: dict[str, Any] = json.loads((source / "config.json").read_text())
     if size == "tiny":
         return small
     ids = {key: value for key, value in small.items() if key.endswith("token_id")}
     known = json.loads(json.dumps(KNOWN[f"Qwen/Qwen2.5-VL-{size}-Instruct"]))
     known["text_config"] |= {k: small["text_config"][k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if layers is not None:
+        known["text_config"]["num_hidden_layers"] = layers
     return {**known, **ids, "architectures": small["architectures"]}
 
 
@@ -43,9 +45,11 @@ def architecture_of(size: Size) -> Architecture:
     return Architecture.of(config_of(size))
 
 
-def make_model(size: Size, device: str, dtype: torch.dtype, source: Path = SOURCE, seed: int = 0) -> Any:
+def make_model(
+    size: Size, device: str, dtype: torch.dtype, source: Path = SOURCE, seed: int = 0, layers: int | None = None
+) -> Any:
     """A model with random weights, made on the device itself: a few seconds for 3B on a GPU."""
-    settings = {key: value for key, value in config_of(size, source).items() if key != "model_type"}
+    settings = {key: value for key, value in config_of(size, source, layers).items() if key != "model_type"}
     config = Qwen2_5_VLConfig(**settings)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
@@ -82,7 +86,9 @@ def write_processor(folder: Path, size: Size, source: Path = SOURCE) -> Any:
     return processor
 
 
-def make_checkpoint(folder: Path, size: Size, *, device: str, source: Path = SOURCE, seed: int = 0) -> Path:
+def make_checkpoint(
+    folder: Path, size: Size, *, device: str, source: Path = SOURCE, seed: int = 0, layers: int | None = None
+) -> Path:
     """Writes a checkpoint of a size in bf16 (3B: 7.5 GB; a folder in memory, /dev/shm, is quickest); returns the folder.
 
     What is there already is kept.
@@ -93,7 +99,7 @@ def make_checkpoint(folder: Path, size: Size, *, device: str, source: Path = SOU
         shutil.copytree(source, folder, dirs_exist_ok=True)
         return folder
     write_processor(folder, size, source)
-    model = make_model(size, device, torch.bfloat16, source, seed)
+    model = make_model(size, device, torch.bfloat16, source, seed, layers)
     model.save_pretrained(folder, safe_serialization=True, max_shard_size="20GB")
     return folder
 

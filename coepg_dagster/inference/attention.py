@@ -83,6 +83,8 @@ def fast_vision(model: Any) -> bool:
     # Qwen2.5-VL's windows; a tower without any has few attention calls
     if tower is None or not hasattr(tower, "window_size") or model.device.type != "cuda":
         return False
+    if tower.config.hidden_size // tower.config.num_heads % 8:  # the kernel's own condition
+        return False
     tower.config._attn_implementation = WINDOWS
     return True
 
