@@ -77,7 +77,7 @@ def plain(steps: pa.Table) -> Clock:
     """TRL alone. Vision tokens are kept out of its completions, since it breaks on them."""
     clock = Clock()
     set_seed(SEED)
-    model, processor = load_for_training(tiny.PLANNER, "cpu", freeze_vision=CONFIG.freeze_vision)
+    model, processor = load_for_training(tiny.PLANNER, "cpu", "float32", CONFIG)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
     prompts = grpo_prompts(steps.select(["step_id"]), steps, screens, "compact")
     grounders = {name: PlainGrounder(path, tiny.MAX_POINT_TOKENS) for name, path in tiny.GROUNDERS.items()}

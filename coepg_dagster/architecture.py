@@ -146,6 +146,14 @@ class Architecture:
         """Bytes of keys and values of one token, bf16."""
         return 2 * 2 * self.layers * self.key_value_heads * self.head
 
+    def adapters(self, rank: int, *, vision: bool) -> int:
+        """Parameters of LoRA adapters of every linear layer of the language model's layers, and of the tower's blocks."""
+        h, queries, keys = self.hidden, self.heads * self.head, self.key_value_heads * self.head
+        inside = 2 * (h + queries) + 2 * (h + keys) + 3 * (h + self.mlp)
+        tower = self.vision
+        block = 4 * tower.hidden + 2 * tower.hidden + (3 if tower.gated else 2) * (tower.hidden + tower.mlp)
+        return rank * (self.layers * inside + (tower.layers * block if vision else 0))
+
     def image_tokens(self, width: int, height: int) -> int:
         """Visual tokens of a screenshot of the size that the model sees."""
         side = self.vision.patch * self.vision.merge

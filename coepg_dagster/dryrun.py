@@ -32,7 +32,7 @@ from coepg_dagster.estimates import (
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Experiment
+from coepg_dagster.experiment import Experiment, Lora
 
 STEPS: Final[dict[str, dict[str, int]]] = {
     "mind2web": {"train": 7775, "test_task": 1339, "test_website": 1019, "test_domain": 4060},
@@ -184,7 +184,7 @@ class DryRun:
                 Stage(
                     "planner",
                     grpo_memory(
-                        planner, graders, changed.grpo, plan, grader_bytes=each, strategy=hardware.strategy, gpus=on
+                        planner, graders, changed.grpo, plan, bytes_each=each, strategy=hardware.strategy, gpus=on
                     ),
                     host=on * 4.0 * planner.parameters,
                     disk=2.0 * planner.parameters,
@@ -224,7 +224,14 @@ class DryRun:
         on = hardware.gpus if hardware.card else 1
         return Stage(
             asset,
-            sft_memory(model, config, example, strategy=hardware.strategy, gpus=on),
+            sft_memory(
+                model,
+                config,
+                example,
+                bytes_each=4 if experiment.models.dtype == "float32" else 2,
+                strategy=hardware.strategy,
+                gpus=on,
+            ),
             host=on * 4.0 * model.parameters,
             disk=2.0 * model.parameters,
             steps=steps,
@@ -314,9 +321,11 @@ class DryRun:
             changes["sft.freeze_vision: true"] = with_("sft", freeze_vision=True)
             changes["sft.recompute: 1"] = with_("sft", recompute=1.0)
             changes["sft.micro_batch_size: 1"] = with_("sft", micro_batch_size=1)
+            changes["sft.lora: {rank: 64}"] = with_("sft", lora=Lora())
         if asset == "planner":
             changes["grpo.kl_beta: 0 (no reference policy in memory)"] = with_("grpo", kl_beta=0.0)
             changes["grpo.micro_batch_size: 1"] = with_("grpo", micro_batch_size=1)
+            changes["grpo.lora: {rank: 64}"] = with_("grpo", lora=Lora())
             changes["grpo.ensemble: false (ϕ_k rewards alone)"] = with_("grpo", ensemble=False)
             changes["grpo.prompts_per_step: 8"] = with_("grpo", prompts_per_step=8)
         if asset in ("planner_sft", "grounder", "planner"):

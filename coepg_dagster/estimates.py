@@ -161,15 +161,28 @@ Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)
 
 
-def states(model: Architecture, trained: int, *, copies: int, strategy: Strategy, gpus: int) -> Memory:
+def states(
+    model: Architecture,
+    config: Sft | Grpo,
+    *,
+    strategy: Strategy,
+    gpus: int,
+    bytes_each: int = 2,
+) -> Memory:
     """Weights, gradients and optimizer states per GPU, without activations.
 
-    One GPU and ddp: float32 weights, gradients and AdamW, and autocast's bf16 copies of trained weights. ZeRO: bf16 weights
-    and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather two
-    layers at a time.
+    One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
+    forward to the backward pass. ZeRO: bf16 weights and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and
+    FSDP spread the weights too and gather two layers at a time. LoRA: the weights as they are stored (`bytes_each`), and all of
+    the above for the adapters alone.
     """
+    if config.lora is not None:
+        trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
+        spread = gpus if strategy == "zero2" else 1
+        return Memory(float(bytes_each * model.parameters + 6 * trained), 4.0 * trained, 8.0 * trained / spread)
+    trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     if gpus == 1 or strategy == "ddp":
-        return Memory(4.0 * model.parameters + copies, 4.0 * trained, 8.0 * trained)
+        return Memory(4.0 * model.parameters + 2 * trained, 4.0 * trained, 8.0 * trained)
     gathered = 2 * 2.0 * max(model.block, model.embedding)
     if strategy == "zero2":
         return Memory(2.0 * model.parameters, 2.0 * trained / gpus, 12.0 * trained / gpus)
@@ -179,13 +192,17 @@ def states(model: Architecture, trained: int, *, copies: int, strategy: Strategy
 
 
 def sft_memory(
-    model: Architecture, config: Sft, example: Example, *, strategy: Strategy = "ddp", gpus: int = 1
+    model: Architecture,
+    config: Sft,
+    example: Example,
+    *,
+    bytes_each: int = 2,
+    strategy: Strategy = "ddp",
+    gpus: int = 1,
 ) -> Memory:
-    """Full fine-tuning in bf16 computation, on each of `gpus` GPUs."""
-    trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
-    # autocast keeps bf16 copies of trained weights from the forward to the backward pass, and so do compiled layers
-    held = states(model, trained, copies=2 * trained, strategy=strategy, gpus=gpus)
-    if config.freeze_vision and (gpus == 1 or strategy == "ddp"):
+    """Fine-tuning in bf16 computation, on each of `gpus` GPUs; `bytes_each`: of a stored weight."""
+    held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
+    if config.lora is None and config.freeze_vision and (gpus == 1 or strategy == "ddp"):
         held = replace(held, weights=held.weights - 2.0 * model.vision.parameters)  # in bf16
     return replace(
         held,
@@ -240,8 +257,10 @@ def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, r
         scored=example.answer,
         train=True,
         freeze_vision=config.freeze_vision,
+        fixed_weights=config.lora is not None,
     )
-    again = (one.language + one.attention + (0 if config.freeze_vision else one.vision)) / 3 * config.recompute
+    forward = (one.language + (0 if config.freeze_vision else one.vision)) / (3 if config.lora is None else 2)
+    again = (forward + one.attention / 3) * config.recompute
     return rows * (one.total + again) / rates.train
 
 
@@ -290,17 +309,17 @@ def grpo_memory(
     config: Grpo,
     example: Example,
     *,
-    grader_bytes: int = 2,
+    bytes_each: int = 2,
     strategy: Strategy = "ddp",
     gpus: int = 1,
 ) -> Memory:
-    """Full GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here."""
-    trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
-    held = states(model, trained, copies=2 * trained, strategy=strategy, gpus=gpus)
-    reference = 4.0 * model.parameters if config.kl_beta else 0.0
+    """GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here."""
+    held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
+    # with LoRA the reference is the model without its adapters
+    reference = 4.0 * model.parameters if config.kl_beta and config.lora is None else 0.0
     if gpus > 1 and strategy in ("zero3", "fsdp"):
         reference /= gpus
-    graded = float(sum(grader_bytes * grader.parameters for grader in graders))
+    graded = float(sum(bytes_each * grader.parameters for grader in graders))
     rollouts = -(-config.prompts_per_step * config.group_size // gpus)
     update = training_activations(
         model, example, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
@@ -333,7 +352,9 @@ def grpo_seconds(
         scored=example.answer,
         train=True,
         freeze_vision=config.freeze_vision,
+        fixed_weights=config.lora is not None,
     )
     forward = flops(model, image=example.image, text=example.text, scored=example.answer, train=False).total
-    passes = one.total + one.language / 3 + (forward if config.kl_beta else 0)
+    again = one.language / (3 if config.lora is None else 2)
+    passes = one.total + again + (forward if config.kl_beta else 0)
     return generate + reward + rollouts * passes / rates.train

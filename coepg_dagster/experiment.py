@@ -210,6 +210,18 @@ class Serving(Strict):
     in_flight: int = Field(64, ge=1, description="requests at a time, of each server")
 
 
+Attention = Literal["sdpa", "flash_attention_2", "eager"]
+"""`sdpa`: torch's own kernels; `flash_attention_2`: the package flash-attn; `eager`: plain matrix products."""
+
+
+class Lora(Strict):
+    """Low-rank adapters (LoRA) of every linear layer, merged into the weights after training."""
+
+    rank: int = Field(64, ge=1, description="r")
+    alpha: float = Field(64.0, gt=0, description="an adapter counts alpha / rank times")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
 class Sft(Strict):
     """Supervised fine-tuning of π_k and ϕ_k, each from its base model, on D_{k-1} (TRL's SFTTrainer)."""
 
@@ -230,6 +242,10 @@ class Sft(Strict):
     compile: bool = Field(False, description="compile each layer on a GPU: faster after a minute")
     max_tokens: int | None = Field(
         None, ge=16, description="rows with more tokens, visual ones included, are dropped and counted; null: none"
+    )
+    lora: Lora | None = Field(None, description="train adapters instead of the weights; null: full fine-tuning")
+    attention: Attention = Field(
+        "sdpa", description="`sdpa`, `flash_attention_2` or `eager`; another one in use is an error"
     )
 
     @model_validator(mode="after")
@@ -256,6 +272,10 @@ class Grpo(Strict):
     max_plan_tokens: int = Field(256, ge=8)
     max_tokens: int | None = Field(
         None, ge=16, description="prompts that could become longer with their plan are dropped and counted; null: none"
+    )
+    lora: Lora | None = Field(None, description="train adapters instead of the weights; null: full fine-tuning")
+    attention: Attention = Field(
+        "sdpa", description="`sdpa`, `flash_attention_2` or `eager`; another one in use is an error"
     )
     freeze_vision: bool = Field(True, description="leave the vision tower as it is")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
@@ -543,8 +563,8 @@ CODE: Final[dict[str, int]] = {
 
 
 _NEWER: Final[dict[type[Strict], frozenset[str]]] = {
-    Sft: frozenset({"max_tokens"}),
-    Grpo: frozenset({"max_tokens"}),
+    Sft: frozenset({"max_tokens", "lora", "attention"}),
+    Grpo: frozenset({"max_tokens", "lora", "attention"}),
 }
 """Settings that came later, whose default is what was done before there was a choice."""
 

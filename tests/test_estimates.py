@@ -26,7 +26,7 @@ from coepg_dagster.estimates import (
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Grpo, Sft, load_experiment
+from coepg_dagster.experiment import Grpo, Lora, Sft, load_experiment
 
 ROOT = Path(__file__).parents[1]
 MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
@@ -67,12 +67,14 @@ def test_longer_prompts_and_larger_models_never_need_less(
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(1, 16), strategy=steps, gpus=st.integers(2, 64), share=st.floats(0, 1))
-def test_settings_that_save_memory_save_memory(rows: int, strategy: Any, gpus: int, share: float) -> None:
+@given(
+    rows=st.integers(1, 16), strategy=steps, gpus=st.integers(2, 64), share=st.floats(0, 1), rank=st.integers(1, 256)
+)
+def test_settings_that_save_memory_save_memory(rows: int, strategy: Any, gpus: int, share: float, rank: int) -> None:
     example, model = Example((1288, 728), 300, 60), MODELS[1]
     config = Sft(batch_size=rows, micro_batch_size=rows, recompute=share)
     now = sft_memory(model, config, example)
-    for saved in ({"recompute": 1.0}, {"freeze_vision": True}, {"micro_batch_size": 1}):
+    for saved in ({"recompute": 1.0}, {"freeze_vision": True}, {"micro_batch_size": 1}, {"lora": Lora(rank=rank)}):
         assert sft_memory(model, config.model_copy(update=saved), example).total <= now.total
     spread = sft_memory(model, config, example, strategy=strategy, gpus=gpus)
     assert spread.total <= now.total
@@ -83,6 +85,18 @@ def test_float32_training_holds_sixteen_bytes_per_parameter_and_autocasts_copies
     model = MODELS[0]
     need = sft_memory(model, FOUR, Example((1288, 728), 100, 40))
     assert need.weights + need.gradients + need.optimizer == pytest.approx(18 * model.parameters)
+
+
+def test_lora_holds_the_stored_weights_and_states_of_the_adapters_alone() -> None:
+    model, example, lora = MODELS[0], Example((1288, 728), 100, 40), Lora(rank=64)
+    adapters = model.adapters(64, vision=False)
+    assert 0.03 < adapters / model.language < 0.05
+    need = sft_memory(model, FOUR.model_copy(update={"lora": lora, "freeze_vision": True}), example)
+    assert need.weights + need.gradients + need.optimizer == pytest.approx(2 * model.parameters + 18 * adapters)
+    assert model.adapters(128, vision=False) == 2 * adapters < 2 * model.adapters(64, vision=True)
+    # the reference policy of GRPO is the model without its adapters
+    full, low = (grpo_memory(model, [model], Grpo(lora=use), example) for use in (None, lora))
+    assert full.weights - low.weights == pytest.approx((8 - 2) * model.parameters + 2 * model.language - 6 * adapters)
 
 
 def test_the_training_rate_is_read_from_the_baseline(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class IncompleteCheckpoint(Ended):
     """A checkpoint with weights missing, unexpected, not finite or not what they should be."""
 
 
-def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, Any]:
+def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str = "sdpa") -> tuple[Any, Any]:
     """(model in eval mode, processor) of a local folder or hub name; safetensors only, no remote code.
 
     Raises IncompleteCheckpoint where weights are missing, unexpected or not finite: transformers would otherwise start
@@ -42,7 +42,12 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str) -> tuple[Any, A
     processor = load_processor(str(path))
     processor.tokenizer.padding_side = "left"
     model, info = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        path,
+        dtype=getattr(torch, dtype),
+        attn_implementation=attention,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if wrong:

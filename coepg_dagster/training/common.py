@@ -8,8 +8,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.inference.transformers_engine import load_checkpoint
+from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.inference.transformers_engine import Dtype
 from coepg_dagster.progress import Report
+from coepg_dagster.training.speed import load_with_attention
 
 
 class ReportProgress(TrainerCallback):  # type: ignore[misc]
@@ -41,14 +43,15 @@ def write_log(state: TrainerState, path: Path) -> None:
             out.write(json.dumps({"step": entry["step"], **_numbers(entry)}) + "\n")
 
 
-def load_for_training(init: str, device: str, *, freeze_vision: bool) -> tuple[Any, Any]:
-    """(model in training mode, processor) from checkpoint `init`, with float32 weights.
+def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) -> tuple[Any, Any]:
+    """(model in training mode, processor) from checkpoint `init`.
 
-    On a GPU the trainers compute in bf16 and keep these float32 weights: with the paper's learning rates most updates would
-    round to nothing in bf16.
+    On a GPU the trainers compute in bf16 and keep float32 weights: with the paper's learning rates most updates would round to
+    nothing in bf16. With LoRA the weights themselves stay as they are, in `dtype`; the adapters are float32.
     """
-    model, processor = load_checkpoint(init, "float32", device)
-    if freeze_vision:
+    kept: Dtype = "float32" if config.lora is None or device == "cpu" else dtype
+    model, processor = load_with_attention(init, kept, device, config.attention)
+    if config.freeze_vision:
         model.model.visual.requires_grad_(False)
     return model.train(), processor
 

@@ -24,6 +24,7 @@ from trl.trainer.utils import RepeatSampler
 
 from coepg_dagster.experiment import Grpo, Member, Models, Serving
 from coepg_dagster.inference.agents import Grounder, Plan, Reading, ground_all
+from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import vision_token_ids, without_vision_tokens
@@ -35,12 +36,14 @@ from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
 from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
+from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, write_log
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
+from coepg_dagster.training.speed import check_attention
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
@@ -311,9 +314,10 @@ def _train(
     placement: Placement,
 ) -> dict[str, Any]:
     set_seed(seed)
-    model, processor = load_for_training(
-        init, "cpu" if placement.sharded else device, freeze_vision=config.freeze_vision
-    )
+    model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
+    if device != "cpu" and config.attention == "sdpa":
+        fast_vision(model)
+    check_attention(model, config.attention)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
     screens = Screens(steps, resize)
     grounders = {}
@@ -336,6 +340,7 @@ def _train(
     stops = Stops(placement.on_trouble)
     trainer = CdremTrainer(
         model=model,
+        peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
         processing_class=processor,
         reward=reward,
         rollouts=scratch / "rollouts",
@@ -380,6 +385,7 @@ def _train(
     trainer.remove_callback(PrinterCallback)
     checkpoints.train(trainer)
     stops.end()
+    trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, out, models.dtype)
     if is_main():
         trainer.write_rollouts(out / ROLLOUTS)
@@ -391,6 +397,7 @@ def _train(
         **found,
         "optimizer_steps": trainer.state.global_step,
         **saved,
+        "trained_parameters": trained,
         "warnings": stops.warnings,
         "reward_first": history[0]["reward"] if history else None,
         "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,

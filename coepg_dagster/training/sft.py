@@ -15,12 +15,14 @@ from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
+from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, write_log
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.speed import (
+    check_attention,
     compile_layers,
     expect_right_padding,
     half_activations,
@@ -59,13 +61,12 @@ def train_sft(
     Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints lie in `scratch`.
     """
     set_seed(seed)
-    model, processor = load_for_training(
-        init, "cpu" if placement.sharded else device, freeze_vision=config.freeze_vision
-    )
+    model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
     on_gpu = device != "cpu"
     if on_gpu:
-        fast_vision(model)
-        expect_right_padding(model)
+        if config.attention == "sdpa":
+            fast_vision(model)
+            expect_right_padding(model)
         half_activations(model)
         # sharded parameters of one unit have one type
         if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
@@ -73,6 +74,7 @@ def train_sft(
         recompute(model, config.recompute)
         if config.compile:
             compile_layers(model)
+    check_attention(model, config.attention)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
     if role == "planner":
         examples = planner_examples(dataset, steps, screens, models.prompts)
@@ -85,6 +87,7 @@ def train_sft(
     stops = Stops(placement.on_trouble)
     trainer = PlainTrainer(
         model=model,
+        peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
         processing_class=processor,
         train_dataset=examples,
         callbacks=[ReportProgress(report), checkpoints, stops],
@@ -121,6 +124,7 @@ def train_sft(
     share_gradient_memory(trainer)
     checkpoints.train(trainer)
     stops.end()
+    trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, out, models.dtype)
     if is_main():
         write_log(trainer.state, out / "training_log.jsonl")
@@ -131,5 +135,6 @@ def train_sft(
         "optimizer_steps": trainer.state.global_step,
         "loss": float(np.mean(losses)),
         **saved,
+        "trained_parameters": trained,
         "warnings": stops.warnings,
     }

@@ -17,7 +17,11 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from coepg_dagster.experiment import Attention
 from coepg_dagster.inference.attention import WINDOWS
+from coepg_dagster.inference.transformers_engine import Dtype, load_checkpoint
+from coepg_dagster.progress import Ended
+from coepg_dagster.training.launch import is_main
 
 RIGHT_PADDED: Final = "right_padded"
 
@@ -57,6 +61,54 @@ def half_vision(model: Any) -> None:
     if any(parameter.requires_grad for parameter in model.model.visual.parameters()):
         raise ValueError("a vision tower that is trained keeps float32 weights")
     model.model.visual.to(torch.bfloat16)
+
+
+class WrongAttention(Ended):
+    """Attention that was asked for cannot be used, or another is in use; the message says what to do."""
+
+
+_MEANT: Final[dict[Attention, frozenset[str]]] = {
+    "sdpa": frozenset({"sdpa", WINDOWS, RIGHT_PADDED}),
+    "flash_attention_2": frozenset({"flash_attention_2"}),
+    "eager": frozenset({"eager"}),
+}
+"""What transformers may call; ours are torch's kernels, called with what they can be spared left out."""
+
+
+def load_with_attention(init: str, dtype: Dtype, device: str, attention: Attention) -> tuple[Any, Any]:
+    """(model, processor) of a checkpoint with the attention that was asked for. Raises WrongAttention."""
+    remedy = "set `attention: sdpa`, which is flash attention of torch itself wherever its inputs allow"
+    if attention == "flash_attention_2" and device == "cpu":
+        raise WrongAttention(f"attention: flash_attention_2 needs a GPU and there is none here; {remedy}")
+    try:
+        return load_checkpoint(init, dtype, device, attention)
+    except ImportError as error:
+        why = str(error).splitlines()[0]
+        raise WrongAttention(
+            f"attention: {attention} cannot be used here ({why}): install a flash-attn that was built for torch "
+            f"{torch.__version__}, or {remedy}"
+        ) from None
+
+
+def check_attention(model: Any, attention: Attention) -> dict[str, str]:
+    """Prints which attention each part of the model calls. Raises WrongAttention where it is not what was asked for."""
+    found = {}
+    for part, layers in zip(("language model", "vision tower"), _stacks(model), strict=True):
+        called = {
+            module.config._attn_implementation
+            for layer in layers
+            for module in layer.modules()
+            if hasattr(module, "is_causal") and hasattr(module, "config")
+        }
+        found[part] = ", ".join(sorted(map(str, called)))
+        if not called <= _MEANT[attention]:
+            raise WrongAttention(
+                f"attention: {attention} was asked for, but the {part} calls {found[part]}: transformers fell back. Set "
+                f"`attention` to what it can use, or install what {attention} needs"
+            )
+    if is_main():
+        print("attention: " + ", ".join(f"{part} {name}" for part, name in found.items()), flush=True)
+    return found
 
 
 def recompute(model: Any, share: float) -> int:

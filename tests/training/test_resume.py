@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster import workers
-from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
+from coepg_dagster.experiment import Grpo, Lora, Models, Regeneration, Sft
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.checkpoints import Checkpoints
 from coepg_dagster.training.launch import Placement
@@ -158,6 +158,29 @@ def test_sft_is_continued_also_in_a_second_epoch(
     assert [line["step"] for line in log] == [1, 2, 3, 4, 5, 6]
     kept = sorted(path.name for path in (tmp_path / "killed" / "scratch" / "trainer").glob("checkpoint-*"))
     assert kept == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_sft_with_lora_is_continued(
+    common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Its checkpoints hold the adapters alone; the merged weights are the same bytes."""
+
+    def make(name: str) -> Work:
+        return SftWork(
+            **common,
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            role="grounder",
+            init=str(random_checkpoint(2)),
+            config=Sft(epochs=2, batch_size=3, micro_batch_size=3, learning_rate=1e-2, lora=Lora(rank=4)),
+            placement=Placement(save_every=2),
+        )
+
+    printed = compare(make, [("step 3", signal.SIGKILL)], "model.safetensors")
+    assert "continues from checkpoint-2" in printed[1]
+    assert logged(tmp_path / "killed" / "out") == logged(tmp_path / "whole" / "out")
+    kept = tmp_path / "killed" / "scratch" / "trainer" / "checkpoint-2"
+    assert [file.name for file in kept.glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
 def test_grpo_is_continued_with_every_rollout_once(
