@@ -48,7 +48,7 @@ def merge_adapters(trainer: Any) -> int:
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     # DeepSpeed leaves an empty tensor where it has spread a parameter
-    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    trained: int = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     if isinstance(model, PeftModel):
         if is_main():
             print(f"LoRA: {trained:,} trained parameters are merged; what is saved is a whole checkpoint", flush=True)
