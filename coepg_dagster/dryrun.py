@@ -184,7 +184,14 @@ class DryRun:
                 Stage(
                     "planner",
                     grpo_memory(
-                        planner, graders, changed.grpo, plan, bytes_each=each, strategy=hardware.strategy, gpus=on
+                        planner,
+                        graders,
+                        changed.grpo,
+                        plan,
+                        bytes_each=each,
+                        strategy=hardware.strategy,
+                        gpus=on,
+                        card=hardware.card.memory if hardware.card else 0.0,
                     ),
                     host=on * 4.0 * planner.parameters,
                     disk=2.0 * planner.parameters,
@@ -375,11 +382,11 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
         )
     lines.append(f"{dry.train_steps} training steps, {dry.eval_steps} to evaluate, from {dry.steps_from}")
     stages = dry.stages(hardware, rates)
-    head = ("asset", "GB per GPU", "weights", "grad.", "optim.", "activ.", "KV", "host GB", "disk GB")
+    head = ("asset", "GB per GPU", "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GB", "disk GB")
     rows: list[tuple[str, ...]] = [(*head, "steps", "M tokens", "GPU-hours")]
     for stage in stages:
         need = stage.memory
-        parts = (need.total, need.weights, need.gradients, need.optimizer, need.activations, need.cache)
+        parts = (need.total, need.weights, need.gradients, need.optimizer, need.activations, need.cache, need.vllm)
         sizes = [f"{part / GB:.1f}" for part in (*parts, stage.host, stage.disk)]
         rows.append(
             (stage.asset, *sizes, str(stage.steps), f"{stage.tokens / 1e6:.1f}", f"{stage.gpu_seconds / 3600:.2f}")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from coepg_dagster.architecture import Architecture, flops
-from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.experiment import Grpo, Serving, Sft
 
 GB: Final = 1e9
+DEFAULT_SERVING: Final = Serving()
 CONTEXT: Final = 1.5 * GB
 """Beside the tensors of a process: CUDA context, libraries, fragments."""
 
@@ -98,10 +99,11 @@ class Memory:
     optimizer: float = 0.0
     activations: float = 0.0
     cache: float = 0.0  # keys and values
+    vllm: float = 0.0  # the share of an engine beside training
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.vllm
 
 
 @dataclass(frozen=True)
@@ -172,17 +174,20 @@ def states(
     """Weights, gradients and optimizer states per GPU, without activations.
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
-    forward to the backward pass. ZeRO: bf16 weights and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and
-    FSDP spread the weights too and gather two layers at a time. LoRA: the weights as they are stored (`bytes_each`), and all of
-    the above for the adapters alone.
+    forward to the backward pass; a frozen vision tower is bf16. ZeRO: bf16 weights and gradients, float32 master weights and
+    AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather two layers at a time. LoRA: the weights as they are
+    stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the adapters alone.
     """
     if config.lora is not None:
         trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
         spread = gpus if strategy == "zero2" else 1
-        return Memory(float(bytes_each * model.parameters + 6 * trained), 4.0 * trained, 8.0 * trained / spread)
+        merged = isinstance(config, Grpo) and config.rollouts == "vllm"
+        held = model.language * (4 if merged else bytes_each) + model.vision.parameters * bytes_each
+        return Memory(float(held + 6 * trained), 4.0 * trained, 8.0 * trained / spread)
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     if gpus == 1 or strategy == "ddp":
-        return Memory(4.0 * model.parameters + 2 * trained, 4.0 * trained, 8.0 * trained)
+        half = 2 * model.vision.parameters if config.freeze_vision and bytes_each == 2 else 0
+        return Memory(4.0 * model.parameters - half + 2 * trained, 4.0 * trained, 8.0 * trained)
     gathered = 2 * 2.0 * max(model.block, model.embedding)
     if strategy == "zero2":
         return Memory(2.0 * model.parameters, 2.0 * trained / gpus, 12.0 * trained / gpus)
@@ -202,8 +207,6 @@ def sft_memory(
 ) -> Memory:
     """Fine-tuning in bf16 computation, on each of `gpus` GPUs; `bytes_each`: of a stored weight."""
     held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
-    if config.lora is None and config.freeze_vision and (gpus == 1 or strategy == "ddp"):
-        held = replace(held, weights=held.weights - 2.0 * model.vision.parameters)  # in bf16
     return replace(
         held,
         activations=training_activations(
@@ -303,6 +306,16 @@ def generation_seconds(
     return screenshots * (prompt / rates.prefill + rates.image) + batches * example.answer * token
 
 
+def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int, rollouts: int, rates: Rates) -> float:
+    """GPU-seconds of `rollouts` by vLLM, `batch` at a time: the rollouts of a prompt share it, kernels follow without a pause."""
+    prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
+    moved = 2.0 * model.language + batch * example.tokens(model) * model.key_value_bytes
+    batches = -(-rollouts // batch)
+    return (
+        rollouts / samples * (prompt / rates.prefill + rates.image) + batches * example.answer * moved / rates.bandwidth
+    )
+
+
 def grpo_memory(
     model: Architecture,
     graders: Sequence[Architecture],
@@ -312,11 +325,19 @@ def grpo_memory(
     bytes_each: int = 2,
     strategy: Strategy = "ddp",
     gpus: int = 1,
+    card: float = 0.0,
+    serving: Serving = DEFAULT_SERVING,
 ) -> Memory:
-    """GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here."""
+    """GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here.
+
+    With rollouts from vLLM, its share of the GPU's memory (`card`, bytes) as well: where it sleeps during the update, only as
+    far as it is more than the update's activations.
+    """
     held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
     # with LoRA the reference is the model without its adapters
-    reference = 4.0 * model.parameters if config.kl_beta and config.lora is None else 0.0
+    reference = float((bytes_each if config.freeze_vision else 4) * model.parameters)
+    if not config.kl_beta or config.lora is not None:
+        reference = 0.0
     if gpus > 1 and strategy in ("zero3", "fsdp"):
         reference /= gpus
     graded = float(sum(bytes_each * grader.parameters for grader in graders))
@@ -324,9 +345,13 @@ def grpo_memory(
     update = training_activations(
         model, example, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
     )
+    held = replace(held, weights=held.weights + reference + graded, activations=update)
+    if config.rollouts == "vllm":
+        engine = 0.0 if serving.rollout_server else serving.rollout_memory * card
+        return replace(held, vllm=max(0.0, engine - update) if serving.rollout_sleep else engine)
     # rollouts are generated before activations are kept: the larger of the two counts
     cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
-    return replace(held, weights=held.weights + reference + graded, activations=update, cache=max(0.0, cache - update))
+    return replace(held, cache=max(0.0, cache - update))
 
 
 def grpo_seconds(
@@ -343,7 +368,10 @@ def grpo_seconds(
     size = config.group_size
     rollouts = prompts * size
     step = config.prompts_per_step * size
-    generate = generation_seconds(model, example, step, 1, rollouts, rates)
+    if config.rollouts == "vllm":
+        generate = vllm_seconds(model, example, step, size, rollouts, rates)
+    else:
+        generate = generation_seconds(model, example, step, 1, rollouts, rates)
     reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
     one = flops(
         model,

@@ -208,6 +208,13 @@ class Serving(Strict):
     arguments: list[str] = Field(default=[], description="more arguments of the servers")
     start_minutes: float = Field(20.0, gt=0, description="a server that does not answer by then is given up")
     in_flight: int = Field(64, ge=1, description="requests at a time, of each server")
+    rollout_memory: float = Field(
+        0.3, gt=0, le=1, description="share of a GPU for the vLLM that samples GRPO's rollouts"
+    )
+    rollout_sleep: bool = Field(True, description="it gives that memory up while the policy is updated")
+    rollout_server: str | None = Field(
+        None, description="a vLLM server on other GPUs that samples them instead, e.g. `http://127.0.0.1:8000`"
+    )
 
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
@@ -264,6 +271,7 @@ class Grpo(Strict):
     prompts_per_step: int = Field(42, ge=1)
     group_size: int = Field(7, ge=2, description="G, rollouts per prompt")
     micro_batch_size: int = Field(7, ge=1, description="rollouts per device and forward pass")
+    rollouts: Literal["transformers", "vllm"] = Field("transformers", description="who samples them")
     max_steps: int | None = Field(None, ge=1, description="null: one epoch over the prompts")
     learning_rate: float = Field(5e-7, gt=0)
     temperature: float = Field(0.9, gt=0)
@@ -564,7 +572,7 @@ CODE: Final[dict[str, int]] = {
 
 _NEWER: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
-    Grpo: frozenset({"max_tokens", "lora", "attention"}),
+    Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts"}),
 }
 """Settings that came later, whose default is what was done before there was a choice."""
 

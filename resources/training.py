@@ -199,6 +199,17 @@ class EnginesResource(dg.ConfigurableResource):  # type: ignore[type-arg]
     vllm_arguments: list[str] = Field(default=[], description="More arguments of vLLM's servers.")
     start_minutes: float = Field(default=20.0, gt=0, description="A server that does not answer by then is given up.")
     in_flight: int = Field(default=64, ge=1, description="Requests at a time, of each vLLM server.")
+    rollout_memory: float = Field(
+        default=0.3,
+        gt=0,
+        le=1,
+        description="Share of a GPU for the vLLM that samples GRPO's rollouts beside the policy.",
+    )
+    rollout_sleep: bool = Field(default=True, description="It gives that memory up while the policy is updated.")
+    rollout_server: str | None = Field(
+        default=None,
+        description="A vLLM server on other GPUs that samples the rollouts instead, e.g. `http://127.0.0.1:8000`.",
+    )
 
     def serving(self) -> Serving:
         """The same, as jobs know it."""
@@ -209,6 +220,9 @@ class EnginesResource(dg.ConfigurableResource):  # type: ignore[type-arg]
             arguments=self.vllm_arguments,
             start_minutes=self.start_minutes,
             in_flight=self.in_flight,
+            rollout_memory=self.rollout_memory,
+            rollout_sleep=self.rollout_sleep,
+            rollout_server=self.rollout_server,
         )
 
 

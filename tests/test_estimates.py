@@ -18,6 +18,7 @@ from coepg_dagster.dryrun import DryRun, Hardware, report, size_of
 from coepg_dagster.estimates import (
     CARDS,
     Example,
+    Memory,
     generation_memory,
     generation_seconds,
     grpo_memory,
@@ -26,7 +27,7 @@ from coepg_dagster.estimates import (
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Grpo, Lora, Sft, load_experiment
+from coepg_dagster.experiment import Grpo, Lora, Serving, Sft, load_experiment
 
 ROOT = Path(__file__).parents[1]
 MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
@@ -96,7 +97,28 @@ def test_lora_holds_the_stored_weights_and_states_of_the_adapters_alone() -> Non
     assert model.adapters(128, vision=False) == 2 * adapters < 2 * model.adapters(64, vision=True)
     # the reference policy of GRPO is the model without its adapters
     full, low = (grpo_memory(model, [model], Grpo(lora=use), example) for use in (None, lora))
-    assert full.weights - low.weights == pytest.approx((8 - 2) * model.parameters + 2 * model.language - 6 * adapters)
+    assert full.weights - low.weights == pytest.approx(
+        4 * model.parameters + 2 * model.language - 2 * model.vision.parameters - 6 * adapters
+    )
+
+
+def test_vllm_beside_training_takes_its_share_of_the_card() -> None:
+    model, example, card = MODELS[0], Example((1288, 728), 100, 40), 85e9
+    config = Grpo(rollouts="vllm", lora=Lora())
+
+    def need(**serving: Any) -> Memory:
+        return grpo_memory(model, [], config, example, card=card, serving=Serving(rollout_memory=0.4, **serving))
+
+    awake, asleep = need(rollout_sleep=False), need()
+    assert awake.vllm == pytest.approx(0.4 * card)
+    assert asleep.vllm + asleep.activations == pytest.approx(0.4 * card), "it is awake only while nothing is kept"
+    assert need(rollout_server="http://127.0.0.1:8000").vllm == 0
+    assert awake.cache == 0 < grpo_memory(model, [], Grpo(lora=Lora()), example).total < awake.total
+    slow, fast = (grpo_seconds(model, [], Grpo(rollouts=who), example, example, 84, RATES, 64) for who in ENGINES)
+    assert fast < slow
+
+
+ENGINES: tuple[Any, Any] = ("transformers", "vllm")
 
 
 def test_the_training_rate_is_read_from_the_baseline(tmp_path: Path) -> None:

@@ -252,6 +252,7 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
     name = {Sft: "sft", Grpo: "grpo", Regeneration: "regeneration"}[section]
     others: dict[str, Any] = {
         "max_tokens": {"max_tokens": 4096},
+        "rollouts": {"rollouts": "vllm"},
         "lora": {"lora": {"rank": 8}},
         "attention": {"attention": "eager"},
         "rule": {"rule": "all"},

@@ -47,9 +47,11 @@ def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) 
     """(model in training mode, processor) from checkpoint `init`.
 
     On a GPU the trainers compute in bf16 and keep float32 weights: with the paper's learning rates most updates would round to
-    nothing in bf16. With LoRA the weights themselves stay as they are, in `dtype`; the adapters are float32.
+    nothing in bf16. With LoRA the weights themselves stay as they are, in `dtype`, and the adapters are float32; but where vLLM
+    samples, adapters are added for it and taken off again at every step, which would wear bf16 weights away.
     """
-    kept: Dtype = "float32" if config.lora is None or device == "cpu" else dtype
+    merged = isinstance(config, Grpo) and config.rollouts == "vllm"
+    kept: Dtype = "float32" if config.lora is None or merged or device == "cpu" else dtype
     model, processor = load_with_attention(init, kept, device, config.attention)
     if config.freeze_vision:
         model.model.visual.requires_grad_(False)

@@ -43,7 +43,8 @@ from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
-from coepg_dagster.training.speed import check_attention
+from coepg_dagster.training.sampling import difference, end_sampling, sampling_settings
+from coepg_dagster.training.speed import check_attention, half_activations, half_vision
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
@@ -294,6 +295,7 @@ def train_grpo(
             report,
             scratch,
             placement,
+            serving,
         )
 
 
@@ -312,11 +314,17 @@ def _train(
     report: Report,
     scratch: Path,
     placement: Placement,
+    serving: Serving,
 ) -> dict[str, Any]:
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
-    if device != "cpu" and config.attention == "sdpa":
-        fast_vision(model)
+    on_gpu = device != "cpu"
+    if on_gpu:
+        if config.attention == "sdpa":
+            fast_vision(model)
+        half_activations(model)
+        if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
+            half_vision(model)  # TRL loads the reference in the type of the first weights, which are the tower's
     check_attention(model, config.attention)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
     screens = Screens(steps, resize)
@@ -338,6 +346,14 @@ def _train(
     rollouts = config.prompts_per_step * config.group_size
     checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
     stops = Stops(placement.on_trouble)
+    sampling = sampling_settings(
+        config,
+        serving,
+        processor.tokenizer,
+        device,
+        longest=min(found["longest_row"], config.max_tokens or found["longest_row"]),
+        seconds=60 * serving.start_minutes,
+    )
     trainer = CdremTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
@@ -368,9 +384,7 @@ def _train(
             scale_rewards="group",
             use_bias_correction_kl=False,
             mask_truncated_completions=False,
-            use_vllm=False,
-            # a sampled vision token would break the count of image features when the rollout is scored
-            generation_kwargs={"suppress_tokens": vision_token_ids(processor.tokenizer)},
+            **sampling,
             logging_steps=1,
             logging_nan_inf_filter=False,  # Stops looks for them
             save_strategy="no",  # Checkpoints decides
@@ -383,8 +397,11 @@ def _train(
         ),
     )
     trainer.remove_callback(PrinterCallback)
+    if on_gpu and config.attention == "sdpa" and trainer.ref_model is not None:
+        fast_vision(trainer.accelerator.unwrap_model(trainer.ref_model))
     checkpoints.train(trainer)
     stops.end()
+    end_sampling(trainer)
     trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, out, models.dtype)
     if is_main():
@@ -399,6 +416,7 @@ def _train(
         **saved,
         "trained_parameters": trained,
         "warnings": stops.warnings,
+        **difference(history),
         "reward_first": history[0]["reward"] if history else None,
         "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,

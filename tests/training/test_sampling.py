@@ -1,0 +1,163 @@
+"""Rollouts from vLLM: what TRL is told, what is refused, and what of it can be seen where no GPU is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from trl import GRPOConfig
+from trl.trainer import grpo_trainer
+
+from coepg_dagster.experiment import Grpo, Models, Serving
+from coepg_dagster.inference.processing import load_processor, vision_token_ids
+from coepg_dagster.progress import Ended
+from coepg_dagster.training import sampling
+from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.sampling import sampling_settings
+from tests.conftest import beside, quiet
+
+VLLM = Grpo(rollouts="vllm")
+
+
+def settings(config: Grpo, serving: Serving, tokenizer: Any, longest: int = 100) -> dict[str, Any]:
+    return sampling_settings(config, serving, tokenizer, "cuda", longest=longest, seconds=90.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_checkpoint: Callable[[int], Path]) -> Any:
+    return load_processor(str(random_checkpoint(0))).tokenizer
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vLLM and a GPU were here."""
+    monkeypatch.setattr(sampling, "_require_vllm", lambda device: None)
+
+
+def test_neither_engine_samples_vision_tokens(tokenizer: Any, installed: None) -> None:
+    unwanted = vision_token_ids(tokenizer)
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") in unwanted and len(unwanted) == 4
+    own = settings(Grpo(), Serving(), tokenizer)
+    assert own == {"use_vllm": False, "generation_kwargs": {"suppress_tokens": unwanted}}
+    bias = settings(VLLM, Serving(), tokenizer)["generation_kwargs"]["logit_bias"]
+    assert bias == {token: -100.0 for token in unwanted}
+
+
+def test_where_vllm_runs_is_a_resource_and_reaches_trl(tokenizer: Any, installed: None, tmp_path: Path) -> None:
+    serving = Serving(context=2048, rollout_memory=0.25, rollout_sleep=False)
+    beside_policy = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings(VLLM, serving, tokenizer, 2048)
+    )
+    assert (beside_policy.use_vllm, beside_policy.vllm_mode, beside_policy.vllm_max_model_length) == (
+        True,
+        "colocate",
+        2048,
+    )
+    assert (beside_policy.vllm_gpu_memory_utilization, beside_policy.vllm_enable_sleep_mode) == (0.25, False)
+    assert settings(VLLM, Serving(), tokenizer)["vllm_enable_sleep_mode"] is True
+    url = "http://127.0.0.1:8000"
+    server = settings(VLLM, Serving(rollout_server=url), tokenizer)
+    assert (server["vllm_mode"], server["vllm_server_base_url"], server["vllm_server_timeout"]) == ("server", url, 90.0)
+    with pytest.raises(Ended, match=r"2049 tokens, vLLM takes 2048: raise `vllm_context`"):
+        settings(VLLM, serving, tokenizer, 2049)
+
+
+def test_vllm_that_cannot_be_used_is_refused_with_the_alternative(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Ended, match=r"needs a GPU .*use `grpo.rollouts: transformers`"):
+        sampling_settings(VLLM, Serving(), tokenizer, "cpu", longest=9, seconds=1)
+    with pytest.raises(Ended, match=r"not installed here: install the extra `vllm`"):
+        settings(VLLM, Serving(), tokenizer)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.1.0"')
+    about = tmp_path / "vllm-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Ended, match=r"TRL currently supports vLLM versions from .*You have version 0\.1\.0"):
+        settings(VLLM, Serving(), tokenizer)
+    sys.modules.pop("vllm", None)
+
+
+class Elsewhere:
+    """Stands in for TRL's vLLM: another copy of the policy, given its weights, samples from prompt tokens and images."""
+
+    made: list[Elsewhere] = []
+
+    def __init__(self, model: Any, processing_class: Any, **settings: Any) -> None:
+        self.policy, self.processor, self.settings = model, processing_class, settings
+        self.copy = copy.deepcopy(model).eval()
+        self.syncs = 0
+        Elsewhere.made.append(self)
+
+    def sync_weights(self) -> None:
+        self.syncs += 1
+        self.copy.load_state_dict(self.policy.state_dict())
+
+    @torch.no_grad()
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
+        answers, logprobs = [], []
+        for prompt, [image] in zip(prompts, images, strict=True):
+            ids = torch.tensor([prompt])
+            seen = self.processor.image_processor(images=[image], return_tensors="pt")
+            output = self.copy.generate(
+                input_ids=ids,
+                mm_token_type_ids=(ids == self.processor.image_token_id).long(),
+                **seen,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=self.settings["max_completion_length"],
+                temperature=self.settings["temperature"],
+                sequence_bias=[[[t], bias] for t, bias in self.settings["generation_kwargs"]["logit_bias"].items()],
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+            answer = output.sequences[0, len(prompt) :].tolist()
+            scores = torch.stack(output.scores)[:, 0].log_softmax(-1)
+            answers.append(answer)
+            logprobs.append([[float(scores[t, token])] for t, token in enumerate(answer)])
+        return prompts, answers, logprobs, None
+
+
+def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    installed: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TRL's own path, from our settings to our figures; only the engine is another."""
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
+    monkeypatch.setattr(Elsewhere, "made", [])
+    config = Grpo(
+        rollouts="vllm",
+        prompts_per_step=2,
+        group_size=2,
+        micro_batch_size=2,
+        max_steps=2,
+        max_plan_tokens=8,
+        ensemble=False,
+    )
+    own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
+    data = ({}, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet, Serving(context=512))
+    figures = train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))
+    [engine] = Elsewhere.made
+    assert engine.syncs == 2, "before each optimizer step"
+    assert engine.settings["mode"] == "colocate" and engine.settings["max_model_length"] == 512
+    assert (engine.settings["temperature"], engine.settings["max_completion_length"]) == (0.9, 8)
+    log = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+    differences = [line[sampling.DIFFERENCE] for line in log if sampling.DIFFERENCE in line]
+    assert len(differences) == 2
+    assert figures["sampling_logp_difference"] == pytest.approx(sum(differences) / 2)
+    # the same weights, images, prompts and temperature: what is left is the share of the tokens that are biased out
+    assert 0 < figures["sampling_logp_difference"] < 0.05
