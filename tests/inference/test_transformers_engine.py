@@ -16,7 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from coepg_dagster.inference.engine import Generation, Request, Sampling, Usage
 from coepg_dagster.inference.processing import VISION_TOKENS, token_bytes, vision_token_ids
-from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, TransformersEngine, load_checkpoint
+from coepg_dagster.inference.transformers_engine import (
+    IncompleteCheckpoint,
+    TransformersEngine,
+    load_checkpoint,
+    nucleus,
+)
 from coepg_dagster.inference.weights import local_version
 from coepg_dagster.prompts import grounder_messages, planner_messages
 
@@ -106,6 +111,20 @@ def test_a_tiny_nucleus_is_greedy(engine: TransformersEngine) -> None:
     greedy = generate(engine, requests(), Sampling(5))
     nucleus = generate(engine, requests(), Sampling(5, temperature=1.0, top_p=1e-6))
     assert [row[0].text for row in nucleus] == [row[0].text for row in greedy]
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 3.0, 30.0])
+def test_a_nucleus_is_the_same_whether_the_vocabulary_is_sorted_or_not(sharpness: float) -> None:
+    draw = torch.Generator().manual_seed(3)
+    probabilities = (torch.randn(5, 3000, generator=draw) * sharpness).softmax(-1)
+    for top_p in (0.01, 0.5, 0.95):
+        kept = nucleus(probabilities, top_p)
+        for row, expected in zip(kept, probabilities, strict=True):
+            ranked = expected.sort(descending=True).values
+            size = int((ranked.cumsum(0) - ranked < top_p).sum())
+            assert int((row > 0).sum()) == size
+            assert torch.equal(row[row > 0].sort(descending=True).values, ranked[:size])
+            assert torch.equal(row[row > 0], expected[row > 0])
 
 
 def test_nothing_asked_nothing_answered(engine: TransformersEngine) -> None:
