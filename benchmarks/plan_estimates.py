@@ -8,7 +8,6 @@ measurement, of the one of the four that is farthest off. `--quick` runs the tin
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -70,13 +69,12 @@ def sft(size: sized.Size, settings: list[str], rates: Rates, say: Log, timeout: 
 
 def pool(options: argparse.Namespace, size: sized.Size, rates: Rates, say: Log) -> dict[str, Any]:
     """Estimate and measurement of the planner pool."""
-    checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}"  # noqa: S108
-    sized.make_checkpoint(checkpoint, size, device="cuda" if torch.cuda.is_available() else "cpu")
+    checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}-sharp"  # noqa: S108
+    sized.make_checkpoint(checkpoint, size, device="cuda" if torch.cuda.is_available() else "cpu", sharp=True)
     batch, plans, tokens = (8, 2, 8) if options.quick else (48, 4, 64)
     settings = ["--size", size, "--batch", str(batch), "--plans", str(plans), "--tokens", str(tokens)]
     settings += ["--chunk", "8" if options.quick else "36", "--chunks", "3"]
     figures = pool_scaling_4gpu.measure(settings, 1, checkpoint, say, timeout=options.timeout)
-    shutil.rmtree(checkpoint)
     model = sized.architecture_of(size)
     example = Example(sized.SCREENS[size], 90, tokens)
     measured = figures["candidates"] / figures["candidates_per_second"]

@@ -154,9 +154,9 @@ def main() -> None:
         raise SystemExit(reason)
     say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
     many = (cuda or 2) if options.quick else options.gpus
-    options.checkpoint = options.checkpoint or Path("/dev/shm") / f"coepg-{options.size}"  # noqa: S108
+    options.checkpoint = options.checkpoint or Path("/dev/shm") / f"coepg-{options.size}-sharp"  # noqa: S108
     started = time.perf_counter()
-    sized.make_checkpoint(options.checkpoint, options.size, device="cuda" if cuda else "cpu")
+    sized.make_checkpoint(options.checkpoint, options.size, device="cuda" if cuda else "cpu", sharp=True)
     say(f"checkpoint {options.checkpoint} after {time.perf_counter() - started:.0f} s")
     work = {name: getattr(options, name) for name in ("size", "batch", "plans", "tokens", "chunk", "chunks")}
     settings = [part for name, value in work.items() for part in (f"--{name}", str(value))]
@@ -188,7 +188,6 @@ def main() -> None:
         f"with loading: {found[many]['seconds_with_loading']:.1f} s on {many}, {found[1]['seconds_with_loading']:.1f} on one"
     )
     if options.quick:
-        shutil.rmtree(options.checkpoint)
         return
     write_scaling(
         NAME,

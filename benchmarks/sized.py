@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -87,22 +88,38 @@ def write_processor(folder: Path, size: Size, source: Path = SOURCE) -> Any:
 
 
 def make_checkpoint(
-    folder: Path, size: Size, *, device: str, source: Path = SOURCE, seed: int = 0, layers: int | None = None
+    folder: Path,
+    size: Size,
+    *,
+    device: str,
+    source: Path = SOURCE,
+    seed: int = 0,
+    layers: int | None = None,
+    sharp: bool = False,
 ) -> Path:
     """Writes a checkpoint of a size in bf16 (3B: 7.5 GB; a folder in memory, /dev/shm, is quickest); returns the folder.
 
-    What is there already is kept.
+    What is there already is kept; several processes may want the same.
+
+    Args:
+        sharp: as sure of a few tokens as a trained model, whose sampling costs less than that of a flat distribution.
     """
-    if (folder / "config.json").exists():
+    if folder.exists():
         return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     if size == "tiny":
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-        return folder
-    write_processor(folder, size, source)
-    model = make_model(size, device, torch.bfloat16, source, seed, layers)
-    # as sure of a few tokens as a trained model, whose sampling costs less than that of a flat distribution
-    model.model.language_model.norm.weight.data *= 8
-    model.save_pretrained(folder, safe_serialization=True, max_shard_size="20GB")
+        shutil.copytree(source, partial, dirs_exist_ok=True)
+    else:
+        write_processor(partial, size, source)
+        model = make_model(size, device, torch.bfloat16, source, seed, layers)
+        if sharp:
+            model.model.language_model.norm.weight.data *= 8
+        model.save_pretrained(partial, safe_serialization=True, max_shard_size="20GB")
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(partial)
     return folder
 
 

@@ -67,10 +67,11 @@ def train_sft(
         if config.attention == "sdpa":
             fast_vision(model)
             expect_right_padding(model)
-        half_activations(model)
-        # sharded parameters of one unit have one type
-        if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
-            half_vision(model)
+        if models.dtype == "bfloat16":
+            half_activations(model)
+            # sharded parameters of one unit have one type
+            if config.freeze_vision and not placement.sharded:
+                half_vision(model)
         recompute(model, config.recompute)
         if config.compile:
             compile_layers(model)
