@@ -106,6 +106,7 @@ def planner(work: Making) -> Outcome:
         dataset=_previous_dataset(work),
         steps=work.read_by("planner_sft", "benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
+        validation_split=experiment.benchmark.validation,
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
@@ -133,6 +134,7 @@ def end_to_end(work: Making) -> Outcome:
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
+        validation_split=experiment.benchmark.validation,
         sft=experiment.sft,
         grpo=grpo,
     )

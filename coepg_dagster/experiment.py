@@ -286,6 +286,12 @@ class Grpo(Strict):
         "sdpa", description="`sdpa`, `flash_attention_2` or `eager`; another one in use is an error"
     )
     freeze_vision: bool = Field(True, description="leave the vision tower as it is")
+    validate_every: int | None = Field(
+        None,
+        ge=1,
+        description="steps between two looks at the validation split, whose best weights are kept; null: the last",
+    )
+    validation_steps: int = Field(256, ge=1, description="how many steps of the validation split, whole episodes")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
     )
@@ -572,7 +578,7 @@ CODE: Final[dict[str, int]] = {
 
 _NEWER: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
-    Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts"}),
+    Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
 }
 """Settings that came later, whose default is what was done before there was a choice."""
 
@@ -587,12 +593,20 @@ def code_version(experiment: Experiment, asset: str) -> str:
     pools, quality, eyes = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
     # the default stays out, so that what was made before there was a choice stays current
     answers = eyes | ({"engine"} if experiment.models.engine != "transformers" else set())
+    looked_at: list[tuple[Strict, set[str] | None]] = []
+    if experiment.grpo.validate_every is not None:
+        looked_at = [(experiment.benchmark, {"validation"})]
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
         "benchmark_steps": [(experiment.benchmark, {"reader", "path", "view", "level"})],
         "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
         "planner_sft": [(experiment.sft, None), (experiment.models, eyes)],
         "grounder": [(experiment.sft, None), (experiment.models, eyes)],
-        "planner": [(experiment.grpo, None), (pools, {"max_point_tokens"}), (experiment.models, answers)],
+        "planner": [
+            (experiment.grpo, None),
+            (pools, {"max_point_tokens"}),
+            (experiment.models, answers),
+            *looked_at,
+        ],
         "candidate_plans": [
             (pools, {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}),
             (experiment.benchmark, {"train", "max_train_steps"}),
@@ -619,6 +633,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.sft, None),
             (experiment.grpo, None),
             (experiment.models, eyes),
+            *looked_at,
         ],
         "evolution_report": [],
     }

@@ -108,6 +108,11 @@ class TrainingWork(Work):
     placement: Placement
 
 
+def validation_of(steps: Path, split: str, config: Grpo) -> pa.Table | None:
+    """The steps on which GRPO chooses its weights; None: it keeps the last."""
+    return None if config.validate_every is None else steps_of(steps, split, config.validation_steps)
+
+
 class SftWork(TrainingWork):
     kind: Literal["sft"] = "sft"
     role: Literal["planner", "grounder"]
@@ -142,6 +147,7 @@ class GrpoWork(TrainingWork):
     verifiers: dict[str, Member]
     dataset: Path
     train_split: str
+    validation_split: str
     max_point_tokens: int
     config: Grpo
 
@@ -165,6 +171,7 @@ class GrpoWork(TrainingWork):
             self.serving,
             scratch=self.scratch,
             placement=self.placement,
+            validation=validation_of(self.steps, self.validation_split, self.config),
         )
 
 
@@ -173,6 +180,7 @@ class EndToEndWork(TrainingWork):
     init: str
     dataset: Path
     train_split: str
+    validation_split: str
     sft: Sft
     grpo: Grpo
 
@@ -192,6 +200,7 @@ class EndToEndWork(TrainingWork):
             self.out,
             report,
             self.placement,
+            validation_of(self.steps, self.validation_split, self.grpo),
         )
 
 

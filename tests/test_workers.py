@@ -56,6 +56,7 @@ WORK = [
         verifiers={"v": "b"},
         dataset=Path("d"),
         train_split="train",
+        validation_split="validation",
         max_point_tokens=8,
         config=Grpo(),
         placement=Placement(processes=2, save_every=7),

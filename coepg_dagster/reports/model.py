@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CURVES: Final = (
     ("reward", "reward (mean of the batch)"),
+    ("validation_reward", "reward on validation, by ϕ_k alone"),
     ("loss", "loss"),
     ("mean_token_accuracy", "token accuracy"),
     ("kl", "KL(π‖π_k)"),
@@ -50,6 +51,19 @@ class ModelOf:
     config: Mapping[str, Any]
     made_from: Sequence[tuple[str, str, str | None]]  # (artifact, data version, address of its page)
     crumbs: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()  # what training chose, and warned of
+
+
+def training_notes(figures: Mapping[str, Any]) -> list[str]:
+    """What the figures of a training say in words: which weights were kept, and what it warned of."""
+    notes = []
+    if "kept_step" in figures:
+        notes.append(
+            f"Kept: the weights of step {figures['kept_step']}, whose greedy answers did best on the validation split "
+            f"(reward {figures['validation_reward_best']:.3f}; {figures['validation_reward_first']:.3f} before GRPO, "
+            f"{figures['validation_reward_last']:.3f} at the end)."
+        )
+    return notes + [f"Warned: {warning}" for warning in figures.get("warnings", ())]
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from coepg_dagster.reports.evolution import Evolution, case_study, write_report
 from coepg_dagster.reports.evolution import Member as Family
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import SYMBOLS, key_number, lineage_page, subscript
-from coepg_dagster.reports.model import ModelOf, write_model
+from coepg_dagster.reports.model import ModelOf, training_notes, write_model
 from coepg_dagster.reports.paper import FULL, grpo_progress
 from coepg_dagster.results import results
 from coepg_dagster.steps import STEP_SCHEMA
 from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 """Raise it when pages change: pages that were made before are made again."""
 MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
@@ -274,6 +274,7 @@ class Site:
                 config=record.config,
                 made_from=[(str(used.ref), used.data_version, page_of(used.ref)) for used in record.inputs],
                 crumbs=self._crumbs(),
+                notes=training_notes(record.figures),
             ),
             log,
             all_steps(self.archive.folder(benchmark) / STEPS) if benchmark else STEP_SCHEMA.empty_table(),

@@ -77,6 +77,7 @@ def train_end_to_end(
     out: Path,
     report: Report,
     placement: Placement = ALONE,
+    validation: pa.Table | None = None,
 ) -> dict[str, Any]:
     """Trains the end-to-end agent from checkpoint `init` on D_{k-1} and saves it whole under `out`.
 
@@ -96,7 +97,9 @@ def train_end_to_end(
             done.with_suffix(".partial").write_text(json.dumps(figures))
             done.with_suffix(".partial").rename(done)
         PartialState().wait_for_everyone()
-    trained = train_grpo(str(before), None, {}, *data, grpo, 1, 1, seed, device, out, report, **stages["grpo"])
+    trained = train_grpo(
+        str(before), None, {}, *data, grpo, 1, 1, seed, device, out, report, validation=validation, **stages["grpo"]
+    )
     if is_main():
         shutil.copyfile(before / PREFLIGHT, out / f"sft_{PREFLIGHT}")
     before_grpo: dict[str, Any] = json.loads(done.read_text())

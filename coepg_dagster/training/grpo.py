@@ -31,8 +31,9 @@ from coepg_dagster.inference.processing import vision_token_ids, without_vision_
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.pools.candidates import gate_of
-from coepg_dagster.progress import Report
+from coepg_dagster.progress import Ended, Report
 from coepg_dagster.prompts import parse_planner
+from coepg_dagster.provenance import Agent
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
 from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
@@ -46,6 +47,7 @@ from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.sampling import difference, end_sampling, sampling_settings
 from coepg_dagster.training.speed import check_attention, half_activations, half_vision
 from coepg_dagster.training.stops import Stops
+from coepg_dagster.training.validation import KeepBest, requests_of
 from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
 
@@ -246,6 +248,7 @@ def train_grpo(
     *,
     scratch: Path,
     placement: Placement = ALONE,
+    validation: pa.Table | None = None,
 ) -> dict[str, Any]:
     """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
 
@@ -255,6 +258,7 @@ def train_grpo(
         verifiers: the open verifiers by name; left out where `config.ensemble` is false.
         max_point_tokens, batch_size: of the grounders' answers and forward passes.
         scratch: where checkpoints and the rollouts so far lie.
+        validation: steps on which the weights are chosen (`config.validate_every`); None: the last weights are kept.
     Returns:
         The figures of the run; rates in per cent.
     """
@@ -296,6 +300,7 @@ def train_grpo(
             scratch,
             placement,
             serving,
+            validation,
         )
 
 
@@ -315,6 +320,7 @@ def _train(
     scratch: Path,
     placement: Placement,
     serving: Serving,
+    validation: pa.Table | None,
 ) -> dict[str, Any]:
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
@@ -327,15 +333,20 @@ def _train(
             half_vision(model)  # TRL loads the reference in the type of the first weights, which are the tower's
     check_attention(model, config.attention)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
-    screens = Screens(steps, resize)
-    grounders = {}
-    for name, engine in engines.items():
-        own_screens = screens if engine.resize == resize else Screens(steps, engine.resize)
-        grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
-    prompts = grpo_prompts(dataset, steps, screens, models.prompts, "decoupled" if engines else "end_to_end")
-    reward: CdremReward | PointReward = PointReward(steps, screens, models.coordinates)
-    if engines:
-        reward = CdremReward(grounders, priors, steps, screens, config)
+
+    def reward_on(labelled: pa.Table, graders: Mapping[str, Engine]) -> tuple[Screens, CdremReward | PointReward]:
+        screens = Screens(labelled, resize)
+        if not graders:
+            return screens, PointReward(labelled, screens, models.coordinates)
+        grounders = {}
+        for name, engine in graders.items():
+            own_screens = screens if engine.resize == resize else Screens(labelled, engine.resize)
+            grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
+        return screens, CdremReward(grounders, priors, labelled, screens, config)
+
+    agent: Agent = "decoupled" if engines else "end_to_end"
+    screens, reward = reward_on(steps, engines)
+    prompts = grpo_prompts(dataset, steps, screens, models.prompts, agent)
     prompts, found = preflight(prompts, processor, screens, config.max_tokens, out, answer=config.max_plan_tokens)
     if len(prompts) < config.prompts_per_step:
         # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged
@@ -354,6 +365,17 @@ def _train(
         longest=min(found["longest_row"], config.max_tokens or found["longest_row"]),
         seconds=60 * serving.start_minutes,
     )
+    best = None
+    if validation is not None:
+        if placement.sharded:
+            raise Ended(
+                f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp`"
+            )
+        own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
+        shown, validated = reward_on(validation, own)
+        best = KeepBest(
+            requests_of(validation, shown, models.prompts, agent), validated, processor, config, scratch / "best"
+        )
     trainer = CdremTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
@@ -361,7 +383,7 @@ def _train(
         reward=reward,
         rollouts=scratch / "rollouts",
         train_dataset=prompts,
-        callbacks=[ReportProgress(report), checkpoints, stops],
+        callbacks=[ReportProgress(report), checkpoints, stops, *([best] if best else [])],
         args=GRPOConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=1,
@@ -401,6 +423,7 @@ def _train(
         fast_vision(trainer.accelerator.unwrap_model(trainer.ref_model))
     checkpoints.train(trainer)
     stops.end()
+    chosen = best.restore(trainer.state, trainer.model) if best else {}
     end_sampling(trainer)
     trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, out, models.dtype)
@@ -413,6 +436,7 @@ def _train(
         "prompts": len(prompts),
         **found,
         "optimizer_steps": trainer.state.global_step,
+        **chosen,
         **saved,
         "trained_parameters": trained,
         "warnings": stops.warnings,

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from coepg_dagster.reports.model import curves_figure, reward_of, sample_rollouts, sample_verdicts
+from coepg_dagster.reports.model import curves_figure, reward_of, sample_rollouts, sample_verdicts, training_notes
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import WIDTH
@@ -55,6 +55,22 @@ def test_curves_show_what_was_logged_and_nothing_else() -> None:
     assert drawn is not None and [axes.get_title() for axes in drawn.axes if axes.get_visible()] == ["loss"]
     assert list(drawn.axes[0].lines[0].get_ydata()) == [2.0, 1.0]
     assert curves_figure([]) is None
+
+
+def test_the_curve_of_the_validation_reward_begins_before_training() -> None:
+    log = [{"step": 0, "validation_reward": 0.5}, {"step": 1, "loss": 0.0}, {"step": 1, "validation_reward": 0.6}]
+    drawn = curves_figure(log)
+    assert drawn is not None
+    assert list(drawn.axes[0].lines[0].get_xdata()) == [0, 1] and list(drawn.axes[0].lines[0].get_ydata()) == [0.5, 0.6]
+
+
+def test_what_training_chose_and_warned_of_is_said() -> None:
+    assert training_notes({"loss": 1.0}) == []
+    figures = {"kept_step": 8, "warnings": ["step 9 of 16: KL runs away"]}
+    figures |= {f"validation_reward_{when}": value for when, value in (("first", 0.5), ("best", 0.625), ("last", 0.6))}
+    kept, warned = training_notes(figures)
+    assert "the weights of step 8" in kept and "(reward 0.625; 0.500 before GRPO, 0.600 at the end)" in kept
+    assert warned == "Warned: step 9 of 16: KL runs away"
 
 
 @pytest.mark.browser

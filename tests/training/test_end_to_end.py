@@ -73,7 +73,7 @@ def test_it_learns_the_answers_by_heart_and_goes_on_with_grpo(
     random_checkpoint: Callable[[int], Path], models: Models, steps: pa.Table, dataset: pa.Table, tmp_path: Path
 ) -> None:
     sft = Sft(epochs=30, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
-    grpo = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=48)
+    grpo = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=48, validate_every=1)
     figures = train_end_to_end(
         str(random_checkpoint(3)),
         dataset,
@@ -86,8 +86,10 @@ def test_it_learns_the_answers_by_heart_and_goes_on_with_grpo(
         tmp_path / "scratch",
         tmp_path / "out",
         quiet,
+        validation=steps,
     )
     assert figures["rows"] == 6 and figures["optimizer_steps"] == 1
+    assert figures["validation_reward_best"] >= figures["validation_reward_first"] > 0, "its own points are judged"
     assert pq.read_table(tmp_path / "out" / "rollouts.parquet").num_rows == 4
     engine = TransformersEngine(tmp_path / "scratch" / "before_grpo", dtype="float32", device="cpu", batch_size=6)
     predictions = predict_end_to_end(engine, steps, models, 48)

@@ -110,6 +110,12 @@ def logged(folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in keys if key in line} for line in lines if "loss" in line]
 
 
+def validated(folder: Path) -> list[tuple[int, float]]:
+    """(step, validation reward) of every look."""
+    lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    return [(int(line["step"]), line["validation_reward"]) for line in lines if "validation_reward" in line]
+
+
 def rollouts(folder: Path) -> list[dict[str, Any]]:
     """Every rollout, less what is measured with a clock."""
     rows: list[dict[str, Any]] = pq.read_table(folder / "rollouts.parquet").to_pylist()
@@ -189,7 +195,10 @@ def test_grpo_is_continued_with_every_rollout_once(
     random_checkpoint: Callable[[int], Path],
     tmp_path: Path,
 ) -> None:
-    """Two epochs of two steps, killed after the rollouts of a step were written but before it was done."""
+    """Two epochs of two steps, killed after the rollouts of a step were written but before it was done.
+
+    The weights that are kept are older than the checkpoint, and are found again.
+    """
 
     def make(name: str) -> Work:
         return GrpoWork(
@@ -199,20 +208,25 @@ def test_grpo_is_continued_with_every_rollout_once(
             init=str(trained("planner", 0)),
             own_grounder=("grounder_1", str(trained("grounder", 0))),
             verifiers={"stranger": str(random_checkpoint(3))},
+            validation_split="train",
             max_point_tokens=8,
             config=Grpo(
                 prompts_per_step=3,
                 group_size=2,
                 micro_batch_size=3,
                 max_steps=4,
-                learning_rate=1e-3,
+                learning_rate=3e-3,
                 max_plan_tokens=16,
+                validate_every=1,
             ),
             placement=Placement(save_every=2),
         )
 
     printed = compare(make, [("step 3", signal.SIGKILL)], "model.safetensors")
     assert "continues from checkpoint-2" in printed[1]
+    looks = [dict(validated(tmp_path / name / "out")) for name in ("whole", "killed")]
+    assert looks[0] == looks[1] and list(looks[0]) == [0, 1, 2, 3, 4]
+    assert max(looks[0], key=lambda step: (looks[0][step], step)) < 2, "of little use otherwise"
     whole, rows = (rollouts(tmp_path / name / "out") for name in ("whole", "killed"))
     assert whole == rows
     assert [row["optimizer_step"] for row in rows] == [step for step in range(4) for _ in range(6)]

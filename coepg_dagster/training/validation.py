@@ -1,0 +1,148 @@
+"""The weights of a GRPO run that do best on the validation split are kept: by reward, never by loss, never on a test split.
+
+The reward is that of the agent M_k itself, on greedy answers to a fixed part of the validation split: 1 where the gate passes
+and ϕ_k alone finds the target by the plan. (With all graders of C-DREM a look costs three times as much, and on the sandbox it
+prefers other weights than Step SR does.) Step 0 is looked at too, so GRPO leaves nothing that does worse there than π_k.
+Looking draws no random numbers and changes nothing of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from coepg_dagster.experiment import Grpo
+from coepg_dagster.inference.agents import Task, tasks_of
+from coepg_dagster.inference.engine import Failure, Request, Sampling
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.prompts import Style
+from coepg_dagster.provenance import Agent
+
+REWARD: Final = "validation_reward"
+"""What a look leaves in the trainer's log."""
+
+
+CHUNK: Final = 64
+"""Steps whose screenshots are held at once."""
+
+
+class Scores(Protocol):
+    """A reward on the validation split."""
+
+    def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]: ...
+
+
+Ask = Callable[[str], Request]
+"""What an agent is asked on a step, by the step's id."""
+
+
+def requests_of(steps: pa.Table, screens: Screens, style: Style, agent: Agent) -> dict[str, Ask]:
+    """How the agent is asked on each step, in the order of the table; screenshots are decoded when they are asked about."""
+
+    def ask(task: Task) -> Ask:
+        messages = task.messages(style) if agent == "decoupled" else task.end_to_end_messages(style)
+        return lambda step_id: Request(screens.image(step_id), messages)
+
+    return {task.step_id: ask(task) for task in tasks_of(steps)}
+
+
+class KeepBest(TrainerCallback):  # type: ignore[misc]
+    """Looks before the first step, after every `validate_every` steps and after the last one; of equals the later one is better.
+
+    Weights are kept in `folder` as long as a continued run may need them. Each process asks about its share of the steps.
+    """
+
+    def __init__(self, ask: Mapping[str, Ask], reward: Scores, processor: Any, config: Grpo, folder: Path) -> None:
+        assert config.validate_every is not None
+        self._ask, self._reward, self._processor, self._folder = ask, reward, processor, folder
+        self._every, self._sampling = config.validate_every, Sampling(config.max_plan_tokens)
+        self._batch_size = config.micro_batch_size
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
+    ) -> None:
+        if state.global_step == 0:
+            self._look(state, model)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
+    ) -> None:
+        if state.global_step % self._every == 0 or state.global_step >= state.max_steps:
+            self._look(state, model)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """From this checkpoint on, what was better before the best is not needed again."""
+        if PartialState().is_main_process:
+            keep = self._file(best_step(state))
+            for file in set(self._folder.glob("*.safetensors")) - {keep}:
+                file.unlink()
+
+    def _look(self, state: TrainerState, model: Any) -> None:
+        reward = self._mean_reward(model)
+        print(f"step {state.global_step}: validation reward {reward:.4f}", flush=True)
+        state.log_history.append({"step": state.global_step, REWARD: reward})
+        if best_step(state) == state.global_step and PartialState().is_main_process:
+            trained = {name: weights.detach().cpu().contiguous() for name, weights in _trained(model)}
+            file = self._file(state.global_step)
+            save_file(trained, file.with_suffix(".partial"))
+            file.with_suffix(".partial").rename(file)
+
+    def _mean_reward(self, model: Any) -> float:
+        processes = PartialState()
+        mine = list(self._ask)[processes.process_index :: processes.num_processes]
+        training, rewards = model.training, []
+        # adapters are within the layers of the model that they were added to
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        engine = TransformersEngine.of(base.eval(), self._processor, batch_size=self._batch_size)
+        for start in range(0, len(mine), CHUNK):
+            steps = mine[start : start + CHUNK]
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                answers = engine.generate([self._ask[step_id](step_id) for step_id in steps], self._sampling)
+            texts = [said.text for (said,) in answers if not isinstance(said, Failure)]  # this engine fails on none
+            rewards += self._reward.score(texts, steps)
+        model.train(training)
+        return fmean(gather_object(rewards))
+
+    def restore(self, state: TrainerState, model: Any) -> dict[str, float]:
+        """Gives a model that was trained to the end its best weights; the figures of what was seen."""
+        best, seen = best_step(state), looks(state)
+        if best != state.global_step:
+            kept = load_file(self._file(best))
+            with torch.no_grad():
+                for name, weights in _trained(model):
+                    weights.copy_(kept[name])
+        return {
+            "kept_step": best,
+            f"{REWARD}_first": seen[0],
+            f"{REWARD}_best": seen[best],
+            f"{REWARD}_last": seen[state.global_step],
+        }
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"{step:08}.safetensors"
+
+
+def looks(state: TrainerState) -> dict[int, float]:
+    """The validation reward of every step that was looked at."""
+    return {entry["step"]: entry[REWARD] for entry in state.log_history if REWARD in entry}
+
+
+def best_step(state: TrainerState) -> int:
+    """The step with the highest validation reward so far; the latest of equals."""
+    return max((reward, step) for step, reward in looks(state).items())[1]
+
+
+def _trained(model: Any) -> list[tuple[str, Any]]:
+    return [(name, weights) for name, weights in model.named_parameters() if weights.requires_grad]
