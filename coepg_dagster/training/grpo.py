@@ -328,7 +328,8 @@ def _train(
     if on_gpu:
         if config.attention == "sdpa":
             fast_vision(model)
-        half_activations(model)
+        if models.dtype == "bfloat16":
+            half_activations(model)
         if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
             half_vision(model)  # TRL loads the reference in the type of the first weights, which are the tower's
     check_attention(model, config.attention)
