@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,10 +235,13 @@ def run(options: argparse.Namespace, kind: str, file: Path) -> dict[str, Any]:
 
 def checkpoint_of(size: sized.Size) -> Path:
     """The checkpoint, made where it is not there yet; in memory, so that loading it is quick."""
+    if size == "tiny":
+        return sized.SOURCE
     shared = Path("/dev/shm")  # noqa: S108
-    root = shared if shared.is_dir() and size != "tiny" else Path(tempfile.gettempdir())
-    folder = root / f"coepg-{size}"
-    return sized.make_checkpoint(folder, size, device="cuda" if torch.cuda.is_available() else "cpu")
+    folder = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"coepg-{size}"
+    sized.make_checkpoint(folder, size, device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.cuda.empty_cache()  # the runs need the whole card
+    return folder
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
@@ -326,7 +330,7 @@ def main(given: Sequence[str] | None = None) -> None:
         run(options, kind, options.run)
         return
     say = baseline.Log(NAME, options.folder)
-    checkpoint_of(options.size)
+    checkpoint = checkpoint_of(options.size)
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     for kind in options.rollouts or KINDS:
@@ -341,6 +345,8 @@ def main(given: Sequence[str] | None = None) -> None:
         if kind in failed:
             say(f"{kind} failed: {failed[kind]}")
         record(found, failed, options.folder)
+    if checkpoint != sized.SOURCE:
+        shutil.rmtree(checkpoint)
 
 
 if __name__ == "__main__":
