@@ -345,10 +345,13 @@ def grpo_memory(
     update = training_activations(
         model, example, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
     )
-    held = replace(held, weights=held.weights + reference + graded, activations=update)
+    # TRL keeps every rollout's own copy of its screenshot on the GPU until the step is over
+    visual = model.image_tokens(*example.image) * model.vision.merge**2
+    pixels = float(rollouts * visual * 3 * model.vision.temporal * model.vision.patch**2 * 4)
+    held = replace(held, weights=held.weights + reference + graded, activations=update + pixels)
     if config.rollouts == "vllm":
         engine = 0.0 if serving.rollout_server else serving.rollout_memory * card
-        return replace(held, vllm=max(0.0, engine - update) if serving.rollout_sleep else engine)
+        return replace(held, vllm=max(0.0, engine - held.activations) if serving.rollout_sleep else engine)
     # rollouts are generated before activations are kept: the larger of the two counts
     cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
     return replace(held, cache=max(0.0, cache - update))

@@ -45,7 +45,7 @@ from coepg_dagster.training.examples import NothingToTrainOn, completion_text, g
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.sampling import difference, end_sampling, sampling_settings
-from coepg_dagster.training.speed import check_attention, half_activations, half_vision
+from coepg_dagster.training.speed import check_attention, each_image_once, half_activations, half_vision
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, requests_of
 from coepg_dagster.training.verified import save_trained
@@ -180,6 +180,10 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             seed=order.seed,
             step=lambda: self.state.global_step,
         )
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with each_image_once(self.processing_class.image_processor):
+            return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         answers, logprobs = super()._generate_single_turn(*args, **kwargs)

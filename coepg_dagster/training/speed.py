@@ -5,16 +5,19 @@
   model's attention is a flash kernel too.
 - What flows from layer to layer is bf16, as in inference; so is a vision tower that is not trained. Under autocast alone
   the embeddings' float32 stays float32 from the first layer to the last, which doubles the memory that is moved and kept.
+- In GRPO the screenshot of a group is prepared once, not once for each rollout and again when they are scored.
 - Activations are computed again in the backward pass for as many layers as memory asks for, and no more.
 - Layers are compiled one by one, so that norms, rotary embeddings and gates cost one pass over memory each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, BatchFeature
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from coepg_dagster.experiment import Attention
@@ -145,6 +148,32 @@ def compile_layers(model: Any) -> None:
 
 def _stacks(model: Any) -> list[Any]:
     return [model.model.language_model.layers, model.model.visual.blocks]
+
+
+@contextmanager
+def each_image_once(image_processor: Any) -> Iterator[None]:
+    """Within it an image that a Qwen-VL image processor was given before is not prepared again; what it returns is the same."""
+    prepare = image_processor.preprocess
+    known: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def once(images: Any, *args: Any, **kwargs: Any) -> Any:
+        flat = [image for part in images for image in (part if isinstance(part, list | tuple) else [part])]
+        settings = repr((args, sorted(kwargs.items())))
+        keys = [(settings, image.size, image.mode, image.tobytes()) for image in flat]
+        new = {key: image for key, image in zip(keys, flat, strict=True) if key not in known}
+        if new:
+            made = prepare(list(new.values()), *args, **kwargs)
+            grids = torch.as_tensor(made["image_grid_thw"])
+            pieces = torch.as_tensor(made["pixel_values"]).split(grids.prod(-1).tolist())
+            known.update(zip(new, zip(pieces, grids, strict=True), strict=True))
+        pixels, sizes = zip(*(known[key] for key in keys), strict=True)
+        return BatchFeature({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(sizes)})
+
+    image_processor.preprocess = once
+    try:
+        yield
+    finally:
+        del image_processor.preprocess
 
 
 def share_gradient_memory(trainer: Any) -> None:

@@ -12,9 +12,11 @@ import torch
 from PIL import Image
 
 from coepg_dagster.inference.attention import WINDOWS, attend_windows
+from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training.speed import (
     compile_layers,
+    each_image_once,
     expect_right_padding,
     half_activations,
     half_vision,
@@ -121,3 +123,32 @@ def test_windows_in_one_kernel_attend_as_one_by_one(random_checkpoint: Callable[
         compiled = model(**inputs).logits
     torch.testing.assert_close(after.float(), before.float(), rtol=0.05, atol=0.1)
     torch.testing.assert_close(compiled.float(), before.float(), rtol=0.05, atol=0.1)
+
+
+def test_an_image_that_comes_again_is_not_prepared_again(random_checkpoint: Callable[[int], Path]) -> None:
+    """As GRPO asks: the chat template and the processor itself, each rollout with its own copy of the group's screenshot."""
+    processor = load_processor(str(random_checkpoint(0)))
+    images = processor.image_processor
+    noise = [Image.effect_noise(size, 90).convert("RGB") for size in ((84, 112), (112, 84), (84, 112))]
+    shown = [[noise[i].copy()] for i in (0, 0, 1, 2, 1)]
+    prompts = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for [image] in shown]
+    texts = ["<|vision_start|><|image_pad|><|vision_end|>"] * len(shown)
+
+    def both() -> list[Any]:
+        return [
+            processor.apply_chat_template(prompts, tokenize=True, return_dict=True),
+            processor(images=shown, text=texts, padding=True, return_tensors="pt"),
+        ]
+
+    plain, prepare, given = both(), images._preprocess, []
+    images._preprocess = lambda parts, **settings: given.append(len(parts)) or prepare(parts, **settings)
+    with each_image_once(images):
+        once = both()
+    assert sum(given) <= 6 and given[0] == 3, "three screenshots, at most once for each way to ask"
+    for before, after in zip(plain, once, strict=True):
+        assert before.keys() == after.keys()
+        for name in ("pixel_values", "image_grid_thw"):
+            assert type(after[name]) is type(before[name])
+            assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name]))
+        assert [list(ids) for ids in before["input_ids"]] == [list(ids) for ids in after["input_ids"]]
+    assert "preprocess" not in vars(images)
