@@ -164,7 +164,7 @@ def each_image_once(image_processor: Any) -> Iterator[None]:
         if new:
             made = prepare(list(new.values()), *args, **kwargs)
             grids = torch.as_tensor(made["image_grid_thw"])
-            pieces = torch.as_tensor(made["pixel_values"]).split(grids.prod(-1).tolist())
+            pieces = torch.split(torch.as_tensor(made["pixel_values"]), grids.prod(-1).tolist())
             known.update(zip(new, zip(pieces, grids, strict=True), strict=True))
         pixels, sizes = zip(*(known[key] for key in keys), strict=True)
         return BatchFeature({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(sizes)})
