@@ -44,7 +44,7 @@ from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
-from coepg_dagster.training.sampling import difference, end_sampling, sampling_settings
+from coepg_dagster.training.sampling import compare_prompts, difference, end_sampling, sampling_settings
 from coepg_dagster.training.speed import check_attention, each_image_once, half_activations, half_vision
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, requests_of
@@ -424,6 +424,7 @@ def _train(
         ),
     )
     trainer.remove_callback(PrinterCallback)
+    compare_prompts(trainer)
     if on_gpu and config.attention == "sdpa" and trainer.ref_model is not None:
         fast_vision(trainer.accelerator.unwrap_model(trainer.ref_model))
     checkpoints.train(trainer)

@@ -73,6 +73,37 @@ def _require_vllm(device: str) -> None:
             raise Ended(f"grpo.rollouts: vllm: {warning}; install such a version, or {instead}") from None
 
 
+def compare_prompts(trainer: Any) -> None:
+    """From now on vLLM sees a prompt as the trainer scores it, or the run ends: compared token by token, for every rollout.
+
+    TRL 1.16 gives a vLLM on the same GPU prompts whose image tokens are written out already; vLLM writes the first of them out
+    once more, and answers about another prompt (huggingface/trl#6294, vllm-project/vllm#57796). It gets one for each image here.
+    """
+    engine = getattr(trainer, "vllm_generation", None)
+    if engine is None:
+        return
+    image_token, sample = trainer.processing_class.image_token_id, engine.generate
+
+    def compared(prompts: list[list[int]], **settings: Any) -> Any:
+        asked = [one_per_image(ids, image_token) for ids in prompts] if engine.mode == "colocate" else prompts
+        seen, *answers = sample(prompts=asked, **settings)
+        for ours, theirs in zip(prompts, seen, strict=True):
+            if list(ours) != list(theirs):
+                raise Ended(
+                    f"grpo.rollouts: vllm: vLLM saw a prompt of {len(theirs)} tokens, {theirs.count(image_token)} of them the "
+                    f"image's, the trainer scores one of {len(ours)} with {ours.count(image_token)}: its answers would be "
+                    "about something else. Use a version of vLLM that TRL was tried with, or `grpo.rollouts: transformers`"
+                )
+        return (seen, *answers)
+
+    engine.generate = compared
+
+
+def one_per_image(ids: list[int], image_token: int) -> list[int]:
+    """Prompt tokens with each run of image tokens as one."""
+    return [token for i, token in enumerate(ids) if token != image_token or i == 0 or ids[i - 1] != image_token]
+
+
 def end_sampling(trainer: Any) -> None:
     """Gives back the memory of a vLLM on this GPU; training is over with it."""
     engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)

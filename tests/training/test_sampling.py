@@ -6,12 +6,15 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from trl import GRPOConfig
 from trl.trainer import grpo_trainer
 
@@ -88,12 +91,15 @@ def test_vllm_that_cannot_be_used_is_refused_with_the_alternative(
 
 
 class Elsewhere:
-    """Stands in for TRL's vLLM: another copy of the policy, given its weights, samples from prompt tokens and images."""
+    """Stands in for TRL's vLLM: another copy of the policy, given its weights, samples from prompt tokens and images.
+
+    As vLLM does, it writes the first image token that it finds out to as many as the image has features.
+    """
 
     made: list[Elsewhere] = []
 
     def __init__(self, model: Any, processing_class: Any, **settings: Any) -> None:
-        self.policy, self.processor, self.settings = model, processing_class, settings
+        self.policy, self.processor, self.settings, self.mode = model, processing_class, settings, settings["mode"]
         self.copy = copy.deepcopy(model).eval()
         self.syncs = 0
         Elsewhere.made.append(self)
@@ -104,13 +110,20 @@ class Elsewhere:
 
     @torch.no_grad()
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
-        answers, logprobs = [], []
-        for prompt, [image] in zip(prompts, images, strict=True):
-            ids = torch.tensor([prompt])
+        answers, logprobs, expanded, token = [], [], [], self.processor.image_token_id
+        for ids, [image] in zip(prompts, images, strict=True):
             seen = self.processor.image_processor(images=[image], return_tensors="pt")
+            features = int(seen["image_grid_thw"].prod()) // self.processor.image_processor.merge_size**2
+            first = ids.index(token)
+            expanded.append(ids[:first] + [token] * features + ids[first + 1 :])
+            if ids.count(token) > 1:  # the answer would be about another prompt
+                answers.append([token])
+                logprobs.append([[0.0]])
+                continue
+            prompt = expanded[-1]
             output = self.copy.generate(
-                input_ids=ids,
-                mm_token_type_ids=(ids == self.processor.image_token_id).long(),
+                input_ids=torch.tensor([prompt]),
+                mm_token_type_ids=torch.tensor([[int(t == token) for t in prompt]]),
                 **seen,
                 do_sample=True,
                 top_k=0,
@@ -123,8 +136,8 @@ class Elsewhere:
             answer = output.sequences[0, len(prompt) :].tolist()
             scores = torch.stack(output.scores)[:, 0].log_softmax(-1)
             answers.append(answer)
-            logprobs.append([[float(scores[t, token])] for t, token in enumerate(answer)])
-        return prompts, answers, logprobs, None
+            logprobs.append([[float(scores[t, chosen])] for t, chosen in enumerate(answer)])
+        return expanded, answers, logprobs, None
 
 
 def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
@@ -161,3 +174,38 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     assert figures["sampling_logp_difference"] == pytest.approx(sum(differences) / 2)
     # the same weights, images, prompts and temperature: what is left is the share of the tokens that are biased out
     assert 0 < figures["sampling_logp_difference"] < 0.05
+
+
+def test_a_prompt_that_the_engine_sees_otherwise_ends_the_run(
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    installed: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What TRL 1.16 does by itself: image tokens that are written out already are written out once more."""
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
+    monkeypatch.setattr(sampling, "one_per_image", lambda ids, token: ids)
+    config = Grpo(
+        rollouts="vllm",
+        prompts_per_step=2,
+        group_size=2,
+        micro_batch_size=2,
+        max_steps=1,
+        max_plan_tokens=8,
+        ensemble=False,
+    )
+    own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
+    data = ({}, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet)
+    with pytest.raises(Ended, match=r"23 of them the image's, .* with 12: its answers would be about something else"):
+        train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))
+
+
+@given(parts=st.lists(st.integers(0, 3), max_size=12))
+def test_runs_of_image_tokens_become_one(parts: list[int]) -> None:
+    once = sampling.one_per_image(parts, 0)
+    assert [t for t in once if t] == [t for t in parts if t]
+    assert all(pair != (0, 0) for pair in pairwise(once)) and (0 in once) == (0 in parts)
+    assert sampling.one_per_image(once, 0) == once
