@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import make_inputs
 from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.resources.launcher import job_environment
+from coepg_dagster.resources.warm import WarmProcess
 from filelock import FileLock, Timeout
 from rich.console import Console
 
@@ -155,7 +156,7 @@ class Reproduction:
     device: str
     train_device: str
     processes: int
-    running: dict[tuple[str, int], tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    running: dict[tuple[str, int], tuple[Task, WarmProcess]] = field(default_factory=dict)
 
     def run(self, study: Study) -> list[Task]:
         """Makes what is missing or stale; returns the tasks that could not be made, each with the reason."""
@@ -218,21 +219,19 @@ class Reproduction:
                 task.gpu = self._free_gpu()
                 self.running[task.key] = task, self._process(task)
 
-    def _process(self, task: Task) -> subprocess.Popen[bytes]:
+    def _process(self, task: Task) -> WarmProcess:
         log = self._log(task)
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = [*task.arguments, "--device", self.device, "--train-device", self.train_device]
         arguments += ["--processes", str(self.processes)]
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "coepg_dagster.cli", *arguments],
-                cwd=self.project.root,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"} | task.gpu,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return WarmProcess(
+            "coepg_dagster.cli",
+            arguments,
+            env=job_environment(1) | {"COLUMNS": "120"} | task.gpu,
+            cwd=self.project.root,
+            output=log,
+            starts_jobs=True,
+        )
 
     def _free_gpu(self) -> dict[str, str]:
         """The GPU that the fewest iterations use, as environment."""
@@ -282,7 +281,7 @@ class Reproduction:
             try:
                 process.wait(timeout=60)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.send_signal(signal.SIGKILL)
                 process.wait()
 
 

@@ -22,6 +22,17 @@ from coepg_dagster.processes import GRACE_SECONDS, end_group, tail
 from coepg_dagster.workers import Work
 
 
+def job_environment(threads: int) -> dict[str, str]:
+    """The environment of a job: this process's, and what makes it repeatable."""
+    return os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def run_work(
     context: dg.AssetExecutionContext,
     work: Work,
@@ -54,16 +65,7 @@ def run_work(
         process = WarmProcess(
             module,
             [str(job), str(result)],
-            env=os.environ
-            | session.get_bootstrap_env_vars()
-            | {
-                "OMP_NUM_THREADS": str(threads),
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "TOKENIZERS_PARALLELISM": "false",
-                "PYTHONHASHSEED": "0",
-                "PYTHONUNBUFFERED": "1",
-            }
-            | dict(env or {}),
+            env=job_environment(threads) | session.get_bootstrap_env_vars() | dict(env or {}),
             cwd=root,
             output=log,
         )

@@ -3,7 +3,8 @@
 Importing torch, transformers and TRL costs a worker some eight seconds of CPU, and an iteration has six workers. So the
 first job of a run starts a server that imports them once, and every job is a fork of it: a process of its own, in its own
 session, with its own environment, which nothing ran in before. The server touches no device, and it ends with the process
-that started it. (`multiprocessing.forkserver` would import the caller's main module into every job.)
+that started it. A job that starts jobs itself, such as `coepg evolve` in a study, gets a server forked from this one.
+(`multiprocessing.forkserver` would import the caller's main module into every job.)
 """
 
 from __future__ import annotations
@@ -32,22 +33,20 @@ IMPORTED: Final = [
     "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
 ]
 """What every job needs; a module that is missing fails in the job that needs it."""
+IMPORTED_TO_START_JOBS: Final = [
+    "coepg_dagster.assets.evolve",
+    "coepg_dagster.assets.build",
+    "coepg_dagster.assets.loop",
+]
+"""What `coepg evolve` needs besides; not its definitions, which belong to one project."""
 
 
 class WarmServer:
-    """The server of this process; see `warm_server`."""
+    """The server at the other end of `channel`."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            # not killed by a Ctrl-C that is meant for us: we end its jobs politely, then it ends with us
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                env=dict(env),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._lines = self._socket.makefile("r")
+    def __init__(self, channel: socket.socket) -> None:
+        self._socket = channel
+        self._lines = channel.makefile("r")
         self._changed = threading.Condition()
         self._started: list[int] = []
         self._codes: dict[int, int] = {}
@@ -84,6 +83,32 @@ class WarmServer:
             self._changed.notify_all()
 
 
+def start_server(env: Mapping[str, str]) -> WarmServer:
+    """A server that begins with nothing imported."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # not killed by a Ctrl-C that is meant for us: we end its jobs politely, then it ends with us
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno()), *IMPORTED],
+            env=dict(env),
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return WarmServer(ours)
+
+
+def fork_server() -> WarmServer:
+    """A server with all that this process has imported; only for a process that has one thread."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        os.setsid()
+        serve(theirs, [])
+        os._exit(0)
+    theirs.close()
+    return WarmServer(ours)
+
+
 _server: WarmServer | None = None
 
 
@@ -94,17 +119,33 @@ class WarmProcess:
         env: the process's whole environment. What is read while libraries load (PYTHONHASHSEED, OMP_NUM_THREADS) is
             that of the first process.
         output: where its standard output and error are appended.
+        errors: where its standard error is appended instead.
+        starts_jobs: it gets a server of its own at once, with all that this one has imported.
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        errors: Path | None = None,
+        starts_jobs: bool = False,
     ) -> None:
         global _server
         if _server is None:
-            _server = WarmServer(env)
+            _server = start_server(env)
         self._server = _server
         self.pid = _server.start(
-            module=module, arguments=list(arguments), env=dict(env), cwd=str(cwd), output=str(output)
+            module=module,
+            arguments=list(arguments),
+            env=dict(env),
+            cwd=str(cwd),
+            output=str(output),
+            errors=str(errors or output),
+            starts_jobs=starts_jobs,
         )
 
     def poll(self) -> int | None:
@@ -118,12 +159,15 @@ class WarmProcess:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return code
 
+    def send_signal(self, number: int) -> None:
+        """Sends it to the process alone, unless that has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
-def serve(channel: socket.socket) -> None:
+
+def serve(channel: socket.socket, imported: Sequence[str]) -> None:
     """Forks a process for each job that comes in, and reports its exit code, until the other end is gone."""
-    for name in IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    load(imported)
     children: set[int] = set()
     waiting = b""
     while True:
@@ -134,10 +178,19 @@ def serve(channel: socket.socket) -> None:
                 return  # jobs notice by themselves that their parent is gone
             *lines, waiting = (waiting + received).split(b"\n")
             for line in lines:
+                job = json.loads(line)
+                if job["starts_jobs"]:
+                    load(IMPORTED_TO_START_JOBS)
+                leads, led = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    channel.close()
-                    run(**json.loads(line))
+                    os.setsid()
+                    for descriptor in (leads, led, channel.detach()):
+                        os.close(descriptor)
+                    run(**job)
+                os.close(led)
+                os.read(leads, 1)  # returns when it leads its group: from then on the group can be ended
+                os.close(leads)
                 children.add(pid)
                 channel.sendall(json.dumps(["started", pid, 0]).encode() + b"\n")
         for pid in sorted(children):
@@ -147,21 +200,38 @@ def serve(channel: socket.socket) -> None:
                 channel.sendall(json.dumps(["ended", pid, os.waitstatus_to_exitcode(status)]).encode() + b"\n")
 
 
-def run(module: str, arguments: list[str], env: dict[str, str], cwd: str, output: str) -> None:
+def load(names: Sequence[str]) -> None:
+    """Imports what there is of `names`."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def run(
+    module: str,
+    arguments: list[str],
+    env: dict[str, str],
+    cwd: str,
+    output: str,
+    errors: str,
+    starts_jobs: bool,
+) -> None:
     """Makes this fork what `python -m MODULE` would be, and ends with its exit code."""
     code = 1
     try:
-        os.setsid()
-        with Path(output).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
+        for descriptor, path in ((1, output), (2, errors)):
+            with Path(path).open("ab") as log:
+                os.dup2(log.fileno(), descriptor)
         os.environ.clear()
         os.environ.update(env)
         os.chdir(cwd)
         time.tzset()
-        import torch
+        if starts_jobs:
+            from coepg_dagster.resources import warm  # this module as others know it: here it is `__main__`
 
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+            warm._server = fork_server()
+        if torch := sys.modules.get("torch"):  # where it is not loaded yet, it reads the variable
+            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
@@ -177,4 +247,4 @@ def run(module: str, arguments: list[str], env: dict[str, str], cwd: str, output
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as opened:
-        serve(opened)
+        serve(opened, sys.argv[2:])

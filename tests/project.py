@@ -6,9 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
+from coepg_dagster.resources.launcher import job_environment
+from coepg_dagster.resources.warm import WarmProcess
+from typer.testing import CliRunner
+
+from coepg_dagster.cli import app
+
 REPOSITORY = Path(__file__).parent.parent
+_NUMBERS = count()
 
 
 def make_project(folder: Path, *experiments: Path) -> Path:
@@ -23,20 +32,54 @@ def make_project(folder: Path, *experiments: Path) -> Path:
 
 def coepg(project: Path, *arguments: str) -> subprocess.Popen[str]:
     """The `coepg` command in a project, started; its output is captured."""
-    outside = {name: value for name, value in os.environ.items() if name not in ("DAGSTER_HOME", "COEPG_ROOT")}
     return subprocess.Popen(
         [Path(sys.executable).parent / "coepg", *arguments],
         cwd=project,
-        env=outside | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+        env=_outside(os.environ) | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
+def _outside(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that do not say which project it is."""
+    return {name: value for name, value in environment.items() if name not in ("DAGSTER_HOME", "COEPG_ROOT")}
+
+
+class Forked:
+    """The `coepg` command in a project, as a fork of a process that has the heavy libraries imported."""
+
+    def __init__(self, project: Path, *arguments: str) -> None:
+        self._said = project / f"said-{next(_NUMBERS)}"
+        self._said.mkdir()
+        self._process = WarmProcess(
+            "coepg_dagster.cli",
+            arguments,
+            env=_outside(job_environment(1)) | {"COLUMNS": "200"},
+            cwd=project,
+            output=self._said / "out",
+            errors=self._said / "err",
+            starts_jobs=True,
+        )
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Waits for its end; what it printed to stdout and to stderr."""
+        self.returncode = self._process.wait(timeout)
+        return (self._said / "out").read_text(), (self._said / "err").read_text()
+
+
 def run(project: Path, *arguments: str) -> str:
-    """What a `coepg` command prints to stdout; fails the test with what it said where it does not exit with 0."""
-    process = coepg(project, *arguments)
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, f"coepg {' '.join(arguments)}: exit {process.returncode}\n{out}\n{err}"
+    """What a `coepg` command prints to stdout, run in this process; fails the test where it does not exit with 0."""
+    code, out, err = tell(project, *arguments)
+    assert code == 0, f"coepg {' '.join(arguments)}: exit {code}\n{out}\n{err}"
     return out
+
+
+def tell(project: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a `coepg` command, run in this process: one that needs no Dagster definitions."""
+    place = {"COEPG_ROOT": str(project), "DAGSTER_HOME": str(project / ".dagster"), "COLUMNS": "200"}
+    result = CliRunner(env=place).invoke(app, arguments)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr

@@ -15,12 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from coepg_dagster.assets.ledger import archive
-from typer.testing import CliRunner
 
 from coepg_dagster.auditing.trace import trace
-from coepg_dagster.cli import app
 from coepg_dagster.project import Project
-from tests.project import REPOSITORY, coepg, make_project, run
+from tests.project import REPOSITORY, Forked, coepg, make_project, run, tell
 from tests.reproducible import dataset_versions
 
 TINY = REPOSITORY / "tests" / "experiments" / "tiny.yaml"
@@ -31,10 +29,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two fresh projects in which the same experiment with the same seed was evolved, side by side."""
+    """Two fresh projects in which the same experiment with the same seed was evolved, side by side.
+
+    The first by the installed command, with a hash seed of its own; the second by a fork, as `coepg reproduce` does.
+    """
     both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
-    running = [coepg(project, "evolve", "tiny", "--through", str(THROUGH)) for project in both]
-    for process in running:
+    arguments = ("evolve", "tiny", "--through", str(THROUGH))
+    for process in (coepg(both[0], *arguments), Forked(both[1], *arguments)):
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, f"{out}\n{err}"
     return both
@@ -83,7 +84,7 @@ def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: lis
 
 
 def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
-    process = coepg(projects[0], "evolve", "tiny", "--through", str(THROUGH))
+    process = Forked(projects[0], "evolve", "tiny", "--through", str(THROUGH))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "everything is there and current" in err
 
@@ -107,16 +108,14 @@ def test_rewards_are_explained_without_a_model(projects: list[Path], tmp_path: P
     assert set(found["rollouts"]) <= set(found["verdicts"]) == {"verifier_a", "verifier_b", "grounder_1"}
     assert all(0 <= one["ece"] <= 1 for one in found["verdicts"].values())
     assert (tmp_path / "reliability-verdicts.png").stat().st_size > 1000
-    process = coepg(projects[0], "rewards", "recompute", "tiny@0", "--variant", "prior")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and "not made by GRPO" in err
+    code, _, err = tell(projects[0], "rewards", "recompute", "tiny@0", "--variant", "prior")
+    assert code == 2 and "not made by GRPO" in err
 
 
 def test_unknown_references_are_refused(projects: list[Path]) -> None:
     for reference, word in (("nothing", "no experiment"), ("tiny/s9", "no such seed")):
-        process = coepg(projects[0], "results", reference)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 2 and word in err
+        code, _, err = tell(projects[0], "results", reference)
+        assert code == 2 and word in err
 
 
 def test_ten_rows_of_d_2_are_traced_to_what_the_tables_say(projects: list[Path]) -> None:
@@ -207,33 +206,23 @@ def test_the_list_of_open_models_is_in_the_metadata(projects: list[Path]) -> Non
         assert row["version"] == hashlib.sha256(weights).hexdigest()[:16]
 
 
-def test_two_iterations_differ_and_nothing_is_left_over(projects: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COEPG_ROOT", str(projects[0]))
-    monkeypatch.setenv("DAGSTER_HOME", str(projects[0] / ".dagster"))
-    found = json.loads(invoke("diff", "tiny@1", "tiny@2", "--json"))
+def test_two_iterations_differ_and_nothing_is_left_over(projects: list[Path]) -> None:
+    found = json.loads(run(projects[0], "diff", "tiny@1", "tiny@2", "--json"))
     data = found["data"]
     before, after = data["rows"]
     assert after - before == len(data["gained"]) - len(data["lost"])
     assert data["same"] + len(data["changed"]) + len(data["gained"]) == after
     assert found["models"]["planner"]["distance"] > 0
     assert {"test_seed", "test_text", "test_family", "validation"} == set(found["results"])
-    assert "none tampered with" in invoke("audit", "tiny")
-    assert invoke("gc").endswith("removed 0 folders, 0 bytes\n")
-
-
-def invoke(*arguments: str) -> str:
-    """What a `coepg` command prints, run in this process."""
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    assert "none tampered with" in run(projects[0], "audit", "tiny")
+    assert run(projects[0], "gc").endswith("removed 0 folders, 0 bytes\n")
 
 
 def test_a_model_that_was_tampered_with_is_named_by_the_command(projects: list[Path]) -> None:
     [weights] = (projects[1] / "store" / "tiny" / "s7" / "grounder" / "1").glob("*/model.safetensors")
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    process = coepg(projects[1], "trace", "tiny@2#0")
-    out, err = process.communicate(timeout=120)
+    code, out, err = tell(projects[1], "trace", "tiny@2#0")
     weights.write_bytes(before)
-    assert process.returncode == 1 and "TAMPERED" in out
+    assert code == 1 and "TAMPERED" in out
     assert "tampered: grounder[1]" in err and "model.safetensors has other content than when it was made" in err

@@ -13,7 +13,7 @@ from coepg_dagster.experiment import ExperimentError
 from coepg_dagster.project import ABLATIONS
 from tests.assets.conftest import InProcess
 from tests.assets.test_evolve import QUIET
-from tests.project import REPOSITORY, make_project, run
+from tests.project import REPOSITORY, Forked, make_project
 
 SHARING = "description: x\nparent: light\nvariant: single\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
 
@@ -97,7 +97,9 @@ def test_two_variants_with_two_seeds_from_nothing_to_the_page(tmp_path: Path) ->
     (project / "experiments" / ABLATIONS / "tiny_no_cdrem.yaml").write_text(
         "description: x\nparent: tiny\nvariant: no_cdrem\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
     )
-    page = run(project, "reproduce", "tiny", "--jobs", "2", "--out", "docs")
+    process = Forked(project, "reproduce", "tiny", "--jobs", "2", "--out", "docs")
+    page, said = process.communicate(timeout=900)
+    assert process.returncode == 0, said
     assert page.strip() == "docs/results.md"
     content = json.loads((project / "docs" / "results.json").read_text())
     assert set(content) == {"rows", "findings"}
@@ -110,6 +112,8 @@ def test_two_variants_with_two_seeds_from_nothing_to_the_page(tmp_path: Path) ->
     claims = {one["claim"]: one["verdict"] for one in content["findings"]}
     assert claims["full - single grounder"] in ("confirmed", "not confirmed")
     assert claims["full - uniform"] == "not testable"
-    again = run(project, "reproduce", "tiny", "--collect", "--out", "again")
+    process = Forked(project, "reproduce", "tiny", "--collect", "--out", "again")
+    again, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
     assert again.strip() == "again/results.md"
     assert json.loads((project / "again" / "results.json").read_text()) == content

@@ -20,6 +20,19 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+STARTER = """
+import os, sys
+from pathlib import Path
+from coepg_dagster.resources import warm
+folder = Path(sys.argv[1])
+assert warm._server is not None and "colorsys" in sys.modules
+job = warm.WarmProcess("program", ["4", "y"], env=dict(os.environ), cwd=folder, output=folder / "log")
+code = job.wait(60)
+print(code, file=sys.stderr)
+sys.exit(code + 1)
+"""
+
+
 def start(folder: Path, *arguments: str, **env: str) -> warm.WarmProcess:
     (folder / "program.py").write_text(PROGRAM)
     given = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)} | env
@@ -29,7 +42,7 @@ def start(folder: Path, *arguments: str, **env: str) -> warm.WarmProcess:
 @pytest.fixture(autouse=True)
 def own_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_server", None)
-    monkeypatch.setattr(warm, "IMPORTED", ["json", "no_such_library"])
+    monkeypatch.setattr(warm, "IMPORTED", ["colorsys", "no_such_library"])
 
 
 def test_a_fork_is_what_python_m_would_be(tmp_path: Path) -> None:
@@ -58,3 +71,21 @@ def test_a_killed_server_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Run this again"):
         start(tmp_path, "0")
     os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_job_that_starts_jobs_has_a_server_with_what_ours_imported(tmp_path: Path) -> None:
+    first = start(tmp_path, "0")
+    assert first.wait(60) == 0
+    (tmp_path / "starter.py").write_text(STARTER)
+    starter = warm.WarmProcess(
+        "starter",
+        [str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "MARK": "c"},
+        cwd=tmp_path,
+        output=tmp_path / "out",
+        errors=tmp_path / "errors",
+        starts_jobs=True,
+    )
+    assert starter.wait(60) == 5, (tmp_path / "errors").read_text()
+    assert (tmp_path / "errors").read_text() == "4\n" and (tmp_path / "out").read_text() == ""
+    assert json.loads((tmp_path / "log").read_text().splitlines()[1]) == [["4", "y"], "c", str(tmp_path), True]
