@@ -43,7 +43,7 @@ def plain_png(encoded: bytes) -> bytes:
 
 
 def mind2web(folder: Path) -> None:
-    """Twelve training tasks, validation from a hash of their names, and two tasks in each test split."""
+    """Twenty tasks for training and, from a hash of their names, validation; two tasks in each test split."""
     whole = [candidate(0, 0, *SIZE)]
     operation = json.dumps({"op": "CLICK", "original_op": "CLICK", "value": ""})
 
@@ -59,14 +59,14 @@ def mind2web(folder: Path) -> None:
             for i, (goal, png) in enumerate(pages)
         ]
 
-    pages = screens(46)
-    write_mind2web(folder / "train-0.parquet", rows("train", pages[:40]))
+    pages = screens(26)
+    write_mind2web(folder / "train-0.parquet", rows("train", pages[:20]))
     for i, split in enumerate(("test_task", "test_website", "test_domain")):
-        write_mind2web(folder / f"{split}-0.parquet", rows(split, pages[40 + 2 * i : 42 + 2 * i]))
+        write_mind2web(folder / f"{split}-0.parquet", rows(split, pages[20 + 2 * i : 22 + 2 * i]))
 
 
 def android_control(folder: Path) -> None:
-    """Sixteen episodes of one click, eleven of them for training."""
+    """Twelve episodes of one click, eight of them for training."""
     whole = forest(((0, 0, *SIZE), True, 0, "root"))
     records = [
         episode(
@@ -78,9 +78,9 @@ def android_control(folder: Path) -> None:
             screenshot_widths=[SIZE[0]] * 2,
             screenshot_heights=[SIZE[1]] * 2,
         )
-        for i, (goal, png) in enumerate(screens(16))
+        for i, (goal, png) in enumerate(screens(12))
     ]
-    write_android_control(folder, records, {"train": list(range(11)), "validation": [11, 12], "test": [13, 14, 15]})
+    write_android_control(folder, records, {"train": list(range(8)), "validation": [8, 9], "test": [10, 11]})
 
 
 FORMATS = {

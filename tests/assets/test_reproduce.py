@@ -88,8 +88,8 @@ def test_two_variants_with_two_seeds_from_nothing_to_the_page(tmp_path: Path) ->
     file = project / "experiments" / "tiny.yaml"
     smaller = {
         "iterations: 3": "iterations: 1",
-        "max_train_steps: 48": "max_train_steps: 24",
-        "max_eval_steps: 24": "max_eval_steps: 8",
+        "max_train_steps: 24": "max_train_steps: 12",
+        "max_eval_steps: 12": "max_eval_steps: 4",
     }
     for old, new in smaller.items():
         file.write_text(file.read_text().replace(old, new))
