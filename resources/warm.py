@@ -10,6 +10,7 @@ that started it. A job that starts jobs itself, such as `coepg evolve` in a stud
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -168,6 +169,7 @@ class WarmProcess:
 def serve(channel: socket.socket, imported: Sequence[str]) -> None:
     """Forks a process for each job that comes in, and reports its exit code, until the other end is gone."""
     load(imported)
+    gc.freeze()  # what was imported is never garbage: a fork that collects looks at its own objects, and shares the pages
     children: set[int] = set()
     waiting = b""
     while True:

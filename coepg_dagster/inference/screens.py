@@ -31,6 +31,10 @@ def decode(step_id: str, encoded: bytes) -> Image.Image:
         raise UnreadableScreenshot(f"step {step_id}: the screenshot cannot be decoded: {error}") from error
 
 
+def _refuse(*_: object) -> None:
+    raise TypeError("screens are not copied: make them where they are needed, from the step table")
+
+
 class Screens:
     """Images and target boxes of the steps of a table (STEP_SCHEMA), for models with one kind of resize.
 
@@ -47,6 +51,10 @@ class Screens:
         self._resize, self._room = resize, cached_bytes
         self._images: OrderedDict[str, Image.Image] = OrderedDict()
         self._lock = threading.Lock()  # grounders that are asked at the same time share screens
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Nobody sends screens to another process; `datasets` only hashes them, and needs no screenshot for that."""
+        return _refuse, (len(self._rows), self._resize)
 
     def viewport(self, step_id: str) -> Viewport:
         """Original and resized size of a step's screenshot. Raises UnreadableScreenshot where no model could see it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zlib
 from typing import Any
@@ -123,3 +124,10 @@ def test_what_cannot_be_decoded_names_its_step(screenshot: bytes) -> None:
 def test_a_size_that_no_model_can_see_names_its_step(width: int, height: int) -> None:
     with pytest.raises(UnreadableScreenshot, match="step web-17: "):
         screens(width, height, b"").viewport("web-17")
+
+
+def test_screens_are_hashed_without_their_screenshots_and_not_copied() -> None:
+    stored = pickle.dumps(screens(500, 333, encoded(500, 333)))
+    assert len(stored) < 500
+    with pytest.raises(TypeError, match="make them where they are needed"):
+        pickle.loads(stored)  # noqa: S301
