@@ -65,7 +65,7 @@ def run_work(
         process = WarmProcess(
             module,
             [str(job), str(result)],
-            env=job_environment(threads) | session.get_bootstrap_env_vars() | dict(env or {}),
+            env={**job_environment(threads), **session.get_bootstrap_env_vars(), **(env or {})},
             cwd=root,
             output=log,
         )

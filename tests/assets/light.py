@@ -2,8 +2,8 @@
 
 The graph, twins, ledger, claims, checks, pools, job, sensors and schedules are the real ones. Files in the project's folder
 `control/` plant what a test needs, each named KIND-LOOP-ASSET-PARTITION: `salt` changes the content, `fail` fails the step,
-`check` fails its blocking checks, `worker` runs a real worker process that has a child and hangs. `control/seconds` is how
-long each step takes.
+`check` fails its blocking checks, `worker` runs a real worker process that has a child and hangs, `meet` waits until the loop
+that the file names has made something. `control/seconds` is how long each step takes.
 """
 
 import json
@@ -77,6 +77,8 @@ def _maker(asset: Asset) -> Maker:
         start = time.time()
         if _planted(root, "worker", loop, ref).exists():
             hang(work)
+        if (meets := _planted(root, "meet", loop, ref)).exists():
+            _meet(work, meets.read_text())
         time.sleep(float((root / "control" / "seconds").read_text()))
         if _planted(root, "fail", loop, ref).exists():
             raise RuntimeError("planted failure")
@@ -107,6 +109,13 @@ def _figures(asset: Asset, work: Making) -> dict[str, Any]:
     if asset == "data_quality":
         return {"purity": 70.0 + work.k, "diversity": 1.5, "coverage": 60.0}
     return {}
+
+
+def _meet(work: Making, loop: str) -> None:
+    end = time.monotonic() + 300
+    while not any(step["loop"] == loop for step in steps_log(Project(work.loop.root))):
+        assert time.monotonic() < end, f"{loop} made nothing while {work.ref} of {work.loop.name} waited for it"
+        time.sleep(0.2)
 
 
 def hang(work: Making) -> None:

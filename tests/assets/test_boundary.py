@@ -39,6 +39,7 @@ class Begun:
 
 @pytest.fixture(scope="module")
 def begun(deployment: Deployment) -> Begun:
+    plant(deployment.project, "meet", "light/s1", Ref("dataset", 0), "light/s2")  # a step that holds no slot
     everything = deployment.backfill(keys("light/s1", (*SHARED, *LOOP, "evolution_report")), ["0", "1", "2"])
     shared = deployment.launch(keys("other/s1", SHARED), None)
     plant(deployment.project, "worker", "other/s1", Ref("planner_sft", 0))
