@@ -3,7 +3,7 @@
 The graph, twins, ledger, claims, checks, pools, job, sensors and schedules are the real ones. Files in the project's folder
 `control/` plant what a test needs, each named KIND-LOOP-ASSET-PARTITION: `salt` changes the content, `fail` fails the step,
 `check` fails its blocking checks, `worker` runs a real worker process that has a child and hangs, `meet` waits until the loop
-that the file names has made something. `control/seconds` is how long each step takes.
+that the file names has made something of the same iteration. `control/seconds` is how long each step takes.
 """
 
 import json
@@ -113,7 +113,7 @@ def _figures(asset: Asset, work: Making) -> dict[str, Any]:
 
 def _meet(work: Making, loop: str) -> None:
     end = time.monotonic() + 300
-    while not any(step["loop"] == loop for step in steps_log(Project(work.loop.root))):
+    while not any((step["loop"], step["k"]) == (loop, work.k) for step in steps_log(Project(work.loop.root))):
         assert time.monotonic() < end, f"{loop} made nothing while {work.ref} of {work.loop.name} waited for it"
         time.sleep(0.2)
 

@@ -39,7 +39,8 @@ class Begun:
 
 @pytest.fixture(scope="module")
 def begun(deployment: Deployment) -> Begun:
-    plant(deployment.project, "meet", "light/s1", Ref("dataset", 0), "light/s2")  # a step that holds no slot
+    for mine, other in (("light/s1", "light/s2"), ("light/s2", "light/s1")):
+        plant(deployment.project, "meet", mine, Ref("dataset", 0), other)  # a step that holds no slot
     everything = deployment.backfill(keys("light/s1", (*SHARED, *LOOP, "evolution_report")), ["0", "1", "2"])
     shared = deployment.launch(keys("other/s1", SHARED), None)
     plant(deployment.project, "worker", "other/s1", Ref("planner_sft", 0))

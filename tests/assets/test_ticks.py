@@ -55,6 +55,7 @@ def test_the_daemon_evolves_alerts_and_keeps_its_schedules(refreshed: Deployment
             ),
             f"{name} to run",
         )
+    refreshed.switch_off(*schedules)
     refreshed.wait(lambda: any(failing == message["run_id"] for message in webhook.taken), "the alert")
     message = next(message for message in webhook.taken if message["run_id"] == failing)
     assert message["text"].startswith("driven/s2, iteration 1: run ")
