@@ -2,7 +2,7 @@
 
 vLLM gets the policy's weights before each optimizer step. On the same GPU it sleeps while the policy is updated: its weights
 and keys and values are given up, and come back from the policy. What it says of a token's probability differs a little from
-what the trainer computes; TRL corrects for that (truncated importance sampling) and logs the difference, which we report.
+what the trainer computes; TRL corrects for that (importance sampling) and logs the difference, which we report.
 """
 
 from __future__ import annotations
