@@ -29,6 +29,7 @@ from benchmarks.baseline import Log, command_line, write
 NAME: Final = "sft_mfu"
 CONFIGURATIONS: Final[dict[str, list[str]]] = {
     "frozen-compiled-4": ["--freeze-vision", "--micro", "4", "--recompute", "0", "--kernels", "compiled"],
+    "frozen-compiled-6": ["--freeze-vision", "--micro", "6", "--recompute", "0", "--kernels", "compiled"],
     "frozen-compiled-3": ["--freeze-vision", "--micro", "3", "--recompute", "0", "--kernels", "compiled"],
     "frozen-compiled-quarter": ["--freeze-vision", "--micro", "4", "--recompute", "0.25", "--kernels", "compiled"],
     "frozen-compiled-none": ["--freeze-vision", "--micro", "2", "--recompute", "0", "--kernels", "compiled"],

@@ -9,9 +9,9 @@ The baseline is written anew after each repetition, so that a run that is cut sh
 Each screenshot (1288 × 728) is asked about for 8 plans, 12 tokens each, as GRPO and the verifier pool do. Both ways run in
 one engine, with the same flags, number of requests in flight and prefix caching, in turns:
 
-- ours: image before plan, the plans of a screenshot one after another, and the screenshot named by a hash that is computed
-  once, so that it is preprocessed once, ahead of the GPU's work (the first pass below, whose time is given: images per
-  second of one front end), and prefilled once;
+- ours: image before plan, one plan of each screenshot ahead of its others (`inference/order.py`), and the screenshot named by
+  a hash that is computed once, so that it is preprocessed once, ahead of the GPU's work (the first pass below, whose time is
+  given: images per second of one front end), and prefilled once;
 - against: plan before image, requests in any order, images handed over as they are. vLLM's own cache still spares it
   preprocessing an image twice.
 
@@ -22,7 +22,7 @@ prefill of the tokens up to its end, and for each plan the prefill of the plan's
 weight of a matrix and token, plus attention, at the rate at which this card multiplies bfloat16 matrices of the model's own
 shapes, measured in this process.
 
-Needs vLLM, torch and what these need; nothing of coepg_dagster. Weights are dummies: what they cost is real, what they say not.
+Needs vLLM, torch and what these need. Weights are dummies: what they cost is real, what they say not.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import baseline
+from coepg_dagster.inference.order import leaders_first
 
 MODEL = Path(__file__).parents[1] / "models" / "base-grounder"
 """Its tokenizer and processor files; the weights are not read."""
@@ -224,7 +225,8 @@ class Bench:
         }
 
     def ours(self) -> dict[str, float]:
-        return self.run([self._image_first(s, plan) for s, plan in self.asked], self.work.answer_tokens)
+        order = leaders_first([s for s, _ in self.asked])
+        return self.run([self._image_first(*self.asked[i]) for i in order], self.work.answer_tokens)
 
     def against(self) -> dict[str, float]:
         return self.run([self._plan_first(s, plan) for s, plan in self.shuffled], self.work.answer_tokens)

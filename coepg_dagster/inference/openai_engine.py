@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coepg_dagster.inference.endpoint import Endpoint, served_model, served_version, short
 from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
+from coepg_dagster.inference.order import leaders_first
 from coepg_dagster.inference.processing import probe, prompt_of, resize_of, vision_token_ids
 
 ATTEMPTS: Final = 5
@@ -143,7 +144,8 @@ class OpenAIEngine:
             )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        pictures = _Pictures(2 * self._endpoint.in_flight)
+        ahead = self._endpoint.in_flight
+        pictures = _Pictures(3 * ahead)
         gone: list[str] = []  # why no connection can be made: what is still to be asked fails at once
 
         def ask(numbered: tuple[int, Request]) -> list[Generation | Failure]:
@@ -166,8 +168,12 @@ class OpenAIEngine:
                 answers = Failure(str(error))
             return [answers] * sampling.samples if isinstance(answers, Failure) else answers
 
+        order = leaders_first([id(request.image) for request in requests], ahead)
+        answers: list[list[Generation | Failure]] = [[] for _ in requests]
         with ThreadPoolExecutor(self._endpoint.in_flight) as pool:
-            return list(pool.map(ask, enumerate(requests)))
+            for i, answer in zip(order, pool.map(ask, ((i, requests[i]) for i in order)), strict=True):
+                answers[i] = answer
+        return answers
 
     def _post(self, body: dict[str, Any]) -> httpx.Response | Failure:
         for attempt in range(1, ATTEMPTS + 1):

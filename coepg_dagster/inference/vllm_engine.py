@@ -1,7 +1,7 @@
 """vLLM in this process, for pure throughput: pools and evaluation.
 
-Requests come image first and those of one screenshot together, so that vLLM's prefix cache computes each screenshot once;
-images carry the hash of their pixels as identity, so that each is preprocessed once.
+Requests come image first, and one of each screenshot goes ahead of its others, so that vLLM's prefix cache computes each
+screenshot once; images carry the hash of their pixels as identity, so that each is preprocessed once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from PIL import Image
 
 from coepg_dagster.experiment import Serving
 from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
+from coepg_dagster.inference.order import leaders_first
 from coepg_dagster.inference.processing import (
     load_processor,
     probe,
@@ -78,16 +79,17 @@ class VllmEngine:
 
         prompts = [prompt_of(self._processor, request) for request in requests]
         hashes: dict[int, str] = {}
-        asked = []
+        asked, identities = [], []
         for prompt, request in zip(prompts, requests, strict=True):
             image = request.image
             if id(image) not in hashes:
                 hashes[id(image)] = pixel_hash(image)
+            identities.append(hashes[id(image)])
             asked.append(
                 {
                     "prompt": prompt.text,
                     "multi_modal_data": {"image": [image]},
-                    "multi_modal_uuids": {"image": [hashes[id(image)]]},
+                    "multi_modal_uuids": {"image": [identities[-1]]},
                 }
             )
         settings = [
@@ -103,11 +105,12 @@ class VllmEngine:
             )
             for position in range(len(requests))
         ]
-        outputs = self._llm.generate(asked, settings, use_tqdm=False)
-        return [
-            self._answers(output, prompt.tokens, sampling.samples)
-            for output, prompt in zip(outputs, prompts, strict=True)
-        ]
+        order = leaders_first(identities)
+        outputs = self._llm.generate([asked[i] for i in order], [settings[i] for i in order], use_tqdm=False)
+        answers: list[list[Generation | Failure]] = [[] for _ in requests]
+        for i, output in zip(order, outputs, strict=True):
+            answers[i] = self._answers(output, prompts[i].tokens, sampling.samples)
+        return answers
 
     def _answers(self, output: Any, tokens: int, samples: int) -> list[Generation | Failure]:
         seen = len(output.prompt_token_ids)

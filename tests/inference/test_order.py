@@ -1,0 +1,29 @@
+"""Requests that share a screenshot: one goes ahead, the others find its prefix computed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coepg_dagster.inference.order import leaders_first
+
+
+@given(shared=st.lists(st.integers(0, 12)), ahead=st.integers(1, 8))
+def test_each_is_asked_once_and_only_after_its_leader_by_a_whole_step(shared: list[int], ahead: int) -> None:
+    order = leaders_first(shared, ahead)
+    assert sorted(order) == list(range(len(shared)))
+    groups = list(dict.fromkeys(shared))
+    seen: list[int] = []
+    for position in order:
+        group = groups.index(shared[position])
+        if group not in seen:
+            assert group == len(seen), "leaders keep their order"
+            seen.append(group)
+        else:
+            # as many other leaders lie between, or all that there are
+            assert len(seen) >= min(group + ahead + 1, len(groups))
+
+
+def test_the_others_of_a_group_follow_one_another() -> None:
+    assert leaders_first(["a", "a", "b", "a", "b", "c"], 1) == [0, 2, 1, 3, 5, 4]
+    assert leaders_first([], 3) == [] and leaders_first(["a", "a"], 64) == [0, 1]
