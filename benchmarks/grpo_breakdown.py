@@ -60,10 +60,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compiled", action="store_true", help="vLLM compiles and captures graphs, which takes minutes"
     )
-    parser.add_argument("--folder", type=Path, default=baseline.FOLDER, help="where the baseline is written")
+    parser.add_argument("--folder", type=Path, help="where the baseline is written; tiny: by default a temporary one")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one kind, in this process; its JSON file
     options = parser.parse_args(given)
-    options.prompts = options.prompts or (2 if options.size == "tiny" else 8)
+    small = options.size == "tiny"
+    options.prompts = options.prompts or (2 if small else 8)
+    if not options.run and not options.folder:
+        options.folder = Path(tempfile.mkdtemp(prefix="quick-")) if small else baseline.FOLDER
     return options
 
 
@@ -281,7 +284,7 @@ def record(found: dict[str, dict[str, Any]], failed: dict[str, str], folder: Pat
         "configurations": {kind: of_kind["config"] for kind, of_kind in found.items()},
     }
     if best is None:
-        reason = "; ".join(f"{kind}: {why}" for kind, why in failed.items())
+        reason = "; ".join(dict.fromkeys(f"{why}" for why in failed.values()))
         return baseline.write(NAME, value=None, against=None, ratio=None, reason=reason, **common)
     return baseline.write(
         NAME,
@@ -329,6 +332,9 @@ def main(given: Sequence[str] | None = None) -> None:
         [kind] = options.rollouts[-1:]
         run(options, kind, options.run)
         return
+    if options.size != "tiny" and not torch.cuda.is_available():
+        record({}, dict.fromkeys(KINDS, "no GPU here; `--size tiny` proves the code path on a CPU"), options.folder)
+        raise SystemExit("no GPU here: use --size tiny")
     say = baseline.Log(NAME, options.folder)
     checkpoint = checkpoint_of(options.size)
     found: dict[str, dict[str, Any]] = {}

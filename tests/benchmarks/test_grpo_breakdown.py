@@ -29,7 +29,7 @@ def test_the_stages_of_a_step_add_up_and_every_rollout_is_rewarded(tmp_path: Pat
 
 def test_when_nothing_ran_the_baseline_says_why(tmp_path: Path) -> None:
     facts = json.loads(grpo_breakdown.record({}, {"vllm": "no GPU"}, tmp_path).read_text())
-    assert (facts["value"], facts["reason"]) == (None, "vllm: no GPU")
+    assert (facts["value"], facts["reason"]) == (None, "no GPU")
 
 
 def test_nested_stages_count_once(tmp_path: Path) -> None:
