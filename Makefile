@@ -20,8 +20,10 @@ demo: setup  ## D_0 and two iterations of co-evolution on MiniWoB++, on the CPU
 ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
 	$(VENV)/bin/coepg ui
 
-test: lint
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder
+test: setup  ## lint goes on beside the tests
+	$(MAKE) lint & lint=$$!; \
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder; passed=$$?; \
+	wait $$lint && exit $$passed
 
 lint: setup  ## mypy sees assets/ and resources/ where they are imported from, through links
 	$(VENV)/bin/ruff check .

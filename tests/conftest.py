@@ -27,17 +27,21 @@ settings.load_profile("coepg")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes files stay whole, and one process has the deployment."""
+    """With several processes files stay whole; one process has the deployment, and one the server that loops fork from."""
     from xdist.scheduler import LoadScopeScheduling
 
-    deployed = {
-        file for file in Path(__file__).parent.rglob("test_*.py") if "deployment: Deployment" in file.read_text()
+    signs = {"deployment": "deployment: Deployment", "loops": "Forked("}
+    together = {
+        file: group
+        for file in Path(__file__).parent.rglob("test_*.py")
+        for group, sign in signs.items()
+        if sign in file.read_text()
     }
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "deployment" if config.rootpath / file in deployed else file
+            return together.get(config.rootpath / file, file)
 
     return ByFile(config, log)
 

@@ -138,7 +138,15 @@ def hang(work: Making) -> None:
         max_point_tokens=1,
         processes=1,
     )
-    run_work(work.context, job, REPOSITORY, threads=1, timeout_minutes=5, module="tests.assets.hanging_worker")
+    run_work(
+        work.context,
+        job,
+        REPOSITORY,
+        threads=1,
+        timeout_minutes=5,
+        grace_seconds=2,
+        module="tests.assets.hanging_worker",
+    )
 
 
 LIGHT_MAKERS: dict[Asset, Maker] = {asset: _maker(asset) for asset in (*SHARED, *LOOP)}

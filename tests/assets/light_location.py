@@ -7,10 +7,14 @@ that has Dagster imported, where Dagster's code server starts each from nothing:
 import multiprocessing
 from multiprocessing.context import ForkServerProcess, SpawnContext
 
+from coepg_dagster.resources import warm
+
 from coepg_dagster.project import find_project
 from tests.assets.light import light_definitions
 
 multiprocessing.set_forkserver_preload(["dagster._grpc.impl", "dagster._cli.api", "coepg_dagster.assets.build"])
 SpawnContext.Process = ForkServerProcess  # type: ignore[assignment,misc]
+
+warm.IMPORTED.clear()  # workers here hang, and need nothing for that
 
 defs = light_definitions(find_project(), nightly="* * * * *", weekly="* * * * *", seconds=3)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from coepg_dagster.resources.worker import MODULE
 from safetensors.torch import load_file
 
 from coepg_dagster.experiment import Models, Sft
@@ -28,18 +29,19 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def start(
+def job(
     steps: pa.Table, dataset: pa.Table, models: Models, random_checkpoint: Callable[[int], Path], tmp_path: Path
-) -> Callable[..., tuple[subprocess.Popen[bytes], Path]]:
+) -> Callable[[int, int, int], SftWork]:
+    """The same training for any number of processes, each in a folder of its own."""
     write_steps(steps, tmp_path / "steps.arrow", ["train"])
     pq.write_table(dataset, tmp_path / "dataset.parquet")
 
-    def started(processes: int, micro: int, max_steps: int) -> tuple[subprocess.Popen[bytes], Path]:
+    def made(processes: int, micro: int, max_steps: int) -> SftWork:
         folder = tmp_path / str(processes)
         for name in ("out", "scratch"):
             (folder / name).mkdir(parents=True)
         common: dict[str, Any] = {"steps": tmp_path / "steps.arrow", "models": models, "device": "cpu"}
-        work = SftWork(
+        return SftWork(
             **common,
             out=folder / "out",
             scratch=folder / "scratch",
@@ -52,43 +54,46 @@ def start(
             config=Sft(max_steps=max_steps, batch_size=6, micro_batch_size=micro, learning_rate=1e-4),
             placement=Placement(processes=processes),
         )
-        (folder / "work.json").write_text(work.model_dump_json())
-        command = [sys.executable, "-m", "coepg_dagster.resources.worker", "work.json", "result.json"]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [*command[:3], str(folder / "work.json"), str(folder / "result.json")],
-                cwd=REPOSITORY,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        return process, folder
 
-    return started
+    return made
 
 
-def test_two_processes_make_the_step_of_one(start: Callable[..., tuple[subprocess.Popen[bytes], Path]]) -> None:
+def start(work: SftWork) -> tuple[subprocess.Popen[bytes], Path]:
+    """The job in a worker of its own, and that worker's folder."""
+    folder = work.out.parent
+    (folder / "work.json").write_text(work.model_dump_json())
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(folder / "work.json"), str(folder / "result.json")],
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    return process, folder
+
+
+def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftWork]) -> None:
     """The same rows, nearly the same loss and weights: Adam makes a step of any small gradient, however it was rounded."""
-    weights, logs = [], []
-    for processes, micro in ((1, 6), (2, 3)):
-        process, folder = start(processes, micro, 2)
-        assert process.wait(timeout=280) == 0, (folder / "log").read_text()[-3000:]
-        assert json.loads((folder / "result.json").read_text())["figures"]["optimizer_steps"] == 2
-        weights.append(load_file(folder / "out" / "model.safetensors"))
-        logs.append([json.loads(line) for line in (folder / "out" / "training_log.jsonl").read_text().splitlines()[:2]])
-    for alone, shared in zip(*logs, strict=True):
+    here, there = job(1, 6, 2), job(2, 3, 2)
+    process, folder = start(there)
+    assert here.run(lambda *_: None)["optimizer_steps"] == 2
+    assert process.wait(timeout=280) == 0, (folder / "log").read_text()[-3000:]
+    assert json.loads((folder / "result.json").read_text())["figures"]["optimizer_steps"] == 2
+    logs = [(work.out / "training_log.jsonl").read_text().splitlines()[:2] for work in (here, there)]
+    for alone, shared in zip(*(map(json.loads, lines) for lines in logs), strict=True):
         assert alone["num_tokens"] == shared["num_tokens"]
         assert alone["loss"] == pytest.approx(shared["loss"], rel=1e-3)
         assert alone["grad_norm"] == pytest.approx(shared["grad_norm"], rel=1e-2)
-    one, two = weights
+    one, two = (load_file(work.out / "model.safetensors") for work in (here, there))
     assert one.keys() == two.keys()
     apart = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
     assert apart.max() < 2.1e-4 and apart.mean() < 2e-6
 
 
-def test_no_rank_outlives_the_worker(start: Callable[..., tuple[subprocess.Popen[bytes], Path]]) -> None:
-    process, folder = start(2, 3, 100_000)
+def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftWork]) -> None:
+    process, folder = start(job(2, 3, 100_000))
     family: list[psutil.Process] = []
     for _ in range(600):
         family = psutil.Process(process.pid).children(recursive=True)

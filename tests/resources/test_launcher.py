@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from coepg_dagster.resources import warm
 
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
@@ -22,12 +23,21 @@ RUN = """
 import dagster as dg
 from pathlib import Path
 from coepg_dagster.project import Project
+from coepg_dagster.resources import warm
 from tests.assets.conftest import InProcess
+warm.IMPORTED.clear()
 with dg.DagsterInstance.ephemeral() as instance:
     light = InProcess(Project(Path({root!r})), instance)
     light.run(None)
     light.run(0, "planner_sft")
 """
+
+
+@pytest.fixture(autouse=True)
+def bare_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers here hang or do not exist: the server that they are forked from imports nothing."""
+    monkeypatch.setattr(warm, "_server", None)
+    monkeypatch.setattr(warm, "IMPORTED", [])
 
 
 @pytest.mark.slow
