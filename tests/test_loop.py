@@ -31,11 +31,12 @@ pytestmark = pytest.mark.slow
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two fresh projects in which the same experiment with the same seed was evolved, side by side.
 
-    The first by the installed command, with a hash seed of its own; the second by a fork, as `coepg reproduce` does.
+    The first by the installed command, with a hash seed of its own and inference in two processes; the second by a fork, as
+    `coepg reproduce` does, and in one.
     """
     both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
-    arguments = ("evolve", "tiny", "--through", str(THROUGH))
-    for process in (coepg(both[0], *arguments), Forked(both[1], *arguments)):
+    arguments = ("evolve", "tiny", "--through", str(THROUGH), "--processes")
+    for process in (coepg(both[0], *arguments, "2"), Forked(both[1], *arguments, "1")):
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, f"{out}\n{err}"
     return both

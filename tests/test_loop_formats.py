@@ -99,7 +99,7 @@ def test_the_loop_runs_on_both_formats(tmp_path: Path) -> None:
         file.write_text(tiny[:start] + benchmark + tiny[end:])
         project = make_project(tmp_path / "projects" / name, file)
         make(project / "sample")
-        running[name] = project, Forked(project, "evolve", name, "--through", "1")
+        running[name] = project, Forked(project, "evolve", name, "--through", "1", "--processes", "1")
     for name, (project, process) in running.items():
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, f"{name}\n{out}\n{err}"
