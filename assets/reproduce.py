@@ -138,11 +138,16 @@ def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
         todo = set(loop.to_make(records, stale, loop.experiment.iterations))
         todo |= {k for k in range(loop.experiment.iterations + 1) if loop.awaited(records, stale, k)}
         alone = "dataset" in loop.experiment.taken
-        for k in sorted(todo & {loop.experiment.iterations} if alone else todo):
+        for k in sorted(k for k in todo if k >= first_of(loop)):
             before = [(loop.name, k - 1)] if k and not alone else []
             above = [(loop.parent.name, k)] if loop.parent is not None and alone else []
             tasks.append(Task(loop, k, before + above))
     return tasks
+
+
+def first_of(loop: Loop) -> int:
+    """The first iteration of a loop that a study makes."""
+    return loop.experiment.iterations if "dataset" in loop.experiment.taken else 0
 
 
 @dataclass
@@ -325,7 +330,7 @@ def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: P
     runs, wanted = [], {}
     for loop in study.loops:
         experiment = loop.experiment
-        wanted[loop.name] = (experiment.table, experiment.variant, loop.seed)
+        wanted[loop.name] = (experiment.table, experiment.variant, loop.seed, first_of(loop))
         runs.append(_measured(project, instance, loop))
     numbers = Numbers(runs, study.root.name, benchmark.test, study.root.iterations)
     found = findings(numbers)

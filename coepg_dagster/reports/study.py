@@ -440,12 +440,13 @@ def _due_to_the_gap(study: Study, control: tuple[str, str]) -> Finding:
     return _judged(claim, study.draws.over_seeds(gains[0] - gains[1]), words, "points of mean Step SR", len(seeds))
 
 
-def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int]], iterations: int) -> list[str]:
-    """The commands of what `wanted` (reference → experiment, variant, seed) lacks."""
+def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int, int]], iterations: int) -> list[str]:
+    """The commands of what `wanted` (reference → experiment, variant, seed, first iteration) lacks."""
     lacking = []
-    for reference, (experiment, variant, seed) in wanted.items():
+    for reference, (experiment, variant, seed, first) in wanted.items():
         run = study.find(experiment, variant).get(seed)
-        there = {k for k in range(iterations + 1) if run and all((k, s) in run.success for s in study.splits)}
-        if len(there) <= iterations:
-            lacking.append(f"coepg evolve {reference} --through {iterations}")
+        needed = range(first, iterations + 1)
+        if not all(run and (k, split) in run.success for k in needed for split in study.splits):
+            since = f" --from {first}" if first else ""
+            lacking.append(f"coepg evolve {reference}{since} --through {iterations}")
     return lacking

@@ -130,16 +130,17 @@ def test_rows_are_one_for_each_run_split_and_metric_and_no_average() -> None:
 def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: Path) -> None:
     one = study(run(FULL, 1, {0: 0.2, 1: 0.5}))
     one.runs[0].stale = ["code or configuration changed (1 → 2)"]
-    wanted = {"box/s1": ("box", FULL, 1), "box_uniform/s1": ("box", "uniform", 1)}
+    wanted = {"box/s1": ("box", FULL, 1, 0), "box_uniform/s1": ("box", "uniform", 1, 3)}
     missing = missing_runs(one, wanted, 3)
-    assert missing == ["coepg evolve box/s1 --through 3", "coepg evolve box_uniform/s1 --through 3"]
+    assert missing == ["coepg evolve box/s1 --through 3", "coepg evolve box_uniform/s1 --from 3 --through 3"]
+    assert missing_runs(one, {"box/s1": ("box", FULL, 1, 1)}, 1) == []
     page = write_page(
         one, findings(one), missing, {"box_large": "models/large is not there"}, "miniwob/point", tmp_path
     )
     text = page.read_text()
     for said in (
         "- `coepg evolve box/sSEED --through 3`, SEED being 1",
-        "- `coepg evolve box_uniform/sSEED --through 3`, SEED being 1",
+        "- `coepg evolve box_uniform/sSEED --from 3 --through 3`, SEED being 1",
         "box_large: models/large is not there",
         "made on purpose",
         "`coepg evolve box/sSEED --through K`",
