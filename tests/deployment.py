@@ -1,7 +1,8 @@
 """A Dagster deployment for tests: real daemon, web server and page server over one project, driven through GraphQL.
 
 The daemon's loop over backfills is shortened from 30 seconds to 3, and it starts a new code server every four minutes in
-place of every minute; nothing else differs from `make ui`.
+place of every minute. Of the light project, runs are forks of a server that has imported Dagster (`assets/light_location.py`).
+Nothing else differs from `make ui`.
 """
 
 from __future__ import annotations
