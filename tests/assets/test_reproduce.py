@@ -83,7 +83,7 @@ def test_two_at_once_are_refused(study: InProcess) -> None:
 
 
 @pytest.mark.slow
-def test_two_variants_with_two_seeds_from_nothing_to_the_page(tmp_path: Path) -> None:
+def test_two_variants_from_nothing_to_the_page(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", REPOSITORY / "tests" / "experiments" / "tiny.yaml")
     file = project / "experiments" / "tiny.yaml"
     smaller = {
@@ -97,14 +97,14 @@ def test_two_variants_with_two_seeds_from_nothing_to_the_page(tmp_path: Path) ->
     (project / "experiments" / ABLATIONS / "tiny_no_cdrem.yaml").write_text(
         "description: x\nparent: tiny\nvariant: no_cdrem\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
     )
-    process = Forked(project, "reproduce", "tiny", "--jobs", "2", "--out", "docs")
+    process = Forked(project, "reproduce", "tiny", "--jobs", "2", "--seeds", "7", "--out", "docs")
     page, said = process.communicate(timeout=900)
     assert process.returncode == 0, said
     assert page.strip() == "docs/results.md"
     content = json.loads((project / "docs" / "results.json").read_text())
     assert set(content) == {"rows", "findings"}
     scored = {(r["variant"], r["iteration"], r["seed"]) for r in content["rows"] if r["metric"] == "step_sr"}
-    assert scored == {(*made, seed) for made in (("full", 0), ("full", 1), ("no_cdrem", 1)) for seed in (7, 8)}
+    assert scored == {("full", 0, 7), ("full", 1, 7), ("no_cdrem", 1, 7)}
     for row in content["rows"]:
         assert row["experiment"] == "tiny" and row["split"] != "average"
         if row["ci95"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,13 +143,14 @@ def test_memory_that_will_not_last_ends_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trainer that holds 1 MB more after every step, on a machine where 30 MB are free."""
-    held: list[bytearray] = []
+    """A trainer that holds 8 MB more after every step, in pages of their own, on a machine where 240 MB are free."""
+    held: list[mmap.mmap] = []
     monkeypatch.setattr(stops, "MEMORY_WINDOW", 2)
-    monkeypatch.setattr(stops, "free_memory", lambda: 30e6)
+    monkeypatch.setattr(stops, "free_memory", lambda: 240e6)
 
     def leak(done: int, of: int, figures: Any) -> None:
-        held.append(bytearray(b"x" * 1_000_000))
+        held.append(mmap.mmap(-1, 8_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        held[-1].write(b"x" * 8_000_000)
 
     config = Sft(max_steps=100, batch_size=1, micro_batch_size=1, learning_rate=1e-6)
     out = tmp_path / "out"
