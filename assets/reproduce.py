@@ -137,7 +137,7 @@ def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
         stale = loop.stale(records)
         todo = set(loop.to_make(records, stale, loop.experiment.iterations))
         todo |= {k for k in range(loop.experiment.iterations + 1) if loop.awaited(records, stale, k)}
-        alone = "dataset" in loop.experiment.taken
+        alone = takes_its_data(loop)
         for k in sorted(k for k in todo if k >= first_of(loop)):
             before = [(loop.name, k - 1)] if k and not alone else []
             above = [(loop.parent.name, k)] if loop.parent is not None and alone else []
@@ -145,9 +145,14 @@ def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
     return tasks
 
 
+def takes_its_data(loop: Loop) -> bool:
+    """Whether D_{k-1} is the parent's, so that no iteration of the loop depends on another."""
+    return "dataset" in loop.experiment.taken
+
+
 def first_of(loop: Loop) -> int:
     """The first iteration of a loop that a study makes."""
-    return loop.experiment.iterations if "dataset" in loop.experiment.taken else 0
+    return loop.experiment.iterations if takes_its_data(loop) else 0
 
 
 @dataclass

@@ -76,6 +76,21 @@ def write(
     return file
 
 
+def write_none(name: str, unit: str, reason: str, **more: Any) -> Path:
+    """The baseline of what could not be measured, with the reason; `more`: as `write`."""
+    return write(
+        name,
+        command=command_line(),
+        value=None,
+        unit=unit,
+        against=None,
+        ratio=None,
+        repetitions=[],
+        reason=reason,
+        **more,
+    )
+
+
 def write_scaling(name: str, one: float, together: float, many: int, **more: Any) -> Path:
     """The baseline of a throughput `together` of `many` devices, against `many` times that of `one`; `more`: as `write`."""
     return write(

@@ -28,7 +28,7 @@ import yaml
 from PIL import Image
 
 from benchmarks import sized
-from benchmarks.baseline import Log, command_line, write
+from benchmarks.baseline import Log, command_line, write, write_none
 from coepg_dagster.readers.miniwob import load_snapshot
 
 NAME: Final = "one_iteration"
@@ -121,9 +121,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda and not options.quick:
         reason = "no GPU here; `--quick` proves the code path on a CPU"
-        write(
-            NAME, command=command_line(), value=None, unit="s", against=None, ratio=None, repetitions=[], reason=reason
-        )
+        write_none(NAME, "s", reason)
         raise SystemExit(reason)
     say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
     folder = Path(tempfile.mkdtemp(prefix="one-iteration-"))

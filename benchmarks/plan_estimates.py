@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import pool_scaling_4gpu, sized
-from benchmarks.baseline import FOLDER, Log, command_line, write
+from benchmarks.baseline import FOLDER, Log, command_line, write, write_none
 from benchmarks.sft_mfu import measure as measure_sft
 from coepg_dagster.estimates import (
     CARDS,
@@ -101,9 +101,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda and not options.quick:
         reason = "no GPU here; `--quick` proves the code path on a CPU"
-        write(
-            NAME, command=command_line(), value=None, unit="×", against=None, ratio=None, repetitions=[], reason=reason
-        )
+        write_none(NAME, "×", reason)
         raise SystemExit(reason)
     rates = rates_of(CARDS[options.card], FOLDER)
     say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import sized
-from benchmarks.baseline import Log, command_line, write, write_scaling
+from benchmarks.baseline import Log, write_none, write_scaling
 from coepg_dagster import workers
 
 NAME: Final = "pool_scaling_4gpu"
@@ -141,16 +141,7 @@ def main() -> None:
         reason = (
             f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path in two processes on a CPU"
         )
-        write(
-            NAME,
-            command=command_line(),
-            value=None,
-            unit="candidates/s",
-            against=None,
-            ratio=None,
-            repetitions=[],
-            reason=reason,
-        )
+        write_none(NAME, "candidates/s", reason)
         raise SystemExit(reason)
     say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
     many = (cuda or 2) if options.quick else options.gpus
@@ -168,16 +159,11 @@ def main() -> None:
             if options.quick:
                 raise
             say(str(error))
-            write(
+            write_none(
                 NAME,
-                command=command_line(),
-                value=None,
-                unit="candidates/s",
-                against=None,
-                ratio=None,
-                repetitions=[],
+                "candidates/s",
+                f"{str(error).splitlines()[0]}; the log has the rest",
                 log=say.path,
-                reason=f"{str(error).splitlines()[0]}; the log has the rest",
                 runs={str(processes): figures for processes, figures in found.items()},
             )
             raise SystemExit(1) from None

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.baseline import Log, command_line, write
+from benchmarks.baseline import Log, command_line, write, write_none
 
 NAME: Final = "sft_mfu"
 CONFIGURATIONS: Final[dict[str, list[str]]] = {
@@ -133,16 +133,7 @@ def main() -> None:
         say(line_of("quick", figures))
         return
     if not cuda:
-        write(
-            NAME,
-            command=command_line(),
-            value=None,
-            unit="TFLOP/s",
-            against=None,
-            ratio=None,
-            repetitions=[],
-            reason="no GPU here; `--quick` proves the code path on a CPU",
-        )
+        write_none(NAME, "TFLOP/s", "no GPU here; `--quick` proves the code path on a CPU")
         raise SystemExit("no GPU here: use --quick")
     say = Log(NAME)
     found: dict[str, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.baseline import Log, command_line, write, write_scaling
+from benchmarks.baseline import Log, write_none, write_scaling
 from benchmarks.sft_mfu import CONFIGURATIONS, best_settings, line_of, measure
 
 NAME: Final = "sft_scaling_4gpu"
@@ -47,16 +47,7 @@ def main() -> None:
         reason = (
             f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path in two processes on a CPU"
         )
-        write(
-            NAME,
-            command=command_line(),
-            value=None,
-            unit="rows/s",
-            against=None,
-            ratio=None,
-            repetitions=[],
-            reason=reason,
-        )
+        write_none(NAME, "rows/s", reason)
         raise SystemExit(reason)
     else:
         say, many = Log(NAME), options.gpus
@@ -73,16 +64,11 @@ def main() -> None:
         except RuntimeError as error:
             say(f"{processes} processes: {error}")
             if not options.quick:
-                write(
+                write_none(
                     NAME,
-                    command=command_line(),
-                    value=None,
-                    unit="rows/s",
-                    against=None,
-                    ratio=None,
-                    repetitions=[],
+                    "rows/s",
+                    f"{processes} processes: {str(error).splitlines()[0]}; the log has the rest",
                     log=say.path,
-                    reason=f"{processes} processes: {str(error).splitlines()[0]}; the log has the rest",
                     runs={str(n): figures for n, figures in found.items()},
                 )
             raise SystemExit(1) from None
