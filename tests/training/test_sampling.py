@@ -140,6 +140,17 @@ class Elsewhere:
         return expanded, answers, logprobs, None
 
 
+CONFIG = Grpo(
+    rollouts="vllm",
+    prompts_per_step=2,
+    group_size=2,
+    micro_batch_size=2,
+    max_steps=2,
+    max_plan_tokens=8,
+    ensemble=False,
+)
+
+
 def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     random_checkpoint: Callable[[int], Path],
     dataset: pa.Table,
@@ -152,17 +163,8 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     """TRL's own path, from our settings to our figures; only the engine is another."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
     monkeypatch.setattr(Elsewhere, "made", [])
-    config = Grpo(
-        rollouts="vllm",
-        prompts_per_step=2,
-        group_size=2,
-        micro_batch_size=2,
-        max_steps=2,
-        max_plan_tokens=8,
-        ensemble=False,
-    )
     own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
-    data = ({}, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet, Serving(context=512))
+    data = ({}, dataset, steps, models, CONFIG, 8, 8, 5, "cpu", out, quiet, Serving(context=512))
     figures = train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))
     [engine] = Elsewhere.made
     assert engine.syncs == 2, "before each optimizer step"
@@ -188,15 +190,7 @@ def test_a_prompt_that_the_engine_sees_otherwise_ends_the_run(
     """What TRL 1.16 does by itself: image tokens that are written out already are written out once more."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
     monkeypatch.setattr(sampling, "one_per_image", lambda ids, token: ids)
-    config = Grpo(
-        rollouts="vllm",
-        prompts_per_step=2,
-        group_size=2,
-        micro_batch_size=2,
-        max_steps=1,
-        max_plan_tokens=8,
-        ensemble=False,
-    )
+    config = CONFIG.model_copy(update={"max_steps": 1})
     own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
     data = ({}, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet)
     with pytest.raises(Ended, match=r"23 of them the image's, .* with 12: its answers would be about something else"):
