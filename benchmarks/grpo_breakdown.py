@@ -7,12 +7,14 @@ planner and grounders is as long as it may be. Trained in full where the estimat
 
 `value` is the seconds of a step until its rewards are known (prompts, weight sync, wake, sleep included), `against` those of
 the update (reference and old log-probabilities, forward and backward passes, optimizer); `ratio` above 1: the update takes
-longer. `--size tiny` proves the code on a CPU. A run that is ended by its time limit leaves the steps that it has done.
+longer. `--size tiny` proves the code on a CPU. A run that is ended by its time limit leaves the steps that it has done, and
+says where it was. With `--rollouts` for one kind, what the baseline says of the other stays, where the device is the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
@@ -41,7 +43,7 @@ from coepg_dagster.training import grpo
 
 NAME: Final = "grpo_breakdown"
 KINDS: Final = ("transformers", "vllm")
-LIMITS: Final = {"transformers": 150.0, "vllm": 200.0}
+LIMITS: Final = {"transformers": 150.0, "vllm": 175.0}
 """Seconds of a run, its start included."""
 COLLECT: Final = ("prompts", "rollouts", "weight sync", "wake", "sleep", "rewards")
 UPDATE: Final = ("log-probabilities", "forward and backward", "optimizer and the rest")
@@ -272,16 +274,18 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def record(found: dict[str, dict[str, Any]], failed: dict[str, str], folder: Path) -> Path:
     """Writes the baseline from what is there: the kind of rollouts with the highest ratio is its value."""
-    kinds = {kind: summary(of_kind) for kind, of_kind in found.items()}
+    before = earlier(folder)
+    kinds = before.get("kinds", {}) | {kind: summary(of) | {"commit": baseline.commit()} for kind, of in found.items()}
+    configurations = before.get("configurations", {}) | {kind: of["config"] for kind, of in found.items()}
     best = max(kinds, key=lambda kind: float(kinds[kind]["ratio"]), default=None)
     common: dict[str, Any] = {
         "command": baseline.command_line(),
         "unit": "s/step until the rewards are known",
-        "repetitions": {kind: of_kind["steps"] for kind, of_kind in found.items()},
+        "repetitions": before.get("repetitions", {}) | {kind: of["steps"] for kind, of in found.items()},
         "folder": folder,
         "kinds": kinds,
         "failed": failed,
-        "configurations": {kind: of_kind["config"] for kind, of_kind in found.items()},
+        "configurations": configurations,
     }
     if best is None:
         reason = "; ".join(dict.fromkeys(f"{why}" for why in failed.values()))
@@ -293,9 +297,20 @@ def record(found: dict[str, dict[str, Any]], failed: dict[str, str], folder: Pat
         ratio=kinds[best]["ratio"],
         against_what=f"seconds of the update of the same step; rollouts from {best}",
         rollouts=best,
-        trained="lora" if found[best]["config"]["lora"] else "full",
+        trained="lora" if configurations[best]["lora"] else "full",
         **common,
     )
+
+
+def earlier(folder: Path) -> dict[str, Any]:
+    """The baseline that is there already, if this device made it and it has a value."""
+    file = folder / f"{NAME}.json"
+    facts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if facts.get("value") is None or facts["device"] != baseline.device_name():
+        return {}
+    for of_kind in facts["kinds"].values():
+        of_kind.setdefault("commit", facts["commit"])
+    return facts
 
 
 def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: baseline.Log) -> dict[str, Any]:
@@ -318,9 +333,13 @@ def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: b
             if line.startswith(("step ", "trainer made", "attention:", "preflight:")):
                 say(f"{kind}: {line}")
         if not file.exists():
-            raise RuntimeError("\n".join([f"ended by {code} before a step was done", *lines[-40:]]))
+            raise RuntimeError("\n".join([f"ended by {code} before a step was done", *lines[-120:]]))
         if code != 0:
-            say(f"{kind}: ended by {code}; the steps before count. " + " | ".join(lines[-3:]))
+            say(
+                "\n".join(
+                    [f"{kind}: ended by {code}; the steps before count", *(f"    {line}" for line in lines[-60:])]
+                )
+            )
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
@@ -330,6 +349,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     if options.run:
         [kind] = options.rollouts[-1:]
+        faulthandler.dump_traceback_later(LIMITS[kind] - 10)
         run(options, kind, options.run)
         return
     if options.size != "tiny" and not torch.cuda.is_available():
@@ -347,7 +367,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 found[kind] = measure(options, given, kind, say)
                 say(f"{kind}: {json.dumps(summary(found[kind]))}")
             except RuntimeError as error:
-                failed[kind] = str(error)[-1500:]
+                failed[kind] = str(error)[-6000:]
         if kind in failed:
             say(f"{kind} failed: {failed[kind]}")
         record(found, failed, options.folder)

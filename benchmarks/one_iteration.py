@@ -3,8 +3,9 @@
 The experiment is experiments/web_3b.yaml with few steps. Its planner and grounder are Qwen2.5-VL-3B with random weights, of
 true width and with the whole vision tower, and with `--layers` of 36 layers. The other planners and the verifiers are the
 tiny models, since random weights never write a plan: they make D_0. The data are Parquet files in the format of
-Multimodal-Mind2Web, made from MiniWoB++ screens, with the whole page as the target. `--quick` takes the tiny models for
-all, on a CPU, and writes nothing.
+Multimodal-Mind2Web, made from MiniWoB++ screens, with the whole page as the target. The baseline is written anew with each
+artifact that is made, so that a run that is cut short leaves what it did. `--quick` takes the tiny models for all, on a CPU,
+and writes no baseline.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,10 +115,22 @@ def make_project(folder: Path, *, dtype: str, page: tuple[int, int]) -> Path:
     return folder
 
 
+def made_after(project: Path, began: float) -> dict[str, float]:
+    """Seconds from `began` until each artifact of the experiment was whole, in the order in which they were made."""
+    found = {}
+    for folder in (project / "store" / EXPERIMENT).glob("s*/*/*/*"):
+        if folder.is_dir():
+            found[f"{folder.parts[-3]}@{folder.parts[-2]}"] = round(folder.stat().st_mtime - began, 1)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny models on a CPU; proves the code path")
     parser.add_argument("--layers", type=int, default=8, help="of the language model; 36 is the true size")
+    parser.add_argument(
+        "--timeout", type=float, default=380, help="seconds, after which `coepg evolve` is asked to end"
+    )
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     if not cuda and not options.quick:
@@ -136,28 +150,11 @@ def main() -> None:
     outside = {key: value for key, value in os.environ.items() if key not in ("DAGSTER_HOME", "COEPG_ROOT")}
     environment = outside | {"HF_HUB_OFFLINE": "1", "COLUMNS": "160", "PYTHONPATH": str(ROOT)}
     coepg = [sys.executable, "-c", "from coepg_dagster.cli import app; app()"]
-    started = time.perf_counter()
-    run = subprocess.run(
-        [*coepg, "evolve", EXPERIMENT, "--through", "1", "--device", device],
-        cwd=project,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    seconds = time.perf_counter() - started
-    results = subprocess.run(
-        [*coepg, "results", EXPERIMENT, "--json"], cwd=project, env=environment, capture_output=True, text=True
-    )
-    iterations = json.loads(results.stdout)["iterations"] if results.returncode == 0 else []
-    for iteration in iterations:
-        say(f"iteration {iteration['iteration']}, seconds: {iteration['seconds']}")
-    if run.returncode:
-        say(run.stdout[-6000:])
-    else:
-        say(f"SFT, GRPO, candidates and verdicts of one iteration: {seconds:.0f} s")
-    if not options.quick:
-        failed = f"`coepg evolve` ended with code {run.returncode}; the log has its output" if run.returncode else None
+    printed, began, made = folder / "evolve.log", time.time(), dict[str, float]()
+
+    def record(failed: str | None, iterations: list[dict[str, Any]], seconds: float) -> None:
+        if options.quick:
+            return
         write(
             NAME,
             command=command_line(),
@@ -170,7 +167,50 @@ def main() -> None:
             reason=failed,
             layers=options.layers,
             iterations=iterations,
+            made_after_seconds=made,
         )
+
+    with printed.open("w") as out:
+        run = subprocess.Popen(
+            [*coepg, "evolve", EXPERIMENT, "--through", "1", "--device", device],
+            cwd=project,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while run.poll() is None:
+                time.sleep(1)
+                for artifact, seconds in made_after(project, began).items():
+                    if artifact not in made:
+                        made[artifact] = seconds
+                        say(f"{artifact} after {seconds:.0f} s")
+                        record("`coepg evolve` had not ended", [], seconds)
+                if run.returncode is None and time.time() - began > options.timeout:
+                    say(f"`coepg evolve` had not ended after {options.timeout:.0f} s")
+                    run.send_signal(signal.SIGINT)
+                    run.wait(60)
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGTERM)
+                run.wait()
+    seconds = time.time() - began
+    results = subprocess.run(
+        [*coepg, "results", EXPERIMENT, "--json"], cwd=project, env=environment, capture_output=True, text=True
+    )
+    iterations = json.loads(results.stdout)["iterations"] if results.returncode == 0 else []
+    for iteration in iterations:
+        say(f"iteration {iteration['iteration']}, seconds: {iteration['seconds']}")
+    if run.returncode:
+        say(printed.read_text(errors="replace")[-6000:])
+    else:
+        say(f"SFT, GRPO, candidates and verdicts of one iteration: {seconds:.0f} s")
+    record(
+        f"`coepg evolve` ended with code {run.returncode}; the log has its output" if run.returncode else None,
+        iterations,
+        seconds,
+    )
     if run.returncode:
         raise SystemExit(1)
     shutil.rmtree(folder)

@@ -1,39 +1,60 @@
-"""What `coepg plan` estimates, against what is measured: memory and time of SFT and of the planner pool, 3B-sized, one GPU.
+"""What `coepg plan` estimates against what is measured: memory and time of each kind of stage, 3B-sized, one GPU.
 
-The settings are others than those of sft_mfu, whose training rate the estimates use. Rates and lengths of texts are
-given to the estimate as `coepg plan` has them; memory is the most that tensors took. `ratio` is the estimate over the
-measurement, of the one of the four that is farthest off. `--quick` runs the tiny model; its ratios say nothing.
+SFT, a planner's candidates and a verifier's verdicts are run here, through the loop's own work; GRPO is the step that
+`grpo_breakdown` measured on the same device. Rates and lengths of texts are given to the estimate as `coepg plan` has them;
+memory is the most that tensors took. `ratio` is the estimate over the measurement, of the one that is farthest off. The
+baseline is written anew after each stage. `--again` measures nothing: it estimates what the baseline measured with the code
+of today. `--quick` runs the tiny model; its ratios say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
-from benchmarks import pool_scaling_4gpu, sized
-from benchmarks.baseline import FOLDER, Log, command_line, write, write_none
+from benchmarks import grpo_breakdown, pool_scaling, sized
+from benchmarks.baseline import FOLDER, Log, command_line, device_name, write, write_none
 from benchmarks.sft_mfu import measure as measure_sft
+from coepg_dagster import workers
+from coepg_dagster.dryrun import found_card
 from coepg_dagster.estimates import (
     CARDS,
     Example,
+    Memory,
     Rates,
     generation_memory,
     generation_seconds,
+    grpo_memory,
+    grpo_seconds,
     rates_of,
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Sft
+from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
+from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED
 
 NAME: Final = "plan_estimates"
 SFT_RUNS: Final[dict[str, list[str]]] = {
     "sft, vision frozen, all recomputed": ["--freeze-vision", "--micro", "6", "--recompute", "1"],
-    "sft, half recomputed": ["--freeze-vision", "--micro", "2", "--recompute", "0.5"],
+    "sft, half recomputed": ["--micro", "2", "--recompute", "0.5"],
 }
+PROMPT: Final = 90
+"""Text tokens of a planner's prompt, as `coepg plan` takes them for compact prompts; a grounder's has half of them."""
+POINT: Final = 12
 
 
 def off(ratio: float) -> float:
@@ -41,10 +62,28 @@ def off(ratio: float) -> float:
     return max(ratio, 1 / ratio) if ratio > 0 else float("inf")
 
 
-def sft(size: sized.Size, settings: list[str], rates: Rates, say: Log, timeout: float) -> dict[str, Any]:
-    """Estimate and measurement of one SFT run."""
+def estimated(stage: dict[str, Any], rates: Rates, card: float) -> tuple[Memory, float]:
+    """(memory, seconds) that `coepg plan` says of a measured stage; what was run stands in the stage."""
+    model, kind = sized.architecture_of(stage["size"]), stage["kind"]
+    image = sized.SCREENS[stage["size"]]
+    if kind == "sft":
+        sft, example = Sft.model_validate(stage["config"]), Example(image, stage["prompt"], stage["answer"])
+        return sft_memory(model, sft, example), sft_seconds(model, sft, example, stage["rows"], rates)
+    if kind == "generation":
+        example = Example(image, stage["prompt"], stage["answer"])
+        given: Any = (model, example, stage["batch"], stage["samples"])
+        return generation_memory(*given), generation_seconds(*given, stage["screenshots"], rates)
+    config = Grpo.model_validate(stage["config"])
+    plan, point = Example(image, PROMPT, config.max_plan_tokens), Example(image, PROMPT // 2, POINT)
+    graders = [model, model]
+    memory = grpo_memory(model, graders, config, plan, card=card, serving=grpo_breakdown.SERVING)
+    return memory, grpo_seconds(model, graders, config, plan, point, config.prompts_per_step, rates, stage["batch"])
+
+
+def sft(size: sized.Size, settings: list[str], say: Log, timeout: float) -> dict[str, Any]:
+    """One measured SFT run."""
     figures = measure_sft(settings, say, timeout=timeout)
-    chosen = figures["configuration"]
+    chosen, answer = figures["configuration"], round(figures["scored_per_sequence"])
     config = Sft(
         batch_size=chosen["micro"] * chosen["accumulation"],
         micro_batch_size=chosen["micro"],
@@ -52,78 +91,168 @@ def sft(size: sized.Size, settings: list[str], rates: Rates, say: Log, timeout: 
         recompute=chosen["recompute"],
         compile=chosen["kernels"] == "compiled",
     )
-    answer = round(figures["scored_per_sequence"])
-    example = Example(
-        sized.SCREENS[size], round(figures["tokens_per_sequence"] - figures["image_tokens"] - answer), answer
-    )
-    model = sized.architecture_of(size)
     return {
-        "gb": {"estimate": sft_memory(model, config, example).total / 1e9, "measured": figures["memory_gb"]},
-        "seconds": {
-            "estimate": sft_seconds(model, config, example, figures["sequences"], rates),
-            "measured": sum(figures["step_seconds"]),
-        },
+        "kind": "sft",
+        "size": size,
+        "config": config.model_dump(mode="json"),
+        "prompt": round(figures["tokens_per_sequence"] - figures["image_tokens"] - answer),
+        "answer": answer,
+        "rows": figures["sequences"],
+        "measured": {"gb": figures["memory_gb"], "seconds": sum(figures["step_seconds"])},
         "figures": figures,
     }
 
 
-def pool(options: argparse.Namespace, size: sized.Size, rates: Rates, say: Log) -> dict[str, Any]:
-    """Estimate and measurement of the planner pool."""
-    checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}-sharp"  # noqa: S108
-    sized.make_checkpoint(checkpoint, size, device="cuda" if torch.cuda.is_available() else "cpu", sharp=True)
+def candidates(options: argparse.Namespace, size: sized.Size, checkpoint: Path, say: Log) -> dict[str, Any]:
+    """One measured planner pool."""
     batch, plans, tokens = (8, 2, 8) if options.quick else (48, 4, 64)
     settings = ["--size", size, "--batch", str(batch), "--plans", str(plans), "--tokens", str(tokens)]
-    settings += ["--chunk", "8" if options.quick else "36", "--chunks", "3"]
-    figures = pool_scaling_4gpu.measure(settings, 1, checkpoint, say, timeout=options.timeout)
-    model = sized.architecture_of(size)
-    example = Example(sized.SCREENS[size], 90, tokens)
-    measured = figures["candidates"] / figures["candidates_per_second"]
-    screenshots = figures["candidates"] // plans
+    settings += ["--chunk", "8" if options.quick else "24", "--chunks", "3"]
+    figures = pool_scaling.measure(settings, 1, checkpoint, say, timeout=options.timeout)
     return {
-        "gb": {
-            "estimate": generation_memory(model, example, batch, plans).total / 1e9,
-            "measured": figures["memory_gb"],
-        },
-        "seconds": {
-            "estimate": generation_seconds(model, example, batch, plans, screenshots, rates),
-            "measured": measured,
+        "kind": "generation",
+        "size": size,
+        "prompt": PROMPT,
+        "answer": tokens,
+        "batch": batch,
+        "samples": plans,
+        "screenshots": figures["candidates"] // plans,
+        "measured": {
+            "gb": figures["memory_gb"],
+            "seconds": figures["candidates"] / figures["candidates_per_second"],
         },
         "figures": figures,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
-    parser.add_argument("--card", choices=sorted(CARDS), default="H100-80GB")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds for each run")
-    options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    if not cuda and not options.quick:
-        reason = "no GPU here; `--quick` proves the code path on a CPU"
-        write_none(NAME, "×", reason)
-        raise SystemExit(reason)
-    rates = rates_of(CARDS[options.card], FOLDER)
-    say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
-    say(f"rates: {rates.basis}")
+def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkpoint: Path, folder: Path) -> Any:
+    """The loop's work: one verifier on `plans` plans of each of `screens` screenshots."""
+    steps, dataset = sized.tables(size, screens * plans, screens=screens)
+    shown = steps.slice(0, screens)
+    workers.write_steps(shown, folder / "steps.arrow", ["train"])
+    made = [
+        {
+            "candidate_id": f"s{i % screens:05}#{i}",
+            "step_id": f"s{i % screens:05}",
+            "planner": "made",
+            "sample": i // screens,
+            "text": row["plan"],
+            "plan": row["plan"],
+            "action_type": "CLICK",
+            "value": "",
+            "gate": GATE_PASSED,
+            "duplicate_of": None,
+            "prompt_hash": "",
+            "sampling_seed": 0,
+        }
+        for i, row in enumerate(dataset.to_pylist())
+    ]
+    pq.write_table(pa.Table.from_pylist(made, CANDIDATE_SCHEMA), folder / "candidates.parquet")
+    for name in ("scratch", "out"):
+        (folder / name).mkdir()
+    path = str(checkpoint)
+    models = Models(
+        base_planner=path, base_grounder=path, planners={"open": path}, verifiers={"open": path}, prompts="compact"
+    )
+    return workers.VerdictsWork(
+        out=folder / "out",
+        scratch=folder / "scratch",
+        steps=folder / "steps.arrow",
+        models=models,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        batch_size=batch,
+        seed=13,
+        processes=1,
+        members={"open": path},  # type: ignore[dict-item]
+        candidates=folder / "candidates.parquet",
+        train_split="train",
+        config=Regeneration(max_point_tokens=POINT),
+        shuffled_plans=0,
+    )
+
+
+def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
+    """One measured verifier pool, in this process: rates are those after the first chunk."""
+    faulthandler.dump_traceback_later(options.timeout - 15)
+    screens, plans, batch = (4, 2, 4) if options.quick else (24, 8, 64)
     size: sized.Size = "tiny" if options.quick else "3B"
-    found: dict[str, dict[str, Any]] = {}
-    for name, settings in SFT_RUNS.items():
-        if options.quick:
-            settings = ["--size", "tiny", "--device", "cuda" if cuda else "cpu", "--micro", "2", "--steps", "3"]
-            settings += ["--accumulation", "2"]
-        else:
-            settings = [*settings, "--accumulation", "8", "--steps", "5", "--warmup", "1"]
-        found[name] = sft(size, settings, rates, say, options.timeout)
-    found["planner pool"] = pool(options, size, rates, say)
+    workers.CHUNK = screens * plans // 3
+    with tempfile.TemporaryDirectory(prefix="verdicts-") as temporary:
+        work = verdicts_work(size, screens, plans, batch, options.checkpoint, Path(temporary))
+        figures = work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
+        files = [work.file_of(chunk) for chunk in work.chunks() if chunk.start != workers.CONTROL]
+        ends = sorted(file.stat().st_mtime for file in files)
+    seconds = [b - a for a, b in pairwise(ends)]
+    return {
+        "kind": "generation",
+        "size": size,
+        "prompt": PROMPT // 2,
+        "answer": POINT,
+        "batch": batch,
+        "samples": plans,
+        "screenshots": len(seconds) * workers.CHUNK // plans,
+        "measured": {
+            "gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0,
+            "seconds": sum(seconds),
+        },
+        "figures": {"chunk_seconds": seconds, "rows": figures["rows"], "failed": figures["failed_open"]},
+    }
+
+
+def verdicts(options: argparse.Namespace, checkpoint: Path, say: Log) -> dict[str, Any]:
+    """`verdicts_here` in a process of its own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file, log = Path(temporary) / "stage.json", Path(temporary) / "log"
+        command = [sys.executable, "-m", "benchmarks.plan_estimates", "--verdicts", str(file)]
+        command += ["--checkpoint", str(checkpoint), "--timeout", str(options.timeout)]
+        command += ["--quick"] * options.quick
+        with log.open("w") as out:
+            run = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                code: int | str = run.wait(options.timeout)
+            except subprocess.TimeoutExpired:
+                code = f"its limit of {options.timeout:.0f} s"
+            finally:
+                if run.poll() is None:
+                    os.killpg(run.pid, signal.SIGKILL)
+                    run.wait()
+        lines = log.read_text(errors="replace").splitlines()
+        say("\n".join(f"  {line}" for line in lines[-6 if code == 0 else -80 :]))
+        if not file.exists():
+            raise RuntimeError(f"the verdicts ended by {code}")
+        stage: dict[str, Any] = json.loads(file.read_text())
+        return stage
+
+
+def grpo_stages(device: str) -> dict[str, dict[str, Any]]:
+    """The steps that `grpo_breakdown` measured on such a device, by who sampled the rollouts."""
+    file = FOLDER / f"{grpo_breakdown.NAME}.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if found.get("value") is None or found["device"] != device:
+        return {}
+    return {
+        f"grpo, rollouts from {kind}": {
+            "kind": "grpo",
+            "size": "3B",
+            "config": found["configurations"][kind],
+            "batch": 64,
+            "measured": {"gb": of["memory_gb"], "seconds": of["collect_seconds"] + of["update_seconds"]},
+            "from": f"{grpo_breakdown.NAME}, {of.get('commit', found['commit'])}",
+        }
+        for kind, of in found["kinds"].items()
+    }
+
+
+def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, say: Log, **more: Any) -> None:
+    """Writes the baseline of the stages that are there, with what is estimated of each now."""
+    rates = rates_of(CARDS[card], FOLDER)
     ratios = {}
-    for name, stage in found.items():
-        for unit in ("gb", "seconds"):
-            estimate, measured = stage[unit]["estimate"], stage[unit]["measured"]
-            ratios[f"{name}: {unit}"] = estimate / measured if measured else 0.0
-            say(f"{name}: {estimate:.2f} {unit} estimated, {measured:.2f} measured")
-    if options.quick:
-        return
+    for name, stage in stages.items():
+        memory, seconds = estimated(stage, rates, CARDS[card].memory)
+        stage["estimate"] = {"gb": memory.total / 1e9, "seconds": seconds}
+        for unit, measured in stage["measured"].items():
+            if measured:
+                ratios[f"{name}: {unit}"] = stage["estimate"][unit] / measured
     worst = max(ratios, key=lambda key: off(ratios[key]))
     write(
         NAME,
@@ -136,8 +265,84 @@ def main() -> None:
         log=say.path,
         what=f"The estimate that is farthest off: {worst}.",
         rates=rates.basis,
-        stages=found,
+        card=card,
+        stages=stages,
+        failed=failed,
+        **more,
     )
+
+
+def again(say: Log) -> None:
+    """The baseline's measurements against the estimates of today."""
+    before = json.loads((FOLDER / f"{NAME}.json").read_text())
+    if not all("kind" in stage for stage in before["stages"].values()):
+        raise SystemExit(f"{NAME}.json was written before stages said what was run: measure them again")
+    stages = before["stages"] | grpo_stages(before["device"])
+    record(
+        stages,
+        before["failed"],
+        before["card"],
+        say,
+        device=before["device"],
+        measured_at=before.get("measured_at", before["commit"]),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
+    parser.add_argument("--again", action="store_true", help="estimates what was measured once more")
+    parser.add_argument("--card", choices=sorted(CARDS), help="default: this machine's")
+    parser.add_argument("--timeout", type=float, default=85, help="seconds for each run")
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)  # one stage, in this process; its JSON file
+    options = parser.parse_args()
+    if options.verdicts:
+        options.verdicts.write_text(json.dumps(verdicts_here(options)))
+        return
+    cuda = torch.cuda.is_available()
+    if options.again:
+        again(Log(NAME, Path(tempfile.mkdtemp(prefix="again-"))))
+        return
+    here = found_card()
+    card = options.card or (here[0].name if here else "H200-141GB")
+    if not cuda and not options.quick:
+        reason = "no GPU here; `--quick` proves the code path on a CPU"
+        write_none(NAME, "×", reason)
+        raise SystemExit(reason)
+    say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
+    say(f"{card}, rates: {rates_of(CARDS[card], FOLDER).basis}")
+    size: sized.Size = "tiny" if options.quick else "3B"
+    checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}-sharp"  # noqa: S108
+    sized.make_checkpoint(checkpoint, size, device="cuda" if cuda else "cpu", sharp=True)
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "candidates": lambda: candidates(options, size, checkpoint, say),
+        "verdicts": lambda: verdicts(options, checkpoint, say),
+    }
+    for name, settings in SFT_RUNS.items():
+        small = ["--size", "tiny", "--device", "cuda" if cuda else "cpu", "--micro", "2", "--steps", "3"]
+        chosen = small if options.quick else [*settings, "--steps", "4", "--stuck", str(options.timeout - 15)]
+        chosen += ["--accumulation", "2" if options.quick else "4", "--warmup", "1"]
+        runs[name] = lambda chosen=chosen: sft(size, chosen, say, options.timeout)  # type: ignore[misc]
+    stages, failed = {} if options.quick else grpo_stages(device_name()), dict[str, str]()
+    for name, run in runs.items():
+        try:
+            stages[name] = run()
+            for unit, measured in stages[name]["measured"].items():
+                say(f"{name}: {measured:.2f} {unit}")
+        except RuntimeError as error:
+            failed[name] = str(error)[-3000:]
+            say(f"{name} failed: {failed[name]}")
+        if stages and not options.quick:
+            record(stages, failed, card, say)
+    rates = rates_of(CARDS[card], FOLDER)
+    for name, stage in stages.items():
+        memory, seconds = estimated(stage, rates, CARDS[card].memory)
+        measured = stage["measured"]
+        say(f"{name}: {memory.total / 1e9:.1f} GB estimated, {measured['gb'] or 0:.1f} measured")
+        say(f"{name}: {seconds:.1f} s estimated, {measured['seconds']:.1f} measured")
+    if failed:
+        raise SystemExit(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ DEFAULT: Final = ["frozen-liger", "frozen-compiled-3", "frozen-compiled-4"]
 
 
 def measure(settings: list[str], say: Log, *, timeout: float, launcher: list[str] | None = None) -> dict[str, Any]:
-    """The figures of one run of benchmarks.sft_run. Raises RuntimeError with the end of its output."""
+    """The figures of one run of benchmarks.sft_run; of one that is killed after `timeout` seconds, those of the steps before.
+
+    Raises RuntimeError with the end of its output where it ended badly or measured no step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [*(launcher or [sys.executable, "-m"]), "benchmarks.sft_run", *settings, "--out", str(out)]
@@ -79,12 +82,16 @@ def measure(settings: list[str], say: Log, *, timeout: float, launcher: list[str
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if code == -signal.SIGKILL:
-            raise RuntimeError("\n".join([f"killed, after {time.perf_counter() - started:.0f} s", *lines[-80:]]))
-        if code or not out.exists():
+        seconds = time.perf_counter() - started
+        cut = code == -signal.SIGKILL
+        if cut and not out.exists():
+            raise RuntimeError("\n".join([f"killed after {seconds:.0f} s, before a step was measured", *lines[-120:]]))
+        if (code and not cut) or not out.exists():
             raise RuntimeError("\n".join([f"ended with code {code}", *lines[-25:]]))
+        if cut:
+            say(f"  killed after {seconds:.0f} s; the steps before count")
         figures: dict[str, Any] = json.loads(out.read_text())
-        return figures | {"wall_seconds": time.perf_counter() - started}
+        return figures | {"wall_seconds": seconds} | ({"cut_short": True} if cut else {})
 
 
 def line_of(name: str, figures: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """One measured SFT run, through coepg_dagster.training.sft; a process for each GPU. The benchmarks start it.
 
 Weights are random and made on the GPU; nothing is saved. Everything else is what a run of the loop does: its examples,
-its screenshots, its trainer, its optimizer. Writes a JSON file with seconds, operations and memory of each step.
+its screenshots, its trainer, its optimizer. Writes a JSON file with seconds, operations and memory of each step: anew after
+each, so that a run that is cut short leaves those that it did.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--profile", action="store_true", help="then one more step: what the GPU did in a forward pass")
     parser.add_argument(
-        "--stuck", type=float, default=0, help="seconds until every thread's stack is printed; 0: never"
+        "--stuck", type=float, default=0, help="seconds until every process prints its threads' stacks; 0: never"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
@@ -54,10 +55,10 @@ def arguments() -> argparse.Namespace:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, data loading included."""
+    """Seconds of each optimizer step, data loading included; `keep` is called after each that is measured."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.seconds = options, []
+    def __init__(self, options: argparse.Namespace, keep: Callable[[], None]) -> None:
+        self.options, self.seconds, self.keep = options, [], keep
         self.last = 0.0
         self.over = self.profiled = False
 
@@ -78,6 +79,9 @@ class Clock(TrainerCallback):
         self.last = now
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"step {state.global_step}: {self.seconds[-1]:.2f} s, {peak():.1f} GB at most", flush=True)
+            if len(self.seconds) > self.options.warmup:
+                self.keep()
+                self.last = self.now()
         measured = sum(self.seconds[self.options.warmup :])
         if len(self.seconds) >= self.options.steps or (self.options.seconds and measured >= self.options.seconds):
             self.over = True
@@ -145,11 +149,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     on_gpu = options.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if world > 1:  # here, so that a machine whose processes cannot talk is known before anything else is blamed
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+        met = torch.ones(1, device=options.device)
+        torch.distributed.all_reduce(met)
+        say(f"{met.item():.0f} processes met")
     rate = sized.matmul_rate(options.device)
     folder = Path(tempfile.mkdtemp(prefix="sft-run-"))
     processor = sized.write_processor(folder / "processor", options.size)
-    clock = Clock(options)
     batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # real tokens, scored tokens of each row; padded length
+
+    def keep() -> None:
+        partial = options.out.with_suffix(".partial")
+        partial.write_text(json.dumps(result(options, clock.seconds, batches, rate, world)))
+        partial.rename(options.out)
+
+    clock = Clock(options, keep)
 
     def model_of(*_: Any, **__: Any) -> tuple[Any, Any]:
         model = sized.make_model(options.size, options.device, torch.float32)
@@ -175,15 +190,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         batches.append((*rows, inputs["input_ids"].shape[1]))
         if len(batches) == 1:
             say("first batch")
-        elif options.stuck and len(batches) == 2:
-            faulthandler.cancel_dump_traceback_later()
         # the second pass of a step: gradients are there already, as they are in most passes
         if clock.over and not clock.profiled and len(batches) % options.accumulation == 2 % options.accumulation:
             clock.profiled = True
             return profiled(lambda: step(self, model, inputs, *args, **kwargs))
         return step(self, model, inputs, *args, **kwargs)
 
-    steps, dataset = sized.tables(options.size, 2048 if on_gpu else 64, screens=128 if on_gpu else 8)
+    batch = options.micro * options.accumulation * world
+    rows = min(2048 if on_gpu else 64, (options.steps + options.profile) * batch)
+    steps, dataset = sized.tables(options.size, rows, screens=128 if on_gpu else 8)
     say("rows made")
     models = Models(
         base_planner="random",
@@ -192,11 +207,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         verifiers={"open": "random"},
         prompts="compact",
     )
-    batch = options.micro * options.accumulation
     config = Sft(
         epochs=100,
         max_steps=options.steps + options.profile,
-        batch_size=batch * world,
+        batch_size=batch,
         micro_batch_size=options.micro,
         freeze_vision=options.freeze_vision,
         recompute=options.recompute,

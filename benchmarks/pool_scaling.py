@@ -1,22 +1,24 @@
-"""Plans of a pool on several GPUs: candidates per second of a 3B-sized planner on four, against four times those on one.
+"""Plans of a pool on several GPUs: candidates per second of a 3B-sized planner, against as many times those on one.
 
 The work is the loop's own (workers.CandidatesWork): cut into chunks, a process for each GPU, each chunk kept as it is done.
 Rates are those after the first chunk of each process, since loading a model is paid once per run; the seconds with it are
-reported too. Weights are random, so answers never end before their limit. `--quick` runs the tiny model in two processes
-on a CPU.
+reported too. Weights are random, so answers never end before their limit. The baseline is `pool_scaling_4gpu`, with `--gpus 2`
+it is `pool_scaling_2gpu`. A run that is ended after `--timeout` seconds counts with the chunks that it made. `--quick` runs
+the tiny model in two processes on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import faulthandler
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -27,27 +29,28 @@ from benchmarks import sized
 from benchmarks.baseline import Log, write_none, write_scaling
 from coepg_dagster import workers
 
-NAME: Final = "pool_scaling_4gpu"
 CHUNK: Final = "COEPG_BENCHMARK_CHUNK"
+STUCK: Final = "COEPG_BENCHMARK_STUCK"
 if CHUNK in os.environ:  # here, so that processes that the work starts anew read it too
     workers.CHUNK = int(os.environ[CHUNK])
+if STUCK in os.environ:
+    faulthandler.dump_traceback_later(float(os.environ[STUCK]))
 
 
-def one_run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the work on the visible devices; returns candidates and when each chunk was done."""
+def work_of(options: argparse.Namespace) -> workers.CandidatesWork:
+    """The work in `options.folder`, which is written where it is not there yet."""
     from coepg_dagster.experiment import Models, Regeneration
 
     # smaller chunks than in a real run: a minute's work is enough for several per process
     workers.CHUNK = options.chunk
     os.environ[CHUNK] = str(options.chunk)
-    checkpoint, folder = str(options.checkpoint), Path(tempfile.mkdtemp(prefix="pool-run-"))
-    processes = torch.cuda.device_count() or options.processes
-    steps, _ = sized.tables(options.size, options.chunk * options.chunks * processes, screens=64)
-    workers.write_steps(steps, folder / "steps.arrow", ["train"])
-    (folder / "scratch").mkdir()
-    (folder / "out").mkdir()
-    started = time.time()
-    work = workers.CandidatesWork(
+    checkpoint, folder = str(options.checkpoint), options.folder
+    if not (folder / "steps.arrow").exists():
+        steps, _ = sized.tables(options.size, options.chunk * options.chunks * options.processes, screens=64)
+        workers.write_steps(steps, folder / "steps.arrow", ["train"])
+        (folder / "scratch").mkdir()
+        (folder / "out").mkdir()
+    return workers.CandidatesWork(
         out=folder / "out",
         scratch=folder / "scratch",
         steps=folder / "steps.arrow",
@@ -61,39 +64,69 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
         device="cuda" if torch.cuda.is_available() else "cpu",
         batch_size=options.batch,
         seed=13,
-        processes=processes,
+        processes=options.processes,
         members={"open": checkpoint},
         train_split="train",
         max_steps=None,
         config=Regeneration(plans_per_planner=options.plans, max_plan_tokens=options.tokens),
     )
-    figures = work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
-    done = {chunk.start: work.file_of(chunk).stat().st_mtime - started for chunk in work.chunks()}
-    shutil.rmtree(folder)
+
+
+@contextmanager
+def looked_after(seconds: float) -> Iterator[None]:
+    """Prints where every thread of this process is if it takes longer; so do processes that it starts."""
+    os.environ[STUCK] = str(seconds)
+    faulthandler.dump_traceback_later(seconds)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def one_run(options: argparse.Namespace) -> None:
+    """Does the work on the visible devices and leaves its chunks; writes how much memory it took."""
+    work = work_of(options)
+    (options.folder / "started").touch()
+    with looked_after(options.timeout - 15):
+        work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
+    # with one process the work is done in this one
+    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    (options.folder / "memory").write_text(str(memory))
+
+
+def figures_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the chunks say that are there. Raises RuntimeError where a process has not made two."""
+    folder, work = options.folder, work_of(options)
+    started = (folder / "started").stat().st_mtime
     # process i makes every processes-th chunk, from chunk i on
-    ends = [[done[start] for start in sorted(done)[i::processes]] for i in range(processes)]
+    files = [work.file_of(chunk) for chunk in sorted(work.chunks(), key=lambda chunk: chunk.start)]
+    ends = [
+        [file.stat().st_mtime - started for file in files[i :: options.processes] if file.exists()]
+        for i in range(options.processes)
+    ]
+    if min(map(len, ends)) < 2:
+        raise RuntimeError(f"too few chunks to tell a rate: {[len(times) for times in ends]} of {options.chunks} each")
     per_chunk = options.chunk * options.plans
-    rate = sum(per_chunk * (len(times) - 1) / (times[-1] - times[0]) for times in ends)
+    memory = folder / "memory"
     return {
-        "processes": processes,
-        "candidates": figures["rows"],
-        "candidates_per_second": rate,
+        "processes": options.processes,
+        "candidates": per_chunk * sum(map(len, ends)),
+        "candidates_per_second": sum(per_chunk * (len(times) - 1) / (times[-1] - times[0]) for times in ends),
         "seconds_with_loading": max(map(max, ends)),
-        # with one process the work is done in this one
-        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0,
+        "memory_gb": float(memory.read_text()) if memory.exists() else None,
         "chunk_seconds": [[b - a for a, b in pairwise(times)] for times in ends],
     }
 
 
 def measure(settings: list[str], processes: int, checkpoint: Path, say: Log, *, timeout: float) -> dict[str, Any]:
     """One run in a process of its own that sees so many GPUs; `settings` are this module's own arguments."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", f"benchmarks.{NAME}", *settings, "--run", str(out)]
-        command += ["--processes", str(processes), "--checkpoint", str(checkpoint)]
+    with tempfile.TemporaryDirectory(prefix="pool-run-") as folder:
+        given = [*settings, "--processes", str(processes), "--checkpoint", str(checkpoint), "--folder", folder]
+        command = [sys.executable, "-m", "benchmarks.pool_scaling", *given, "--timeout", str(timeout)]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         if torch.cuda.is_available():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[:processes])
         with (Path(folder) / "log").open("w+") as log:
             # a session of its own, so that its processes on other GPUs end with it
             run = subprocess.Popen(command, env=environment, stderr=log, stdout=log, start_new_session=True)
@@ -107,50 +140,55 @@ def measure(settings: list[str], processes: int, checkpoint: Path, say: Log, *, 
                     run.wait()
             log.seek(0)
             printed = log.read()
-        say("\n".join(f"  {line}" for line in printed.splitlines()[-8:]))
-        if code is None:
-            raise RuntimeError(f"the run on {processes} had not ended after {timeout:.0f} s")
+        lines = printed.splitlines()
+        say("\n".join(f"  {line}" for line in lines[-8 if code == 0 else -80 :]))
         if code:
             raise RuntimeError(f"the run on {processes} failed:\n{printed[-3000:]}")
-        figures: dict[str, Any] = json.loads(out.read_text())
-        return figures
+        if code is None:
+            say(f"the run on {processes} had not ended after {timeout:.0f} s; the chunks that it made count")
+        return figures_of(arguments(given))
 
 
-def main() -> None:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--size", choices=("3B", "7B", "tiny"), default="3B")
-    parser.add_argument("--batch", type=int, default=192, help="sequences per forward pass")
+    parser.add_argument("--batch", type=int, default=128, help="sequences per forward pass")
     parser.add_argument("--plans", type=int, default=4, help="plans per screenshot")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each plan")
-    parser.add_argument("--chunk", type=int, default=48, help="screenshots per chunk")
-    parser.add_argument("--chunks", type=int, default=4, help="chunks per process")
+    parser.add_argument("--chunk", type=int, default=32, help="screenshots per chunk")
+    parser.add_argument("--chunks", type=int, default=6, help="chunks per process")
     parser.add_argument("--checkpoint", type=Path, help="made if it is not there; default: in memory, /dev/shm")
-    parser.add_argument("--timeout", type=float, default=150, help="seconds for each of the two runs")
+    parser.add_argument("--timeout", type=float, default=90, help="seconds for each of the two runs")
     parser.add_argument("--processes", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # one run, in this process
+    options = parser.parse_args(given)
     if options.quick:
         options.size, options.chunk, options.chunks, options.tokens, options.plans = "tiny", 8, 3, 8, 2
-    if options.run:
-        options.run.write_text(json.dumps(one_run(options)))
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if options.folder:
+        one_run(options)
         return
-    cuda = torch.cuda.device_count()
+    cuda, name = torch.cuda.device_count(), f"pool_scaling_{options.gpus}gpu"
     if not options.quick and cuda < options.gpus:
         reason = (
             f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path in two processes on a CPU"
         )
-        write_none(NAME, "candidates/s", reason)
+        write_none(name, "candidates/s", reason)
         raise SystemExit(reason)
-    say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
+    say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
     many = (cuda or 2) if options.quick else options.gpus
     options.checkpoint = options.checkpoint or Path("/dev/shm") / f"coepg-{options.size}-sharp"  # noqa: S108
     started = time.perf_counter()
     sized.make_checkpoint(options.checkpoint, options.size, device="cuda" if cuda else "cpu", sharp=True)
     say(f"checkpoint {options.checkpoint} after {time.perf_counter() - started:.0f} s")
-    work = {name: getattr(options, name) for name in ("size", "batch", "plans", "tokens", "chunk", "chunks")}
-    settings = [part for name, value in work.items() for part in (f"--{name}", str(value))]
+    work = {key: getattr(options, key) for key in ("size", "batch", "plans", "tokens", "chunk", "chunks")}
+    settings = [part for key, value in work.items() for part in (f"--{key}", str(value))]
     found: dict[int, dict[str, Any]] = {}
     for n in (1, many):
         try:
@@ -160,7 +198,7 @@ def main() -> None:
                 raise
             say(str(error))
             write_none(
-                NAME,
+                name,
                 "candidates/s",
                 f"{str(error).splitlines()[0]}; the log has the rest",
                 log=say.path,
@@ -176,7 +214,7 @@ def main() -> None:
     if options.quick:
         return
     write_scaling(
-        NAME,
+        name,
         one,
         together,
         many,
