@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import pyarrow as pa
 
@@ -112,7 +113,7 @@ class Grounder:
         self._engine, self._screens, self._style, self._space = engine, screens, style, space
         self._sampling = Sampling(max_tokens=max_tokens)
 
-    def ground(self, plans: Sequence[tuple[str, str]]) -> list[Reading]:
+    def ground(self, plans: Sequence[Asked]) -> list[Reading]:
         """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row."""
         unique = sorted(set(plans))
         requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
@@ -145,16 +146,71 @@ class Grounder:
         )  # fmt: skip
 
 
-def ground_all(grounders: Mapping[str, Grounder], plans: Sequence[tuple[str, str]]) -> list[list[Reading]]:
-    """What each grounder says of each (step_id, plan), in the order of `grounders`.
+Asked = tuple[str, str]
+"""(step_id, plan): what a grounder is asked about."""
 
-    Those whose engines compute elsewhere are asked at the same time, while the others take turns on this process's device.
+
+class Asking:
+    """What all grounders say of plans, each asked as soon as it can be; a context, at whose end nobody is asked any more.
+
+    Those whose engines compute elsewhere are asked at the same time, each from a thread of its own, about the plans that came in
+    while it gave its last answers. The others take turns on this process's device, once all plans are known.
     """
-    away = [grounder for grounder in grounders.values() if grounder.elsewhere]
-    with ThreadPoolExecutor(max(1, len(away))) as pool:
-        asked = {id(grounder): pool.submit(grounder.ground, plans) for grounder in away}
-        here = {id(g): g.ground(plans) for g in grounders.values() if not g.elsewhere}
-        return [here[id(g)] if id(g) in here else asked[id(g)].result() for g in grounders.values()]
+
+    def __init__(self, grounders: Mapping[str, Grounder]) -> None:
+        self._grounders = list(grounders.values())
+        self._away = {id(grounder): _Away(grounder) for grounder in self._grounders if grounder.elsewhere}
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for away in self._away.values():
+            away.end()
+
+    def ask(self, plans: Sequence[Asked]) -> None:
+        """Returns at once; whoever computes elsewhere begins with the plans that are new."""
+        for away in self._away.values():
+            away.ask(plans)
+
+    def readings(self, plans: Sequence[Asked]) -> list[list[Reading]]:
+        """What each grounder says of each plan, in the order of the grounders. Raises what went wrong in a thread."""
+        self.ask(plans)
+        here = {id(g): g.ground(plans) for g in self._grounders if not g.elsewhere}
+        return [here[id(g)] if id(g) in here else self._away[id(g)].readings(plans) for g in self._grounders]
+
+
+class _Away:
+    """A grounder that computes elsewhere, and the thread that asks it."""
+
+    def __init__(self, grounder: Grounder) -> None:
+        self._grounder, self._thread = grounder, ThreadPoolExecutor(1)
+        self._known: set[Asked] = set()
+        self._waiting: SimpleQueue[Asked] = SimpleQueue()
+        self._turns: list[Future[None]] = []
+        self._readings: dict[Asked, Reading] = {}
+
+    def ask(self, plans: Sequence[Asked]) -> None:
+        new = [plan for plan in dict.fromkeys(plans) if plan not in self._known]
+        self._known.update(new)
+        for plan in new:
+            self._waiting.put(plan)
+        if new:
+            self._turns.append(self._thread.submit(self._turn))
+
+    def _turn(self) -> None:
+        plans = [self._waiting.get() for _ in range(self._waiting.qsize())]  # nobody else takes any
+        if plans:
+            self._readings.update(zip(plans, self._grounder.ground(plans), strict=True))
+
+    def readings(self, plans: Sequence[Asked]) -> list[Reading]:
+        for turn in self._turns:
+            turn.result()
+        return [self._readings[plan] for plan in plans]
+
+    def end(self) -> None:
+        # no waiting: after an error the rest of a turn is of no use, and ends with its engine
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def coordinate_tokens(pieces: Sequence[bytes]) -> list[int]:

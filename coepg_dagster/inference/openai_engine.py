@@ -29,6 +29,8 @@ from coepg_dagster.inference.processing import probe, prompt_of, resize_of, visi
 ATTEMPTS: Final = 5
 PAUSE_SECONDS: Final = 1.0
 """Before the second attempt; doubles with each further one. A random half of it is left out, so that clients part."""
+_SHORTER: Final = random.Random()
+"""Draws for pauses: a request that is tried again must not change what a training in this process draws."""
 LONGEST_PAUSE_SECONDS: Final = 120.0
 """A server that asks for a longer pause has failed."""
 MAY_PASS: Final = frozenset({429, 500, 502, 503, 504})
@@ -110,10 +112,12 @@ class OpenAIEngine:
             "logprobs": True,
             "logit_bias": {str(token): -100 for token in vision_token_ids(tokenizer)},
         } | (NEUTRAL if told.get("owned_by") in ("vllm", "sglang") else {})
-        self._client = endpoint.client()
+        self._client, self._closed = endpoint.client(), threading.Event()
+        self._pictures = _Pictures(3 * endpoint.in_flight)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Ends all connections. What another thread has still to ask fails; what it has asked is not tried again."""
+        self._closed.set()
         self._client.close()
 
     @property
@@ -144,8 +148,6 @@ class OpenAIEngine:
             )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        ahead = self._endpoint.in_flight
-        pictures = _Pictures(3 * ahead)
         gone: list[str] = []  # why no connection can be made: what is still to be asked fails at once
 
         def ask(numbered: tuple[int, Request]) -> list[Generation | Failure]:
@@ -154,7 +156,7 @@ class OpenAIEngine:
                 return [Failure(gone[0])] * sampling.samples
             prompt = prompt_of(self._processor, request)
             body = self._body | {
-                "messages": _with_picture(request, pictures),
+                "messages": _with_picture(request, self._pictures),
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -168,7 +170,7 @@ class OpenAIEngine:
                 answers = Failure(str(error))
             return [answers] * sampling.samples if isinstance(answers, Failure) else answers
 
-        order = leaders_first([id(request.image) for request in requests], ahead)
+        order = leaders_first([id(request.image) for request in requests], self._endpoint.in_flight)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         with ThreadPoolExecutor(self._endpoint.in_flight) as pool:
             for i, answer in zip(order, pool.map(ask, ((i, requests[i]) for i in order)), strict=True):
@@ -177,7 +179,9 @@ class OpenAIEngine:
 
     def _post(self, body: dict[str, Any]) -> httpx.Response | Failure:
         for attempt in range(1, ATTEMPTS + 1):
-            pause = PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1)
+            if self._closed.is_set():
+                return Failure("the engine was closed")
+            pause = PAUSE_SECONDS * 2 ** (attempt - 1) * _SHORTER.uniform(0.5, 1)
             try:
                 answer = self._client.post("chat/completions", json=body)
             except httpx.PoolTimeout:
@@ -199,8 +203,11 @@ class OpenAIEngine:
                     tried = f"after {attempt} attempts" + (f", wait {asked_for:g} s" if asked_for else "")
                     return Failure(f"status {answer.status_code} {tried}: {self._quote(answer)}")
                 pause = max(pause, asked_for or 0)
-            time.sleep(pause)
+            self._wait(pause)
         raise AssertionError("every attempt returns, raises or is followed by another")
+
+    def _wait(self, seconds: float) -> None:
+        self._closed.wait(seconds)
 
     def _read(
         self, answer: httpx.Response | Failure, tokens: int, samples: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from coepg_dagster.experiment import Grpo, Member, Models, Serving
-from coepg_dagster.inference.agents import Grounder, Plan, Reading, ground_all
+from coepg_dagster.inference.agents import Asked, Asking, Grounder, Plan, Reading
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
@@ -44,7 +44,7 @@ from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
-from coepg_dagster.training.sampling import compare_prompts, difference, end_sampling, sampling_settings
+from coepg_dagster.training.sampling import as_they_end, compare_prompts, difference, end_sampling, sampling_settings
 from coepg_dagster.training.speed import check_attention, each_image_once, half_activations, half_vision
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, requests_of
@@ -80,7 +80,31 @@ class CdremReward:
         self._grounders, self._screens = dict(grounders), screens
         self._weigh = Weighing(tuple(priors[name] for name in grounders), config)
         self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
+        self._asking: Asking | None = None
         self.rows: list[dict[str, Any]] = []
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether any grounder can answer while this process samples."""
+        return any(grounder.elsewhere for grounder in self._grounders.values())
+
+    @contextmanager
+    def asking(self) -> Iterator[Asking]:
+        """A batch of rollouts, at whose end no grounder is asked any more: `ask` while it is sampled, then `score`."""
+        if self._asking is not None:
+            yield self._asking
+            return
+        with Asking(self._grounders) as self._asking:
+            try:
+                yield self._asking
+            finally:
+                self._asking = None
+
+    def ask(self, texts: Sequence[str], step_ids: Sequence[str]) -> None:
+        """Within `asking`: begins with the votes on planner answers that `score` will get later, and returns at once."""
+        assert self._asking is not None
+        _, _, pairs = self._gated(texts, step_ids)
+        self._asking.ask(list(pairs.values()))
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
         """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
@@ -89,20 +113,18 @@ class CdremReward:
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
         """r of Eq. 9 for each planner answer on its step."""
-        plans = [Plan(text, parse_planner(text)) for text in texts]
-        labels = [self._labels[step_id] for step_id in step_ids]
-        gates = [gate_of(p, label["action_type"], label["value"]) for p, label in zip(plans, labels, strict=True)]
-        boxes = [self._screens.boxes(step_id) for step_id in step_ids]
-        asked = [i for i, gate in enumerate(gates) if gate == GATE_PASSED and boxes[i]]
-        pairs = [(step_ids[i], plans[i].answer.plan) for i in asked]  # type: ignore[union-attr]
-        readings = [dict(zip(asked, said, strict=True)) for said in ground_all(self._grounders, pairs)] if asked else []
+        plans, gates, pairs = self._gated(texts, step_ids)
+        votes: dict[int, tuple[Reading, ...]] = {}
+        if pairs:
+            with self.asking() as asking:
+                votes = dict(zip(pairs, zip(*asking.readings(list(pairs.values())), strict=True), strict=True))
         r_plan = np.ones(len(texts))
         self.rows = []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
-            votes = [reading[i] for reading in readings] if i in (readings[0] if readings else {}) else []
             graders: list[dict[str, Any]] = []
-            if votes:
-                r_plan[i], graders = self._vote(votes, [vote.hits(boxes[i]) for vote in votes])
+            if i in votes:
+                boxes = self._screens.boxes(step_ids[i])
+                r_plan[i], graders = self._vote(votes[i], [vote.hits(boxes) for vote in votes[i]])
             self.rows.append(
                 {
                     "step_id": step_ids[i],
@@ -117,6 +139,18 @@ class CdremReward:
         for row, reward in zip(self.rows, rewards, strict=True):
             row["reward"] = float(reward)
         return [float(reward) for reward in rewards]
+
+    def _gated(self, texts: Sequence[str], step_ids: Sequence[str]) -> tuple[list[Plan], list[str], dict[int, Asked]]:
+        """(what each text says, its gate, and what grounders are asked about those that need a vote, by position)."""
+        plans = [Plan(text, parse_planner(text)) for text in texts]
+        labels = [self._labels[step_id] for step_id in step_ids]
+        gates = [gate_of(p, label["action_type"], label["value"]) for p, label in zip(plans, labels, strict=True)]
+        pairs = {
+            i: (step_id, plan.answer.plan)
+            for i, (step_id, plan, gate) in enumerate(zip(step_ids, plans, gates, strict=True))
+            if gate == GATE_PASSED and plan.answer is not None and self._screens.boxes(step_id)
+        }
+        return plans, gates, pairs
 
     def _vote(self, votes: Sequence[Reading], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
         """(r_plan of Eq. 4, what each grounder contributed)."""
@@ -162,10 +196,15 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole. The rollouts
     of an optimizer step are a file of their own in `rollouts`; a continued run writes those of the steps that it repeats
     over those of the run before. An answer with a vision token is cut before it, has reward 0 and is counted.
+
+    Grounders that compute elsewhere are asked about a rollout when it ends, while the longer ones are still sampled and while the
+    trainer computes log-probabilities; the batch is sampled as without them, so the same tokens are drawn.
     """
 
     def __init__(self, *args: Any, reward: CdremReward | PointReward, rollouts: Path, **kwargs: Any) -> None:
         self._reward, self._rollouts = reward, rollouts
+        self._early = reward if isinstance(reward, CdremReward) and reward.elsewhere else None
+        self._step_ids: list[str] = []
         self._cut: list[bool] = []
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
@@ -182,11 +221,18 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with each_image_once(self.processing_class.image_processor):
+        self._step_ids = [row["step_id"] for row in inputs]
+        batch = self._early.asking() if self._early else nullcontext()
+        with each_image_once(self.processing_class.image_processor), batch:
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        answers, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if self._early and not self.use_vllm:
+            policy = self.accelerator.unwrap_model(self.model_wrapped)
+            with as_they_end(policy, self.eos_token_ids, self._ask_early):
+                answers, logprobs = super()._generate_single_turn(*args, **kwargs)
+        else:
+            answers, logprobs = super()._generate_single_turn(*args, **kwargs)
         tokenizer = self.processing_class.tokenizer
         unwanted = frozenset(vision_token_ids(tokenizer))
         # an image token in a row breaks the count of image features when it is scored: the run must not end for it
@@ -198,7 +244,15 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
                 [math.nan] if answer[0] in unwanted else of_answer[: len(short)]
                 for of_answer, short, answer in zip(logprobs, kept, answers, strict=True)
             ]
+        self._ask_early(dict(enumerate(kept)))  # those that nothing ended, and all of vLLM's
         return kept, logprobs
+
+    def _ask_early(self, answers: Mapping[int, list[int]]) -> None:
+        """Has the grounders begin with finished answers (row of the batch → tokens), where any computes elsewhere."""
+        if self._early:
+            # as TRL does; an answer that it reads otherwise is asked about by `score`
+            texts = self.processing_class.batch_decode(list(answers.values()), skip_special_tokens=True)
+            self._early.ask(texts, [self._step_ids[row] for row in answers])
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         raw = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

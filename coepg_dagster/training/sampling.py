@@ -10,9 +10,13 @@ from __future__ import annotations
 import gc
 import importlib.util
 import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 from trl.import_utils import is_vllm_available
 
 from coepg_dagster.experiment import Grpo, Serving
@@ -121,3 +125,39 @@ def difference(history: list[dict[str, Any]]) -> dict[str, float]:
     """{"sampling_logp_difference": its mean over a trainer's log}; empty where the trainer's own model sampled."""
     found = [entry[DIFFERENCE] for entry in history if DIFFERENCE in entry]
     return {"sampling_logp_difference": sum(found) / len(found)} if found else {}
+
+
+class _Ends(BaseStreamer):  # type: ignore[misc]
+    """Hears each token that `generate` samples, of all rows at once, and tells which answers it ended."""
+
+    def __init__(self, ends: Collection[int], tell: Callable[[dict[int, list[int]]], None]) -> None:
+        self._ends, self._tell = frozenset(ends), tell
+        self._open: dict[int, list[int]] | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._open is None:  # the prompts come first
+            self._open = {row: [] for row in range(len(value))}
+            return
+        tokens = value.tolist()
+        for row, answer in self._open.items():
+            answer.append(tokens[row])
+        ended = {row: answer for row, answer in self._open.items() if answer[-1] in self._ends}
+        if ended:
+            self._open = {row: answer for row, answer in self._open.items() if row not in ended}
+            self._tell(ended)
+
+    def end(self) -> None:
+        pass
+
+
+@contextmanager
+def as_they_end(model: Any, ends: Collection[int], tell: Callable[[dict[int, list[int]]], None]) -> Iterator[None]:
+    """Within it, one call of `model.generate` tells of its answers (row → tokens) as soon as a token of `ends` ended them.
+
+    The whole batch is sampled as without it: the same draws, whoever listens. Answers that nothing ended are not told of.
+    """
+    model.generate = partial(model.generate, streamer=_Ends(ends, tell))
+    try:
+        yield
+    finally:
+        del model.generate

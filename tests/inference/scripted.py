@@ -18,10 +18,10 @@ class Scripted:
     """An engine that answers by what it is asked, and counts."""
 
     resize = RESIZE
-    elsewhere = False
 
-    def __init__(self, answer: Callable[[str], Generation | Failure]) -> None:
+    def __init__(self, answer: Callable[[str], Generation | Failure], *, elsewhere: bool = False) -> None:
         self.asked: list[Request] = []
+        self.elsewhere = elsewhere
         self._answer = answer
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:

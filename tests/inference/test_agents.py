@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.geometry import Box, Point, Space
-from coepg_dagster.inference.agents import Grounder, Planner, Reading, Task, coordinate_tokens
-from coepg_dagster.inference.engine import Failure, Generation, Sampling
+from coepg_dagster.inference.agents import Asking, Grounder, Planner, Reading, Task, coordinate_tokens
+from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.prompts import PlannerAnswer, coordinate_span, parse_grounder
@@ -117,6 +119,79 @@ def test_each_different_pair_is_asked_once_and_readings_are_in_order(steps: pa.T
     plans = [("s1", "bbb"), ("s0", "a"), ("s1", "a"), ("s1", "bbb"), ("s0", "a")]
     assert [reading.point.x for reading in grounder.ground(plans) if reading.point] == [3, 1, 1, 3, 1]
     assert len(engine.asked) == 3
+
+
+class ByScreen(Scripted):
+    """Its x says which screen it was asked about, its y which plan."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
+        self.asked += requests
+        places = [(r.image.getpixel((0, 0))[1] // 4, len(r.messages[0]["content"][1]["text"])) for r in requests]
+        return [[generation("(", str(x), ",", str(y), ")")] for x, y in places]
+
+
+PAIRS = [(f"s{i}", plan) for i in range(3) for plan in ("click OK", "click Name")]
+SOME = st.lists(st.sampled_from(PAIRS), max_size=5)
+
+
+@given(early=st.lists(SOME, max_size=4), plans=SOME, places=st.lists(st.booleans(), min_size=1, max_size=3))
+def test_asked_early_or_late_the_readings_are_the_same(
+    steps: pa.Table, early: list[list[tuple[str, str]]], plans: list[tuple[str, str]], places: list[bool]
+) -> None:
+    """And who computes elsewhere is asked about each pair once."""
+    screens = Screens(steps, RESIZE)
+    engines = [ByScreen(lambda _: Failure("not asked"), elsewhere=elsewhere) for elsewhere in places]
+    grounders = {str(i): Grounder(e, screens, "compact", Space.RESIZED, 8) for i, e in enumerate(engines)}
+    with Asking(grounders) as asking:
+        for part in early:
+            asking.ask(part)
+        said = asking.readings(plans)
+    for engine in engines:
+        assert len(engine.asked) == len({*plans, *(pair for part in early if engine.elsewhere for pair in part)})
+    assert said == [grounder.ground(plans) for grounder in grounders.values()]
+    assert len({reading.point for reading in said[0]}) == len(set(plans))
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_where_its_readings_are_wanted(steps: pa.Table) -> None:
+    class Broken(Scripted):
+        def generate(self, *_: object) -> list[list[Generation | Failure]]:
+            raise RuntimeError("the disk is full")
+
+    broken = Grounder(
+        Broken(lambda _: Failure(""), elsewhere=True), Screens(steps, RESIZE), "compact", Space.RESIZED, 8
+    )
+    with Asking({"far": broken}) as asking:
+        asking.ask(PAIRS[:1])
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            asking.readings(PAIRS[:2])
+
+
+def test_who_leaves_waits_for_nobody_and_nobody_is_asked_any_more(steps: pa.Table) -> None:
+    """Ctrl-C while rollouts are sampled and a grounder does not answer."""
+    asked, answer = threading.Event(), threading.Event()
+
+    class Slow(ByScreen):
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
+            asked.set()
+            assert answer.wait(20)
+            return super().generate(requests, sampling)
+
+    engine = Slow(lambda _: Failure(""), elsewhere=True)
+    threads = threading.active_count()
+    started = time.monotonic()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Asking({"far": Grounder(engine, Screens(steps, RESIZE), "compact", Space.RESIZED, 8)}) as asking,
+    ):
+        asking.ask(PAIRS[:1])
+        assert asked.wait(20)
+        asking.ask(PAIRS[1:])
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < 15
+    answer.set()
+    while threading.active_count() > threads:
+        time.sleep(0.01)
+    assert len(engine.asked) == 1
 
 
 def test_a_grounder_sees_the_plan_and_nothing_else_of_the_step(steps: pa.Table) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -24,7 +28,7 @@ from coepg_dagster.inference.openai_engine import OpenAIEngine
 from coepg_dagster.inference.processing import load_processor, prompt_of
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
-from coepg_dagster.prompts import grounder_messages
+from coepg_dagster.prompts import grounder_messages, planner_answer
 from coepg_dagster.training.grpo import CdremReward
 from tests.inference.openai_server import OpenAIServer, after, hang_up, says, status
 
@@ -52,9 +56,17 @@ def server(running: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> OpenAIServ
     return running
 
 
+@pytest.fixture(scope="module")
+def far(running: OpenAIServer, trained: Callable[[str, int], Path]) -> Iterator[OpenAIEngine]:
+    """For examples of hypothesis, between which no fixture is made anew."""
+    processor = load_processor(str(trained("grounder", 0)))
+    with contextlib.closing(OpenAIEngine(Endpoint(running.url, "tiny", KEY), processor)) as opened:
+        yield opened
+
+
 @pytest.fixture
 def engine(server: OpenAIServer, trained: Callable[[str, int], Path]) -> Iterator[OpenAIEngine]:
-    endpoint = Endpoint(server.url, "tiny", KEY, in_flight=4, timeout_seconds=5.0)
+    endpoint = Endpoint(server.url, "tiny", KEY, in_flight=4, timeout_seconds=60.0)
     with contextlib.closing(OpenAIEngine(endpoint, load_processor(str(trained("grounder", 0))))) as opened:
         yield opened
 
@@ -122,6 +134,42 @@ def test_rewards_are_those_of_the_engine_behind_it(
     assert hits == [[grader["hit"] for grader in row["graders"]] for row in far_rows]
 
 
+@settings(max_examples=6)
+@given(order=st.permutations(range(4)), cuts=st.lists(st.integers(1, 3), max_size=2))
+def test_rewards_asked_for_while_rollouts_are_sampled_are_the_same(
+    running: OpenAIServer,
+    direct: TransformersEngine,
+    far: OpenAIEngine,
+    steps: pa.Table,
+    order: list[int],
+    cuts: list[int],
+) -> None:
+    """Exactly: the server answers a request as it would at any other time."""
+    running.faults, running.change = [], lambda answer: answer
+    screens = Screens(steps, far.resize)
+    texts = [planner_answer(plan, "CLICK", "") for plan in ("click OK", "click Cancel", "click OK", "somewhere")]
+    ids = ["s0", "s1", "s0", "s0"]
+
+    def scored(early: list[list[int]]) -> tuple[list[float], list[dict[str, Any]], int]:
+        grounders = {
+            name: Grounder(engine, screens, "compact", Space.RESIZED, 8)
+            for name, engine in {"own": direct, "far": far}.items()
+        }
+        reward = CdremReward(grounders, {"own": 2.0, "far": 1.0}, steps, screens, Grpo())
+        running.asked = []
+        with reward.asking():
+            for part in early:
+                reward.ask([texts[i] for i in part], [ids[i] for i in part])
+            rewards = reward.score(texts, ids)
+        for row in reward.rows:
+            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
+        return rewards, reward.rows, len(running.asked)
+
+    ends = sorted({0, 4, *cuts})
+    assert scored([order[a:b] for a, b in itertools.pairwise(ends)]) == scored([])
+    assert len(running.asked) == 3, "equal pairs once"
+
+
 def test_samples_come_back_in_order_and_by_seed(engine: OpenAIEngine, direct: TransformersEngine) -> None:
     sampling = Sampling(4, temperature=1.0, samples=3, seed=5)
     [there], [here] = engine.generate([request()], sampling), direct.generate([request()], sampling)
@@ -160,7 +208,7 @@ def test_the_pause_is_at_least_what_the_server_asks_for(
     engine: OpenAIEngine, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
+    monkeypatch.setattr(OpenAIEngine, "_wait", lambda _, seconds: pauses.append(seconds))
     server.faults = [status(429, Retry_After="7"), status(503)]
     assert isinstance(ask(engine), Generation)
     assert pauses[0] == 7 and 0.01 <= pauses[1] <= 0.02
@@ -176,6 +224,33 @@ def test_errors_without_end_are_a_failure_of_the_request(engine: OpenAIEngine, s
     assert "status 500 after 5 attempts" in reason(engine)
     assert len(server.asked) == 5
     assert isinstance(ask(engine), Generation)
+
+
+def test_another_attempt_draws_no_number_that_a_training_would_draw(engine: OpenAIEngine, server: OpenAIServer) -> None:
+    server.faults = [status(429)]
+    before = random.getstate()
+    assert isinstance(ask(engine), Generation)
+    assert random.getstate() == before
+
+
+def test_closing_ends_what_another_thread_still_has_to_ask(engine: OpenAIEngine, server: OpenAIServer) -> None:
+    """Also what waits before another attempt; what the server has at hand may still be answered."""
+    answer = threading.Event()
+    server.faults = [status(503, Retry_After="100")] * 3 + [lambda *_: not answer.wait(20)]
+    told: list[list[Generation | Failure]] = []
+    asking = threading.Thread(
+        target=lambda: told.extend(engine.generate([request(f"click {i}") for i in range(40)], Sampling(2)))
+    )
+    asking.start()
+    while len(server.asked) < 4:
+        time.sleep(0.01)
+    engine.close()
+    answer.set()
+    asking.join(20)
+    assert not asking.is_alive()
+    reasons = [one.reason for [one] in told if isinstance(one, Failure)]
+    assert len(told) == 40 and reasons.count("the engine was closed") >= 39
+    assert len(server.asked) == 4
 
 
 # what may not
@@ -214,7 +289,7 @@ def test_without_a_connection_the_rest_fails_at_once(
     with contextlib.closing(OpenAIEngine(Endpoint(server.url, "tiny", in_flight=1), processor, obituary=obituary)) as e:
         server.stop()
         pauses: list[float] = []
-        monkeypatch.setattr("time.sleep", pauses.append)
+        monkeypatch.setattr(OpenAIEngine, "_wait", lambda _, seconds: pauses.append(seconds))
         answers = e.generate([request()] * 5, Sampling(2))
     assert all("no connection" in answer.reason for [answer] in answers if isinstance(answer, Failure))
     assert len(answers) == 5 and "it ended with code 9" in answers[4][0].reason  # type: ignore[union-attr]

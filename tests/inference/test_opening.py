@@ -16,7 +16,7 @@ from coepg_dagster.assets.shared import identity
 from coepg_dagster.experiment import Member, Models, Regeneration, Serving
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference import openai_engine
-from coepg_dagster.inference.agents import Grounder, ground_all
+from coepg_dagster.inference.agents import Asking, Grounder
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.screens import Screens
@@ -144,8 +144,6 @@ def test_grounders_elsewhere_are_asked_at_the_same_time(steps: pa.Table) -> None
     together = threading.Barrier(2, timeout=20)
 
     class Away(Scripted):
-        elsewhere = True
-
         def generate(self, *args: Any) -> Any:
             together.wait()
             return super().generate(*args)
@@ -154,9 +152,14 @@ def test_grounders_elsewhere_are_asked_at_the_same_time(steps: pa.Table) -> None
     engines = {"a": Away, "here": Scripted, "b": Away}
     grounders = {
         name: Grounder(
-            kind(lambda _, x=str(10 + i): generation("(", x, ",", "7", ")")), screens, "compact", Space.RESIZED, 8
+            kind(lambda _, x=str(10 + i): generation("(", x, ",", "7", ")"), elsewhere=kind is Away),
+            screens,
+            "compact",
+            Space.RESIZED,
+            8,
         )
         for i, (name, kind) in enumerate(engines.items())
     }
-    said = ground_all(grounders, [("s0", "click OK"), ("s1", "click OK")])
+    with Asking(grounders) as asking:
+        said = asking.readings([("s0", "click OK"), ("s1", "click OK")])
     assert [[reading.point.x for reading in one if reading.point] for one in said] == [[10, 10], [11, 11], [12, 12]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,20 +23,23 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer
 
-from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.experiment import Grpo, Member, Models
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.engine import Failure, Generation
+from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import VISION_TOKENS, vision_token_ids
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import load_checkpoint
+from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
 from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
 from coepg_dagster.rewards.variants import recompute, summary
 from coepg_dagster.steps import ROLLOUT_SCHEMA
+from coepg_dagster.training import grpo
 from coepg_dagster.training.examples import NothingToTrainOn
 from coepg_dagster.training.grpo import CdremReward, train_grpo
 from tests.conftest import beside, quiet
+from tests.inference.openai_server import OpenAIServer, status
 from tests.inference.scripted import RESIZE, Scripted, generation
 
 CONFIG = Grpo(
@@ -444,12 +449,156 @@ def test_identical_plans_are_asked_once_and_failed_gates_never(steps: pa.Table) 
     assert [row["gate"] for row in reward.rows] == ["wrong_type", "unparsed"]
 
 
+@given(batch=batches(), data=st.data())
+def test_votes_that_are_asked_for_early_change_no_reward_and_no_row(steps: pa.Table, batch: Any, data: Any) -> None:
+    """In any order and in any parts, with some grounders here and some elsewhere."""
+    rollouts, answers, mode, tau = batch
+    texts, ids = [text for _, text in rollouts], [step_id for step_id, _ in rollouts]
+    screens = Screens(steps, RESIZE)
+    config = CONFIG.model_copy(update={"confidence": mode, "confidence_temperature": tau})
+
+    def scored(elsewhere: list[bool], early: list[list[int]]) -> tuple[list[float], list[dict[str, Any]]]:
+        engines = {
+            name: Scripted(lambda plan, name=name: answers[name, plan], elsewhere=away)
+            for name, away in zip(NAMES, elsewhere, strict=True)
+        }
+        grounders = {name: Grounder(e, screens, "compact", Space.RESIZED, 8) for name, e in engines.items()}
+        reward = CdremReward(grounders, {"own": 2.0, "a": 1.0, "b": 1.0}, steps, screens, config)
+        assert reward.elsewhere == any(elsewhere)
+        with reward.asking():
+            for part in early:
+                reward.ask([texts[i] for i in part], [ids[i] for i in part])
+            rewards = reward.score(texts, ids)
+        for row in reward.rows:
+            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
+        return rewards, reward.rows
+
+    places = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
+    early = data.draw(st.lists(st.lists(st.integers(0, len(texts) - 1)), max_size=4))
+    rewards, rows = scored(places, early)
+    assert (rewards, rows) == scored([False] * 3, [])
+    assert advantages(rewards * 2, 2).tolist() == advantages([row["reward"] for row in rows] * 2, 2).tolist()
+
+
 def test_if_all_grounders_fail_there_is_an_error_and_no_reward(steps: pa.Table) -> None:
     screens = Screens(steps, RESIZE)
     grounder = Grounder(Scripted(lambda _: Failure("timeout")), screens, "compact", Space.RESIZED, 8)
     reward = CdremReward({"own": grounder}, {"own": 2.0}, steps, screens, CONFIG)
     with pytest.raises(NoVerdict, match="never silently 0"):
         reward.score([planner_answer("click OK", "CLICK", "")], ["s0"])
+
+
+@dataclass
+class Early:
+    """What a run with a grounder behind an endpoint did, and what it left."""
+
+    asked: list[list[int]]  # of each batch, how many rollouts were named at a time
+    requests: int
+    weights: bytes
+    rows: list[dict[str, Any]]
+
+
+def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
+    run: Run,
+    trained: Callable[[str, int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    """The same draws, answers, rows in their order, advantages and weights; and no request more."""
+    path = str(trained("grounder", 0))
+    server = OpenAIServer(TransformersEngine(path, dtype="float32", device="cpu", batch_size=1)).start()
+    far = Member(model="tiny", engine="openai", base_url=server.url, processor=path)
+    config = CONFIG.model_copy(update={"max_steps": 2})
+
+    def trained_with(early: bool) -> Early:
+        asked: list[list[int]] = []
+        server.asked, out = [], tmp_path / str(early)
+        sample, ask = GRPOTrainer._generate_single_turn, CdremReward.ask
+
+        def sampled(self: Any, *args: Any) -> Any:
+            asked.append([])
+            return sample(self, *args)
+
+        def named(self: CdremReward, texts: Any, step_ids: Any) -> None:
+            asked[-1].append(len(texts))
+            ask(self, texts, step_ids)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GRPOTrainer, "_generate_single_turn", sampled)
+            patch.setattr(CdremReward, "ask", named)
+            if not early:
+                patch.setattr(CdremReward, "elsewhere", False)
+            train_grpo(
+                str(run.init),
+                ("grounder_1", path),
+                {"far": far},
+                dataset,
+                steps,
+                models,
+                config,
+                8,
+                8,
+                5,
+                "cpu",
+                out,
+                quiet,
+                scratch=beside(out),
+            )
+        rows = pq.read_table(out / "rollouts.parquet").to_pylist()
+        for row in rows:
+            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
+        return Early(asked, len(server.asked), (out / "model.safetensors").read_bytes(), rows)
+
+    early, late = trained_with(True), trained_with(False)
+    server.stop()
+    assert late.asked == [[], []]
+    assert len(early.asked) == 2 and all(first < 12 and last == 12 for first, *_, last in early.asked)
+    assert early.rows == late.rows and any(len(row["graders"]) == 2 for row in early.rows)
+    assert early.weights == late.weights
+    assert early.requests == late.requests
+
+
+def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
+    run: Run,
+    trained: Callable[[str, int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    path = str(trained("grounder", 0))
+    server = OpenAIServer(TransformersEngine(path, dtype="float32", device="cpu", batch_size=1)).start()
+    server.faults = [lambda *_: False] * 2 + [status(400)] * 99  # the two of the probe are answered
+    far = Member(model="tiny", engine="openai", base_url=server.url, processor=path)
+    threads = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch:
+        # ϕ_k too is behind an endpoint where the engine of the experiment is a server
+        patch.setattr(grpo, "opened", lambda _, *args, **settings: opened(far, *args, **settings))
+        with pytest.raises(NoVerdict, match="no grounder answered for a plan"):
+            train_grpo(
+                str(run.init),
+                ("grounder_1", path),
+                {},
+                dataset,
+                steps,
+                models,
+                CONFIG,
+                8,
+                8,
+                5,
+                "cpu",
+                tmp_path,
+                quiet,
+                scratch=beside(tmp_path),
+            )
+    server.stop()
+    assert not list(beside(tmp_path).glob("rollouts/*.parquet")), "no reward, no row"
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads - 1 and time.monotonic() < deadline:  # less the server's
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
 
 
 def test_without_grounders_there_is_no_reward(steps: pa.Table) -> None:

@@ -20,11 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster import workers
-from coepg_dagster.experiment import Grpo, Lora, Models, Regeneration, Sft
+from coepg_dagster.experiment import Grpo, Lora, Member, Models, Regeneration, Sft
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.checkpoints import Checkpoints
 from coepg_dagster.training.launch import Placement
 from coepg_dagster.workers import CandidatesWork, GrpoWork, SftWork, Work, write_steps
+from tests.inference.openai_server import OpenAIServer
 
 
 def end_at(when: str, number: signal.Signals) -> None:
@@ -197,8 +199,12 @@ def test_grpo_is_continued_with_every_rollout_once(
 ) -> None:
     """Two epochs of two steps, killed after the rollouts of a step were written but before it was done.
 
-    The weights that are kept are older than the checkpoint, and are found again.
+    The weights that are kept are older than the checkpoint, and are found again. One grounder is behind an endpoint, and asked
+    while rollouts are sampled.
     """
+    stranger = str(random_checkpoint(3))
+    server = OpenAIServer(TransformersEngine(stranger, dtype="float32", device="cpu", batch_size=1)).start()
+    far = Member(model="tiny", engine="openai", base_url=server.url, processor=stranger)
 
     def make(name: str) -> Work:
         return GrpoWork(
@@ -207,7 +213,7 @@ def test_grpo_is_continued_with_every_rollout_once(
             scratch=tmp_path / name / "scratch",
             init=str(trained("planner", 0)),
             own_grounder=("grounder_1", str(trained("grounder", 0))),
-            verifiers={"stranger": str(random_checkpoint(3))},
+            verifiers={"stranger": far},
             validation_split="train",
             max_point_tokens=8,
             config=Grpo(
@@ -223,6 +229,7 @@ def test_grpo_is_continued_with_every_rollout_once(
         )
 
     printed = compare(make, [("step 3", signal.SIGKILL)], "model.safetensors")
+    server.stop()
     assert "continues from checkpoint-2" in printed[1]
     looks = [dict(validated(tmp_path / name / "out")) for name in ("whole", "killed")]
     assert looks[0] == looks[1] and list(looks[0]) == [0, 1, 2, 3, 4]

@@ -15,14 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from coepg_dagster.experiment import Grpo, Models, Serving
 from coepg_dagster.inference.processing import load_processor, vision_token_ids
+from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import sampling
-from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.grpo import CdremReward, train_grpo
 from coepg_dagster.training.sampling import sampling_settings
 from tests.conftest import beside, quiet
 
@@ -42,6 +43,33 @@ def tokenizer(random_checkpoint: Callable[[int], Path]) -> Any:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vLLM and a GPU were here."""
     monkeypatch.setattr(sampling, "_require_vllm", lambda device: None)
+
+
+def test_answers_are_told_of_when_they_end_and_are_what_would_be_sampled_anyway(
+    random_checkpoint: Callable[[int], Path],
+) -> None:
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    prompts = processor.tokenizer(["Click OK"] * 12, return_tensors="pt")
+    # a random model hardly ever ends by itself: half of its vocabulary may
+    ends = list(range(0, len(processor.tokenizer), 2))
+    settings = {"do_sample": True, "max_new_tokens": 5, "eos_token_id": ends, "pad_token_id": ends[0]}
+
+    def sampled() -> list[list[int]]:
+        torch.manual_seed(3)
+        return model.generate(**prompts, **settings)[:, prompts["input_ids"].shape[1] :].tolist()
+
+    told: list[dict[int, list[int]]] = []
+    with sampling.as_they_end(model, ends, told.append):
+        answers = sampled()
+    assert answers == sampled() and len(told) > 1, "a later call tells of nothing"
+    lengths = [{len(answer) for answer in part.values()} for part in told]
+    assert all(len(of_part) == 1 for of_part in lengths) and lengths == sorted(lengths, key=min), "at once"
+    whole = {
+        row: answer[: next(t for t, token in enumerate(answer) if token in ends) + 1]
+        for row, answer in enumerate(answers)
+        if set(answer) & set(ends)
+    }
+    assert {row: answer for part in told for row, answer in part.items()} == whole
 
 
 def test_neither_engine_samples_vision_tokens(tokenizer: Any, installed: None) -> None:
@@ -163,9 +191,26 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     """TRL's own path, from our settings to our figures; only the engine is another."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
     monkeypatch.setattr(Elsewhere, "made", [])
+    happened: list[str] = []
+    ask, log_probabilities = CdremReward.ask, GRPOTrainer._get_per_token_logps_and_entropies
+
+    def asked(self: CdremReward, texts: Any, step_ids: Any) -> None:
+        happened.append(f"{len(texts)} asked about")
+        ask(self, texts, step_ids)
+
+    def computed(self: Any, *args: Any, **settings: Any) -> Any:
+        happened.append("log-probabilities")
+        return log_probabilities(self, *args, **settings)
+
+    monkeypatch.setattr(CdremReward, "ask", asked)
+    monkeypatch.setattr(CdremReward, "elsewhere", True)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", computed)
     own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
     data = ({}, dataset, steps, models, CONFIG, 8, 8, 5, "cpu", out, quiet, Serving(context=512))
     figures = train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))
+    # graders elsewhere begin before the trainer's own passes: of the policy and of the reference, then of the update
+    passes = ["log-probabilities"] * 4
+    assert happened == ["4 asked about", *passes, "4 asked about", *passes]
     [engine] = Elsewhere.made
     assert engine.syncs == 2, "before each optimizer step"
     assert engine.settings["mode"] == "colocate" and engine.settings["max_model_length"] == 512
