@@ -27,6 +27,7 @@ from trl import SFTTrainer
 from benchmarks import sized
 from coepg_dagster.architecture import Architecture, flops
 from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.processes import end_with_parent
 from coepg_dagster.training import sft
 
 SAVING = "save_trained" if hasattr(sft, "save_trained") else "save_whole"
@@ -297,6 +298,7 @@ def operations(
 
 
 def main() -> None:
+    end_with_parent()  # torchrun's processes have sessions of their own, and would outlive it
     options = arguments()
     figures = run(options)
     if int(os.environ.get("RANK", 0)) == 0:
