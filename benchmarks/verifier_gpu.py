@@ -9,9 +9,9 @@ The baseline is written anew after each repetition, so that a run that is cut sh
 Each screenshot (1288 × 728) is asked about for 8 plans, 12 tokens each, as GRPO and the verifier pool do. Both ways run in
 one engine, with the same flags, number of requests in flight and prefix caching, in turns:
 
-- ours: image before plan, one plan of each screenshot ahead of its others (`inference/order.py`), and the screenshot named by
-  a hash that is computed once, so that it is preprocessed once, ahead of the GPU's work (the first pass below, whose time is
-  given: images per second of one front end), and prefilled once;
+- ours: image before plan, the plans of a screenshot one after another (`inference/order.py`), and the screenshot named by a
+  hash that is computed once, so that it is preprocessed once, ahead of the GPU's work (the first pass below, whose time is
+  given: images per second of one front end), and encoded and prefilled once;
 - against: plan before image, requests in any order, images handed over as they are. vLLM's own cache still spares it
   preprocessing an image twice.
 
@@ -43,7 +43,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import baseline
+from coepg_dagster.experiment import Serving
 from coepg_dagster.inference.order import leaders_first
+from coepg_dagster.inference.vllm_server import vllm_settings
 
 MODEL = Path(__file__).parents[1] / "models" / "base-grounder"
 """Its tokenizer and processor files; the weights are not read."""
@@ -167,24 +169,13 @@ class Bench:
     def _engine(self, folder: Path, quick: bool, compiled: bool) -> Any:
         from vllm import LLM
 
-        settings: dict[str, Any] = {
-            "model": str(folder),
-            "load_format": "dummy",
-            "dtype": "float32" if quick else "bfloat16",
-            "max_model_len": 4096,
-            "max_num_batched_tokens": 4096 if quick else 16384,
-            "max_num_seqs": 64 if quick else 512,
-            "enable_prefix_caching": True,
-            "limit_mm_per_prompt": {"image": 1, "video": 0},
-            "mm_processor_cache_gb": 1 if quick else 8,
-            "logprobs_mode": "raw_logprobs",
-            "generation_config": "vllm",
-            "seed": 0,
-        }
+        serving = Serving(memory=0.75, context=4096)
+        settings = vllm_settings(str(folder), "float32" if quick else "bfloat16", serving, share=1)
+        settings |= {"load_format": "dummy", "max_num_seqs": 64 if quick else 512}
         if quick:
             return LLM(**settings, enforce_eager=True)
         # what a first start would spend a minute on: a largest image to guess memory, and trying out kernels
-        settings |= {"gpu_memory_utilization": 0.75, "skip_mm_profiling": True, "enable_flashinfer_autotune": False}
+        settings |= {"skip_mm_profiling": True, "enable_flashinfer_autotune": False}
         graphs: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if compiled:
             graphs = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "compile_mm_encoder": True}
@@ -225,7 +216,7 @@ class Bench:
         }
 
     def ours(self) -> dict[str, float]:
-        order = leaders_first([s for s, _ in self.asked])
+        order = leaders_first([s for s, _ in self.asked], 0)
         return self.run([self._image_first(*self.asked[i]) for i in order], self.work.answer_tokens)
 
     def against(self) -> dict[str, float]:

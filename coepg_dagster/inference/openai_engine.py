@@ -88,6 +88,7 @@ class OpenAIEngine:
         processor: of the model that is served; the size of images, special tokens and prompt lengths come from it.
         weights: the version to keep with answers; by default what the server says of its model.
         obituary: called when no connection could be made: what is known of the server's end.
+        ahead: as in `leaders_first`; by default as many as are in flight, which is safe for a server of any settings.
     """
 
     elsewhere = True
@@ -99,8 +100,10 @@ class OpenAIEngine:
         *,
         weights: str | None = None,
         obituary: Callable[[], str] = lambda: "",
+        ahead: int | None = None,
     ) -> None:
         self._endpoint, self._processor, self._obituary = endpoint, processor, obituary
+        self._ahead = endpoint.in_flight if ahead is None else ahead
         told = served_model(endpoint)
         self.weights = weights or served_version(told)
         tokenizer = processor.tokenizer
@@ -170,7 +173,7 @@ class OpenAIEngine:
                 answers = Failure(str(error))
             return [answers] * sampling.samples if isinstance(answers, Failure) else answers
 
-        order = leaders_first([id(request.image) for request in requests], self._endpoint.in_flight)
+        order = leaders_first([id(request.image) for request in requests], self._ahead)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         with ThreadPoolExecutor(self._endpoint.in_flight) as pool:
             for i, answer in zip(order, pool.map(ask, ((i, requests[i]) for i in order)), strict=True):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final
-
-AHEAD: Final = 64
-"""More screenshots than one step of a scheduler takes: 64 small ones fill vLLM's batch of 16,384 tokens."""
 
 
-def leaders_first(shared: Sequence[Hashable], ahead: int = AHEAD) -> list[int]:
+def leaders_first(shared: Sequence[Hashable], ahead: int) -> list[int]:
     """Positions of requests, ordered so that what a group shares has been computed before the group asks for it.
 
-    Requests that a scheduler takes in the same step cannot share a prefix: none of them has computed it yet. So the first
-    request of each group goes `ahead` groups before the others of it, which follow one another.
+    With 0 ahead the requests of a group follow one another. That is best for a vLLM whose encoder cache holds what two steps
+    take (`vllm_settings`): requests share a prefix within a step, and an image is encoded once. Where that cache is smaller,
+    vLLM starts the requests that wait for room in it with the few tokens before their image; what has started does not look
+    for its prefix again. There the first request of each group goes `ahead` groups before the others of it: their prefixes
+    are found, at the price of encoding each image twice, since the last block of a prefix ends within it.
 
     Args:
         shared: what each request shares with those of its group, such as the hash of its screenshot.

@@ -1,7 +1,7 @@
 """vLLM in this process, for pure throughput: pools and evaluation.
 
-Requests come image first, and one of each screenshot goes ahead of its others, so that vLLM's prefix cache computes each
-screenshot once; images carry the hash of their pixels as identity, so that each is preprocessed once.
+Requests come image first, those of a screenshot one after another, so that vLLM encodes and prefills each screenshot once;
+images carry the hash of their pixels as identity, so that each is preprocessed once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class VllmEngine:
             )
             for position in range(len(requests))
         ]
-        order = leaders_first(identities)
+        order = leaders_first(identities, 0)
         outputs = self._llm.generate([asked[i] for i in order], [settings[i] for i in order], use_tqdm=False)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         for i, output in zip(order, outputs, strict=True):

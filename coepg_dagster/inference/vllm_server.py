@@ -25,6 +25,8 @@ from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.processes import end_group, tail
 
 NAME: Final = "served"
+STEP_TOKENS: Final = 8192
+"""Most tokens of one step of the scheduler: enough to fill a GPU, and few enough to leave memory to the KV cache."""
 
 
 class ServerFailed(RuntimeError):
@@ -42,6 +44,10 @@ def vllm_settings(path: str, dtype: str, serving: Serving, share: int) -> dict[s
         "dtype": dtype,
         "max_model_len": min(serving.context, longest(path)),
         "gpu_memory_utilization": round(serving.memory / share, 3),
+        "max_num_scheduled_tokens": STEP_TOKENS,
+        # vLLM sizes its cache of encoded images by this: it must hold the images of the step that runs and of the one that is
+        # scheduled meanwhile, cut ones whole. Where it does not, requests lose their prefix (`inference/order.py`)
+        "max_num_batched_tokens": 3 * STEP_TOKENS,
         "enable_prefix_caching": True,
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "logprobs_mode": "raw_logprobs",  # at temperature 1, before any bias
@@ -82,7 +88,7 @@ def vllm_server(
             first = OpenAIEngine(replace(endpoint, timeout_seconds=server.left()), processor, weights=weights)
             first.check()
             first.close()
-        engine = OpenAIEngine(endpoint, processor, weights=weights, obituary=server.obituary)
+        engine = OpenAIEngine(endpoint, processor, weights=weights, obituary=server.obituary, ahead=0)
         try:
             yield engine
         finally:
