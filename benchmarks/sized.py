@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from coepg_dagster.architecture import KNOWN, Architecture
-from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA
+from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash
 
 Size = Literal["3B", "7B", "tiny"]
 SOURCE: Final = Path(__file__).parents[1] / "models" / "base-planner"
@@ -161,10 +161,11 @@ def tables(size: Size, rows: int, *, seed: int = 0, screens: int = 64) -> tuple[
                 "value": "",
             }
         )
+        plan, screen = plan_of(draw, int(draw.integers(20, 60))), short_hash(steps[-1]["screenshot"])
         dataset.append(
             {
                 "step_id": f"s{i:05}",
-                "plan": plan_of(draw, int(draw.integers(20, 60))),
+                "plan": plan,
                 "action_type": "CLICK",
                 "value": "",
                 "box": box,
@@ -174,6 +175,8 @@ def tables(size: Size, rows: int, *, seed: int = 0, screens: int = 64) -> tuple[
                 "hits": 1,
                 "answered": 1,
                 "score": 1.0,
+                "row_id": row_id(f"s{i:05}#made#0", plan, screen, 0),
+                "screenshot_hash": screen,
             }
         )
     return pa.Table.from_pylist(steps, STEP_SCHEMA), pa.Table.from_pylist(dataset, DATASET_SCHEMA)

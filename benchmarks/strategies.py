@@ -159,7 +159,7 @@ def main() -> None:
             found = ran(work_of(kind, placements[of], device, folders[key]), options.limit)
             figures = found.get("figures", {})
             about = f"loss {[round(x, 4) for x in losses(found)]}, {figures.get('parameters')} parameters saved"
-            say(f"{kind}, {of}: ended with {found['code']} after {found['seconds']} s; {about}")
+            say(f"{kind}, {of}: ended with {found['code']} after {found['seconds']:.0f} s; {about}")
             for line in (*found["said"], *found.get("end", ())):
                 say(f"    {line}")
             return found
