@@ -1,6 +1,7 @@
-"""Grounders behind OpenAI-compatible endpoints, in a process of their own: `python -m benchmarks.endpoint CHECKPOINT=PORT …`.
+"""Grounders behind OpenAI-compatible endpoints, in a process of their own: `python -m benchmarks.endpoint ROWS MODEL=PORT …`.
 
-As servers of language models do, each answers what waits for it in one batch, and requests with the same image share its prefix.
+As servers of language models do, each answers what waits for it in batches of up to ROWS requests, and those of a batch that have
+the same image share its prefix.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from queue import SimpleQueue
-from typing import Any
 
 from PIL import Image
 
@@ -26,10 +26,11 @@ Answers = list[list[Generation | Failure]]
 
 
 class Batched(TransformersEngine):
-    """An engine that answers requests of several threads together."""
+    """An engine that answers requests of several threads together, up to `rows` of them."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, checkpoint: str, rows: int) -> None:
+        super().__init__(checkpoint, dtype="float32", device="cpu", batch_size=rows)
+        self._rows = rows
         self._waiting: SimpleQueue[tuple[Sequence[Request], Sampling, Future[Answers]]] = SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -42,7 +43,7 @@ class Batched(TransformersEngine):
     def _serve(self) -> None:
         while True:
             taken = [self._waiting.get()]
-            taken += [self._waiting.get() for _ in range(self._waiting.qsize())]
+            taken += [self._waiting.get() for _ in range(min(self._waiting.qsize(), self._rows - 1))]
             for sampling, part in groupby(taken, key=lambda one: one[1]):
                 self._answer(list(part), sampling)
 
@@ -54,12 +55,12 @@ class Batched(TransformersEngine):
             future.set_result([next(answers) for _ in some])
 
 
-def main(*served: str) -> None:
+def main(rows: str, *served: str) -> None:
     tiny.one_thread()
     servers = []
     for one in served:
         checkpoint, port = one.rsplit("=", 1)
-        server = OpenAIServer(Batched(checkpoint, dtype="float32", device="cpu", batch_size=64), int(port))
+        server = OpenAIServer(Batched(checkpoint, int(rows)), int(port))
         server._model_lock = nullcontext()  # type: ignore[assignment]  # the engine itself takes one batch at a time
         servers.append(server)
     for server in servers[1:]:

@@ -1,9 +1,10 @@
-"""GRPO whose graders compute elsewhere: optimizer steps per second, against asking them when all rollouts are there.
+"""GRPO whose graders compute elsewhere: optimizer steps per second, against asking them when the rewards are due.
 
-Three tiny grounders behind OpenAI-compatible endpoints over HTTP, served by another process on a core of its own; the trainer has
-the other core. Both runs are `train_grpo`, with the same prompts, seed, draws and settings; both ask the three at the same time.
-The one asks about a rollout when it ends, the other when TRL wants the rewards; a third, to tell what hides how much, when all
-rollouts are sampled and log-probabilities are next. The mean rewards are asserted to be the same.
+Three tiny grounders behind OpenAI-compatible endpoints over HTTP, served by another process on a core of its own; the trainer
+has the other core. All runs are `train_grpo` with the same prompts, seed and draws, and ask the three at the same time. They
+differ in when: when a rollout ends, as we do; when all are sampled, with the log-probabilities still to be computed; when TRL
+wants the rewards. Servers that answer in batches, as vLLM does, and slow ones, one request at a time. The mean rewards are
+asserted to be the same.
 """
 
 from __future__ import annotations
@@ -32,95 +33,88 @@ from coepg_dagster.training import grpo
 from coepg_dagster.training.grpo import CdremReward
 
 NAME = "scoring_overlap"
-REPETITIONS = 4
-RUNS = ("when a rollout ends", "when all are sampled", "when rewards are due")
-"""When graders are asked."""
-
-
-class Waits:
-    """How long each step waits for its rewards."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def of(self, score: Any) -> Any:
-        def timed(reward: CdremReward, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
-            before = time.perf_counter()
-            rewards: list[float] = score(reward, texts, step_ids)
-            self.seconds.append(time.perf_counter() - before)
-            return rewards
-
-        return timed
+REPETITIONS = 3
+ENDS, SAMPLED, DUE = ASKED = ("when a rollout ends", "when all are sampled", "when rewards are due")
+SERVERS = {"in batches": 16, "one at a time": 1}
 
 
 def run(steps: pa.Table, ports: Mapping[str, int], asked: str) -> tuple[Clock, list[float]]:
     """One training, and how long each of its steps but the first waited for its rewards."""
-    clock, waits = Clock(), Waits()
+    clock, waited = Clock(), []
+    score = CdremReward.score
 
     def behind(member: Member, *args: Any, **settings: Any) -> AbstractContextManager[Engine]:
-        there = Member(
-            model="tiny", engine="openai", base_url=f"http://127.0.0.1:{ports[member.model]}/v1", processor=member.model
-        )
+        url = f"http://127.0.0.1:{ports[member.model]}/v1"
+        there = Member(model="tiny", engine="openai", base_url=url, processor=member.model)
         return opened(there, *args, **settings)
+
+    def timed(reward: CdremReward, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
+        before = time.perf_counter()
+        rewards = score(reward, texts, step_ids)
+        waited.append(time.perf_counter() - before)
+        return rewards
 
     with (
         patch.object(grpo, "opened", behind),
-        patch.object(CdremReward, "score", waits.of(CdremReward.score)),
-        patch.object(CdremReward, "elsewhere", asked != "when rewards are due"),
-        nullcontext()
-        if asked == "when a rollout ends"
-        else patch.object(grpo, "as_they_end", lambda *_: nullcontext()),
+        patch.object(CdremReward, "score", timed),
+        nullcontext() if asked == ENDS else patch.object(grpo, "as_they_end", lambda *_: nullcontext()),
+        nullcontext() if asked != DUE else patch.object(CdremReward, "elsewhere", False),
     ):
         tiny.train(CONFIG, steps, SEED, clock)
-    return clock, waits.seconds[1:]
+    return clock, waited[1:]
+
+
+def measured(rows: int, steps: pa.Table, log: baseline.Log) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """(optimizer steps per second, seconds that a step waits for its rewards) by when servers of `rows` rows are asked."""
+    rates: dict[str, list[float]] = {asked: [] for asked in ASKED}
+    waits: dict[str, list[float]] = {asked: [] for asked in ASKED}
+    ports = {str(path): free_port() for path in tiny.GROUNDERS.values()}
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.endpoint",
+        str(rows),
+        *(f"{path}={port}" for path, port in ports.items()),
+    ]
+    mine, *rest = cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="coepg-bench-") as folder:
+        os.sched_setaffinity(0, rest[:1] or cores)  # what is started inherits it
+        with started(command, f"http://127.0.0.1:{next(iter(ports.values()))}", {}, Path(folder) / "log", 120):
+            os.sched_setaffinity(0, [mine])
+            for repetition in range(REPETITIONS):
+                rewards = []
+                for asked in ASKED:
+                    clock, waited = run(steps, ports, asked)
+                    rates[asked].append(clock.steps_per_second)
+                    waits[asked].append(baseline.median(waited))
+                    rewards.append(clock.rewards)
+                # sums of float32 differ with what a server answers in one batch
+                np.testing.assert_allclose(rewards[:-1], [rewards[-1]] * 2, atol=2e-3)
+                said = {asked: [round(of[asked][-1], 3) for of in (rates, waits)] for asked in ASKED}
+                log(json.dumps({"rows": rows, "repetition": repetition, "load": os.getloadavg()[0]} | said))
+        os.sched_setaffinity(0, cores)
+    for asked in ASKED:
+        log(
+            f"{asked}: {baseline.median(rates[asked]):.3f} steps/s, {baseline.median(waits[asked]):.2f} s until the rewards"
+        )
+    return rates, waits
 
 
 def main() -> None:
     tiny.one_thread()
     log = baseline.Log(NAME)
-    mine, *rest = sorted(os.sched_getaffinity(0))
-    ports = {str(path): free_port() for path in tiny.GROUNDERS.values()}
     steps = tiny.train_steps(CONFIG.prompts_per_step * (CONFIG.max_steps or 1))
-    rates: dict[str, list[float]] = {asked: [] for asked in RUNS}
-    waited: dict[str, list[float]] = {asked: [] for asked in RUNS}
-    served = [f"{checkpoint}={port}" for checkpoint, port in ports.items()]
-    with tempfile.TemporaryDirectory(prefix="coepg-bench-") as folder:
-        os.sched_setaffinity(0, rest[:1] or [mine])  # what is started inherits it
-        with started(
-            [sys.executable, "-m", "benchmarks.endpoint", *served],
-            f"http://127.0.0.1:{next(iter(ports.values()))}",
-            {},
-            Path(folder) / "endpoint.log",
-            120,
-        ):
-            os.sched_setaffinity(0, [mine])
-            for repetition in range(REPETITIONS):
-                rewards = []
-                for asked in RUNS:
-                    clock, seconds = run(steps, ports, asked)
-                    rates[asked].append(clock.steps_per_second)
-                    waited[asked].append(baseline.median(seconds))
-                    rewards.append(clock.rewards)
-                # sums of float32 differ with what the server answers in one batch
-                np.testing.assert_allclose(rewards[:-1], [rewards[-1]] * (len(RUNS) - 1), atol=2e-3)
-                log(
-                    json.dumps(
-                        {"repetition": repetition} | {a: [round(of[a][-1], 3) for of in (rates, waited)] for a in RUNS}
-                    )
-                )
-    for asked in RUNS:
-        log(
-            f"{asked}: {baseline.median(rates[asked]):.3f} steps/s, {baseline.median(waited[asked]):.2f} s until the rewards"
-        )
+    found = {servers: measured(rows, steps, log) for servers, rows in SERVERS.items()}
+    rates, _ = found["in batches"]
     conclude(
         NAME,
         log,
-        {asked: rates[asked] for asked in (RUNS[0], RUNS[-1])},
-        "the same graders, asked when the rewards are due",
-        between={RUNS[1]: rates[RUNS[1]]},
-        seconds_until_the_rewards=waited,
-        cores=f"one for the trainer, {'one' if rest else 'the same'} for the graders",
-        load=os.getloadavg()[1],
+        {asked: rates[asked] for asked in (ENDS, DUE)},
+        f"the same graders, asked {DUE}",
+        all_rates={servers: rates for servers, (rates, _) in found.items()},
+        seconds_until_the_rewards={servers: waits for servers, (_, waits) in found.items()},
+        cores="one for the trainer, one for the graders" if os.cpu_count() != 1 else "one for both",
+        rows_at_a_time=SERVERS,
     )
 
 
