@@ -192,6 +192,19 @@ class Study:
         runs = self.find(experiment)
         return self.draws.means([runs[seed].data[k][measure] for seed in seeds])
 
+    def live(self, iterations: tuple[int, int], seeds: Sequence[int], split: str) -> Floats:
+        """(1 + resamples, seeds): what success in live play, in per cent, gains from the first iteration to the second.
+
+        Mean over the families that both played, which are drawn.
+        """
+        runs, gains = self.find(self.root), []
+        for seed in seeds:
+            one, other = (runs[seed].live[k, split]["families"] for k in iterations)
+            families = tuple(sorted(set(one) & set(other)))
+            gain = np.array([other[name]["success"] - one[name]["success"] for name in families])
+            gains.append(Measured(families, gain, np.ones(len(families))))
+        return self.draws.means(gains)
+
     def seeds_with(self, experiment: str, variant: str, k: int) -> list[int]:
         """The seeds for which an iteration was scored on every test split."""
         runs = self.find(experiment, variant)
@@ -346,6 +359,7 @@ def findings(study: Study) -> list[Finding]:
         against("larger - smaller", (f"{root}_large", FULL), full, "a base pair of about five times the size"),
         _gain_of_the_control(study, control),
         _due_to_the_gap(study, control),
+        *(_live(study, k, before) for k, before in ((last, 1), (1, 0))),
     ]
     return found
 
@@ -370,7 +384,8 @@ def _judged(claim: str, samples: Floats, words: str, unit: str, seeds: int, marg
     value, ci95 = estimate(samples)
     verdict: Verdict = "confirmed" if ci95[0] > -margin else "not confirmed"
     opposite = "; the interval lies below 0: the opposite" if ci95[1] < 0 else ""
-    text = f"{value:+.1f} [{ci95[0]:+.1f}, {ci95[1]:+.1f}] {unit}, {seeds} seeds; {words}{opposite}."
+    drawn = f"{seeds} seed{'s' if seeds > 1 else ''}"
+    text = f"{value:+.1f} [{ci95[0]:+.1f}, {ci95[1]:+.1f}] {unit}, {drawn}; {words}{opposite}."
     return Finding(claim, verdict, value, ci95, text)
 
 
@@ -438,6 +453,19 @@ def _due_to_the_gap(study: Study, control: tuple[str, str]) -> Finding:
     ]
     words = f"gain from M_0 to M_{k} of {study.root} less that of the control"
     return _judged(claim, study.draws.over_seeds(gains[0] - gains[1]), words, "points of mean Step SR", len(seeds))
+
+
+def _live(study: Study, k: int, before: int) -> Finding:
+    claim = f"live play M_{k} - M_{before}"
+    runs = study.find(study.root)
+    for split in study.splits:
+        seeds = sorted(seed for seed, run in runs.items() if {(k, split), (before, split)} <= set(run.live))
+        if seeds:
+            gain = study.draws.over_seeds(study.live((before, k), seeds, split))
+            words = f"episodes of {split} in Chromium, judged by the page; mean over families, which are drawn"
+            return _judged(claim, gain, words, "points of success", len(seeds))
+    commands = " and ".join(f"`coepg play {study.root}@{i}`" for i in (before, k))
+    return Finding(claim, "not testable", None, None, f"Not played here; {commands} make it.")
 
 
 def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int, int]], iterations: int) -> list[str]:

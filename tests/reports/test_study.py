@@ -117,6 +117,23 @@ def test_not_worse_has_a_margin_of_two_points() -> None:
     assert found(study(*far))["full - single grounder"].verdict == "not confirmed"
 
 
+def test_live_play_is_compared_over_the_families_that_both_iterations_played() -> None:
+    def played(rates: dict[str, float]) -> dict[str, Any]:
+        return {"families": {name: {"success": rate} for name, rate in rates.items()}}
+
+    one = run(FULL, 1, {0: 0.2, 1: 0.4, 3: 0.6})
+    one.live = {
+        (0, "test_a"): played({"menus": 0.0, "tabs": 50.0, "trees": 0.0}),
+        (1, "test_a"): played({"menus": 100.0, "tabs": 75.0}),
+    }
+    claims = found(study(one, run(FULL, 2, {0: 0.2, 1: 0.4, 3: 0.6})))
+    gain = claims["live play M_1 - M_0"]
+    assert gain.value == pytest.approx((100 + 25) / 2) and gain.verdict == "confirmed"
+    assert 25 <= gain.ci95[0] < gain.ci95[1] <= 100 and "1 seed;" in gain.text
+    assert claims["live play M_3 - M_1"].verdict == "not testable"
+    assert "`coepg play box@3`" in claims["live play M_3 - M_1"].text
+
+
 def test_rows_are_one_for_each_run_split_and_metric_and_no_average() -> None:
     both = study(run(FULL, 1, {0: 0.2, 1: 0.5}), run("uniform", 1, {1: 0.5}))
     rows = both.rows()
