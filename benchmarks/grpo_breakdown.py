@@ -313,6 +313,11 @@ def earlier(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def without_bars(output: str) -> list[str]:
+    """Lines that say something: progress bars, which are written again and again, and empty lines left out."""
+    return [line for line in output.splitlines() if line.strip() and not line.rstrip().endswith(("it/s]", "s/it]"))]
+
+
 def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: baseline.Log) -> dict[str, Any]:
     """A run in a process of its own. Raises RuntimeError with the end of what it said where no step was done."""
     with tempfile.TemporaryDirectory(prefix="grpo-breakdown-") as folder:
@@ -328,7 +333,7 @@ def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: b
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        lines = log.read_text(errors="replace").splitlines()
+        lines = without_bars(log.read_text(errors="replace"))
         for line in lines:
             if line.startswith(("step ", "trainer made", "attention:", "preflight:")):
                 say(f"{kind}: {line}")
@@ -349,7 +354,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     if options.run:
         [kind] = options.rollouts[-1:]
-        faulthandler.dump_traceback_later(LIMITS[kind] - 10)
+        faulthandler.dump_traceback_later(LIMITS[kind] - 40)  # the limit began before the imports
         run(options, kind, options.run)
         return
     if options.size != "tiny" and not torch.cuda.is_available():

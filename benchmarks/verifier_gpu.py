@@ -44,7 +44,7 @@ from typing import Any
 
 from benchmarks import baseline
 from coepg_dagster.experiment import Serving
-from coepg_dagster.inference.order import leaders_first
+from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.vllm_server import vllm_settings
 
 MODEL = Path(__file__).parents[1] / "models" / "base-grounder"
@@ -216,7 +216,7 @@ class Bench:
         }
 
     def ours(self) -> dict[str, float]:
-        order = leaders_first([s for s, _ in self.asked], 0)
+        order = grouped([s for s, _ in self.asked])
         return self.run([self._image_first(*self.asked[i]) for i in order], self.work.answer_tokens)
 
     def against(self) -> dict[str, float]:

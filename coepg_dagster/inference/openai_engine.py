@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coepg_dagster.inference.endpoint import Endpoint, served_model, served_version, short
 from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
-from coepg_dagster.inference.order import leaders_first
+from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.processing import probe, prompt_of, resize_of, vision_token_ids
 
 ATTEMPTS: Final = 5
@@ -88,7 +88,7 @@ class OpenAIEngine:
         processor: of the model that is served; the size of images, special tokens and prompt lengths come from it.
         weights: the version to keep with answers; by default what the server says of its model.
         obituary: called when no connection could be made: what is known of the server's end.
-        ahead: as in `leaders_first`; by default as many as are in flight, which is safe for a server of any settings.
+        ahead: as in `grouped`; by default as many as are in flight, which is safe for a server of any settings.
     """
 
     elsewhere = True
@@ -173,7 +173,7 @@ class OpenAIEngine:
                 answers = Failure(str(error))
             return [answers] * sampling.samples if isinstance(answers, Failure) else answers
 
-        order = leaders_first([id(request.image) for request in requests], self._ahead)
+        order = grouped([id(request.image) for request in requests], self._ahead)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         with ThreadPoolExecutor(self._endpoint.in_flight) as pool:
             for i, answer in zip(order, pool.map(ask, ((i, requests[i]) for i in order)), strict=True):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 
-def leaders_first(shared: Sequence[Hashable], ahead: int) -> list[int]:
-    """Positions of requests, ordered so that what a group shares has been computed before the group asks for it.
+def grouped(shared: Sequence[Hashable], ahead: int = 0) -> list[int]:
+    """Positions of requests, those of a group one after another: best for a vLLM with `vllm_settings`.
 
-    With 0 ahead the requests of a group follow one another. That is best for a vLLM whose encoder cache holds what two steps
-    take (`vllm_settings`): requests share a prefix within a step, and an image is encoded once. Where that cache is smaller,
-    vLLM starts the requests that wait for room in it with the few tokens before their image; what has started does not look
-    for its prefix again. There the first request of each group goes `ahead` groups before the others of it: their prefixes
-    are found, at the price of encoding each image twice, since the last block of a prefix ends within it.
+    There an image is encoded once, and requests share a prefix within a step. A vLLM whose encoder cache holds less than what
+    two steps take starts the requests that wait for room in it with the few tokens before their image; what has started does
+    not look for its prefix again. For such a server the first request of each group goes `ahead` groups before the others:
+    their prefixes are found, at the price of encoding each image twice, since the last block of a prefix ends within it.
 
     Args:
         shared: what each request shares with those of its group, such as the hash of its screenshot.

@@ -17,7 +17,7 @@ from PIL import Image
 
 from coepg_dagster.experiment import Serving
 from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
-from coepg_dagster.inference.order import leaders_first
+from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.processing import (
     load_processor,
     probe,
@@ -105,7 +105,7 @@ class VllmEngine:
             )
             for position in range(len(requests))
         ]
-        order = leaders_first(identities, 0)
+        order = grouped(identities)
         outputs = self._llm.generate([asked[i] for i in order], [settings[i] for i in order], use_tqdm=False)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         for i, output in zip(order, outputs, strict=True):

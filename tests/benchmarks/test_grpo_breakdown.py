@@ -32,6 +32,11 @@ def test_when_nothing_ran_the_baseline_says_why(tmp_path: Path) -> None:
     assert (facts["value"], facts["reason"]) == (None, "no GPU")
 
 
+def test_why_a_run_failed_is_said_without_its_progress_bars() -> None:
+    output = "began\n\rLoading:   0%| | 0/8 [00:00<?, ?it/s]\rLoading: 100%|#| 8/8 [00:24<00:00,  2.95s/it] \n\nended\n"
+    assert grpo_breakdown.without_bars(output) == ["began", "ended"]
+
+
 def test_nested_stages_count_once(tmp_path: Path) -> None:
     stages = grpo_breakdown.Stages({}, tmp_path / "found.json")
     clock = iter([0.0, 1.0, 3.0, 10.0])
