@@ -29,6 +29,8 @@ from coepg_dagster.estimates import (
     generation_seconds,
     grpo_memory,
     grpo_seconds,
+    look_seconds,
+    looks,
     sft_memory,
     sft_seconds,
 )
@@ -143,6 +145,7 @@ class DryRun:
         self.train_steps = min(known.get(benchmark.train, 0), benchmark.max_train_steps or 10**9)
         most = benchmark.max_eval_steps or 10**9
         self.eval_steps = sum(min(known.get(split, 0), most) for split in (benchmark.validation, *benchmark.test))
+        self.validation_steps = known.get(benchmark.validation, 0)
 
     @staticmethod
     def _loaded(experiment: Experiment) -> list[str]:
@@ -180,6 +183,8 @@ class DryRun:
             graders = [grounder, *(self._pool(models.verifiers).values() if changed.grpo.ensemble else ())]
             steps = min(changed.grpo.max_steps or 10**9, covered // changed.grpo.prompts_per_step)
             prompts = steps * changed.grpo.prompts_per_step
+            validated = min(self.validation_steps, changed.grpo.validation_steps)
+            seen = looks(changed.grpo, steps)
             stages.append(
                 Stage(
                     "planner",
@@ -196,10 +201,12 @@ class DryRun:
                     host=on * 4.0 * planner.parameters,
                     disk=2.0 * planner.parameters,
                     steps=steps,
-                    tokens=float(prompts * changed.grpo.group_size * plan.tokens(planner)),
+                    tokens=float((prompts * changed.grpo.group_size + seen * validated) * plan.tokens(planner)),
                     gpu_seconds=grpo_seconds(
                         planner, graders, changed.grpo, plan, point, prompts, rates, changed.batch_size
-                    ),
+                    )
+                    + seen
+                    * look_seconds(planner, grounder, changed.grpo, plan, point, validated, rates, changed.batch_size),
                 )
             )
         stages.append(
@@ -382,8 +389,9 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
         )
     lines.append(f"{dry.train_steps} training steps, {dry.eval_steps} to evaluate, from {dry.steps_from}")
     stages = dry.stages(hardware, rates)
-    head = ("asset", "GB per GPU", "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GB", "disk GB")
-    rows: list[tuple[str, ...]] = [(*head, "steps", "M tokens", "GPU-hours")]
+    memory, time = ("GB per GPU", "GPU-hours") if hardware.card else ("GB", "hours")
+    head = ("asset", memory, "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GB", "disk GB")
+    rows: list[tuple[str, ...]] = [(*head, "steps", "M tokens", time)]
     for stage in stages:
         need = stage.memory
         parts = (need.total, need.weights, need.gradients, need.optimizer, need.activations, need.cache, need.vllm)
@@ -399,8 +407,8 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     times = experiment.iterations * len(experiment.seeds)
     disk = sum(stage.disk for stage in stages)
     lines.append(
-        f"an iteration: {hours:.1f} GPU-hours, {disk / GB:.1f} GB; {experiment.iterations} iterations and "
-        f"{len(experiment.seeds)} seeds: {times * hours:.0f} GPU-hours, {times * disk / GB:.0f} GB"
+        f"an iteration: {hours:.1f} {time}, {disk / GB:.1f} GB; {experiment.iterations} iterations and "
+        f"{len(experiment.seeds)} seeds: {times * hours:.0f} {time}, {times * disk / GB:.0f} GB"
     )
     return Report(lines, _refusal(dry, hardware, rates, stages))
 

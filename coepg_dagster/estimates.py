@@ -389,3 +389,23 @@ def grpo_seconds(
     again = one.language / (3 if config.lora is None else 2)
     passes = one.total + again + (forward if config.kl_beta else 0)
     return generate + reward + rollouts * passes / rates.train
+
+
+def looks(config: Grpo, steps: int) -> int:
+    """How often GRPO looks at the validation split: before the first of so many steps, after every so many, after the last."""
+    return 1 + -(-steps // config.validate_every) if config.validate_every else 0
+
+
+def look_seconds(
+    model: Architecture,
+    grader: Architecture,
+    config: Grpo,
+    example: Example,
+    point: Example,
+    steps: int,
+    rates: Rates,
+    batch: int,
+) -> float:
+    """GPU-seconds of one look at `steps` validation steps: one plan each, by the policy itself, rewarded by ϕ_k alone."""
+    plans = generation_seconds(model, example, config.micro_batch_size, 1, steps, rates)
+    return plans + generation_seconds(grader, point, batch, 1, steps, rates)

@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 
 from coepg_dagster.architecture import KNOWN, Architecture, UnknownModel
 from coepg_dagster.cli import app
-from coepg_dagster.dryrun import DryRun, Hardware, report, size_of
+from coepg_dagster.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.estimates import (
     CARDS,
     Example,
     Memory,
+    Stage,
     generation_memory,
     generation_seconds,
     grpo_memory,
     grpo_seconds,
+    looks,
     rates_of,
     sft_memory,
     sft_seconds,
@@ -158,6 +160,37 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "would run iteration 0" in refused.stdout and "GPU-hours" in refused.stdout
     assert CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "RTX-4090-24GB"]).exit_code == 0
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
+
+
+def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    dry = DryRun(experiment, ROOT)
+    on_cpu = report(dry, Hardware(None), rates_of(CPU, Path("nowhere")))
+    assert not on_cpu.refused and "GPU" not in "\n".join(on_cpu.lines)
+    assert any(line.startswith("asset") and line.endswith("hours") for line in on_cpu.lines)
+
+
+@given(steps=st.integers(1, 200), every=st.integers(1, 250))
+def test_grpo_looks_before_the_first_step_then_regularly_and_after_the_last(steps: int, every: int) -> None:
+    seen = {0, steps, *range(0, steps, every)}
+    assert looks(Grpo(validate_every=every), steps) == len(seen) and looks(Grpo(), steps) == 0
+
+
+def test_looks_at_the_validation_split_take_time() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+    def planner_stage(**changed: Any) -> Stage:
+        grpo = experiment.grpo.model_copy(update=changed)
+        dry = DryRun(experiment.model_copy(update={"grpo": grpo}), ROOT)
+        return next(s for s in dry.stages(Hardware(H100), RATES) if s.asset == "planner")
+
+    never, seldom, often, few = (
+        planner_stage(max_steps=40, validate_every=every, validation_steps=steps)
+        for every, steps in ((None, 256), (20, 256), (10, 256), (10, 64))
+    )
+    look = (often.gpu_seconds - seldom.gpu_seconds) / 2  # five looks against three
+    assert look > 0 and seldom.gpu_seconds - never.gpu_seconds == pytest.approx(3 * look)
+    assert never.gpu_seconds < few.gpu_seconds < often.gpu_seconds and never.tokens < few.tokens < often.tokens
 
 
 @pytest.mark.parametrize("name", ["web_3b", "web_7b", "mobile_3b", "mobile_7b"])

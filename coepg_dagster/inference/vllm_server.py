@@ -173,7 +173,12 @@ def free_port() -> int:
 
 
 def visible(device: str) -> dict[str, str]:
-    """The environment in which `cuda:I` is the only GPU; of the CPU, or of any GPU, none."""
+    """The environment in which `cuda:I` is the only GPU; of the CPU, or of any GPU, none.
+
+    Where several processes train together, `cuda` is the GPU of this one.
+    """
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     if not device.startswith("cuda:"):
         return {}
     index = int(device.removeprefix("cuda:"))

@@ -111,7 +111,14 @@ def test_the_settings_are_those_of_the_protocol(random_checkpoint: Callable[[int
 
 
 def test_one_gpu_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     assert (visible("cpu"), visible("cuda"), visible("cuda:1")) == ({}, {}, {"CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
+    monkeypatch.setenv("LOCAL_RANK", "1")  # one of the processes that train together
+    assert (visible("cpu"), visible("cuda"), visible("cuda:0")) == (
+        {},
+        {"CUDA_VISIBLE_DEVICES": "6"},
+        {"CUDA_VISIBLE_DEVICES": "4"},
+    )
