@@ -169,15 +169,16 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_its_readings_are_wanted(ste
 def test_who_leaves_waits_for_nobody_and_nobody_is_asked_any_more(steps: pa.Table) -> None:
     """An error while rollouts are sampled and a grounder does not answer."""
     asked, answer = threading.Event(), threading.Event()
+    threads = []
 
     class Slow(ByScreen):
         def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
+            threads.append(threading.current_thread())
             asked.set()
             assert answer.wait(20)
             return super().generate(requests, sampling)
 
     engine = Slow(lambda _: Failure(""), elsewhere=True)
-    threads = threading.active_count()
     started = time.monotonic()
     with (
         pytest.raises(MemoryError),
@@ -189,9 +190,8 @@ def test_who_leaves_waits_for_nobody_and_nobody_is_asked_any_more(steps: pa.Tabl
         raise MemoryError
     assert time.monotonic() - started < 15
     answer.set()
-    while threading.active_count() > threads:
-        time.sleep(0.01)
-    assert len(engine.asked) == 1
+    threads[0].join(20)
+    assert not threads[0].is_alive() and len(engine.asked) == 1
 
 
 def test_a_grounder_sees_the_plan_and_nothing_else_of_the_step(steps: pa.Table) -> None:
