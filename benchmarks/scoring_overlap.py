@@ -33,7 +33,7 @@ from coepg_dagster.training import grpo
 from coepg_dagster.training.grpo import CdremReward
 
 NAME = "scoring_overlap"
-REPETITIONS = 2
+REPETITIONS = 3
 ENDS, SAMPLED, DUE = ASKED = ("when a rollout ends", "when all are sampled", "when rewards are due")
 SERVERS = {"in batches": 16, "one at a time": 1}
 
