@@ -14,13 +14,9 @@ says where it was. With `--rollouts` for one kind, what the baseline says of the
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +31,7 @@ import torch
 from transformers import TrainerCallback
 from trl.generation import vllm_generation
 
-from benchmarks import baseline, sized
+from benchmarks import baseline, limited, sized
 from coepg_dagster.estimates import CONTEXT, Example, grpo_memory
 from coepg_dagster.experiment import Grpo, Lora, Models, Serving
 from coepg_dagster.prompts import planner_answer
@@ -322,28 +318,18 @@ def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: b
     """A run in a process of its own. Raises RuntimeError with the end of what it said where no step was done."""
     with tempfile.TemporaryDirectory(prefix="grpo-breakdown-") as folder:
         file, log = Path(folder) / "found.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "benchmarks.grpo_breakdown", *given, "--rollouts", kind, "--run", str(file)]
-        with log.open("w") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                code: int | str = process.wait(LIMITS[kind])
-            except subprocess.TimeoutExpired:
-                code = f"its time limit of {LIMITS[kind]:.0f} s"
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        arguments = ["benchmarks.grpo_breakdown", *given, "--rollouts", kind, "--run", str(file)]
+        code = limited.run(arguments, log, LIMITS[kind])
+        end = f"its time limit of {LIMITS[kind]:.0f} s" if code is None else f"code {code}"
         lines = without_bars(log.read_text(errors="replace"))
         for line in lines:
             if line.startswith(("step ", "trainer made", "attention:", "preflight:")):
                 say(f"{kind}: {line}")
         if not file.exists():
-            raise RuntimeError("\n".join([f"ended by {code} before a step was done", *lines[-120:]]))
+            raise RuntimeError("\n".join([f"ended by {end} before a step was done", *lines[-120:]]))
         if code != 0:
             say(
-                "\n".join(
-                    [f"{kind}: ended by {code}; the steps before count", *(f"    {line}" for line in lines[-60:])]
-                )
+                "\n".join([f"{kind}: ended by {end}; the steps before count", *(f"    {line}" for line in lines[-60:])])
             )
         found: dict[str, Any] = json.loads(file.read_text())
         return found
@@ -354,7 +340,6 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     if options.run:
         [kind] = options.rollouts[-1:]
-        faulthandler.dump_traceback_later(LIMITS[kind] - 40)  # the limit began before the imports
         run(options, kind, options.run)
         return
     if options.size != "tiny" and not torch.cuda.is_available():

@@ -3,19 +3,13 @@
 SFT, a planner's candidates and a verifier's verdicts are run here, through the loop's own work; GRPO is the step that
 `grpo_breakdown` measured on the same device. Rates and lengths of texts are given to the estimate as `coepg plan` has them;
 memory is the most that tensors took. `ratio` is the estimate over the measurement, of the one that is farthest off. The
-baseline is written anew after each stage. `--again` measures nothing: it estimates what the baseline measured with the code
-of today. `--quick` runs the tiny model; its ratios say nothing.
+baseline is written anew after each stage. `--quick` runs the tiny model; its ratios say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks import grpo_breakdown, pool_scaling, sized
+from benchmarks import grpo_breakdown, limited, pool_scaling, sized
 from benchmarks.baseline import FOLDER, Log, command_line, device_name, write, write_none
 from benchmarks.sft_mfu import measure as measure_sft
 from coepg_dagster import workers
@@ -173,7 +167,6 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
 
 def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
     """One measured verifier pool, in this process: rates are those after the first chunk."""
-    faulthandler.dump_traceback_later(options.timeout - 15)
     screens, plans, batch = (4, 2, 4) if options.quick else (24, 8, 64)
     size: sized.Size = "tiny" if options.quick else "3B"
     workers.CHUNK = screens * plans // 3
@@ -203,23 +196,12 @@ def verdicts(options: argparse.Namespace, checkpoint: Path, say: Log) -> dict[st
     """`verdicts_here` in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "stage.json", Path(temporary) / "log"
-        command = [sys.executable, "-m", "benchmarks.plan_estimates", "--verdicts", str(file)]
-        command += ["--checkpoint", str(checkpoint), "--timeout", str(options.timeout)]
-        command += ["--quick"] * options.quick
-        with log.open("w") as out:
-            run = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                code: int | str = run.wait(options.timeout)
-            except subprocess.TimeoutExpired:
-                code = f"its limit of {options.timeout:.0f} s"
-            finally:
-                if run.poll() is None:
-                    os.killpg(run.pid, signal.SIGKILL)
-                    run.wait()
+        arguments = ["benchmarks.plan_estimates", "--verdicts", str(file), "--checkpoint", str(checkpoint)]
+        code = limited.run([*arguments, *["--quick"] * options.quick], log, options.timeout)
         lines = log.read_text(errors="replace").splitlines()
         say("\n".join(f"  {line}" for line in lines[-6 if code == 0 else -80 :]))
         if not file.exists():
-            raise RuntimeError(f"the verdicts ended by {code}")
+            raise RuntimeError(f"the verdicts ended by {'their limit' if code is None else f'code {code}'}")
         stage: dict[str, Any] = json.loads(file.read_text())
         return stage
 
@@ -243,7 +225,7 @@ def grpo_stages(device: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, say: Log, **more: Any) -> None:
+def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, say: Log) -> None:
     """Writes the baseline of the stages that are there, with what is estimated of each now."""
     rates = rates_of(CARDS[card], FOLDER)
     ratios = {}
@@ -268,31 +250,12 @@ def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str,
         card=card,
         stages=stages,
         failed=failed,
-        **more,
-    )
-
-
-def again(say: Log) -> None:
-    """The baseline's measurements against the estimates of today."""
-    before = json.loads((FOLDER / f"{NAME}.json").read_text())
-    if not all("kind" in stage for stage in before["stages"].values()):
-        raise SystemExit(f"{NAME}.json was written before stages said what was run: measure them again")
-    stages = before["stages"] | grpo_stages(before["device"])
-    record(
-        stages,
-        before["failed"],
-        before["card"],
-        say,
-        device=before["device"],
-        measured_at=before.get("measured_at", before["commit"]),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
-    parser.add_argument("--again", action="store_true", help="estimates what was measured once more")
-    parser.add_argument("--card", choices=sorted(CARDS), help="default: this machine's")
     parser.add_argument("--timeout", type=float, default=85, help="seconds for each run")
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)  # one stage, in this process; its JSON file
@@ -300,16 +263,12 @@ def main() -> None:
     if options.verdicts:
         options.verdicts.write_text(json.dumps(verdicts_here(options)))
         return
-    cuda = torch.cuda.is_available()
-    if options.again:
-        again(Log(NAME, Path(tempfile.mkdtemp(prefix="again-"))))
-        return
     here = found_card()
-    card = options.card or (here[0].name if here else "H200-141GB")
-    if not cuda and not options.quick:
-        reason = "no GPU here; `--quick` proves the code path on a CPU"
+    if here is None and not options.quick:
+        reason = f"no GPU here of a kind that `coepg plan` knows ({', '.join(CARDS)}); `--quick` proves the code path on a CPU"
         write_none(NAME, "×", reason)
         raise SystemExit(reason)
+    cuda, card = torch.cuda.is_available(), here[0].name if here else "H200-141GB"
     say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
     say(f"{card}, rates: {rates_of(CARDS[card], FOLDER).basis}")
     size: sized.Size = "tiny" if options.quick else "3B"
@@ -321,7 +280,7 @@ def main() -> None:
     }
     for name, settings in SFT_RUNS.items():
         small = ["--size", "tiny", "--device", "cuda" if cuda else "cpu", "--micro", "2", "--steps", "3"]
-        chosen = small if options.quick else [*settings, "--steps", "4", "--stuck", str(options.timeout - 15)]
+        chosen = small if options.quick else [*settings, "--steps", "4"]
         chosen += ["--accumulation", "2" if options.quick else "4", "--warmup", "1"]
         runs[name] = lambda chosen=chosen: sft(size, chosen, say, options.timeout)  # type: ignore[misc]
     stages, failed = {} if options.quick else grpo_stages(device_name()), dict[str, str]()

@@ -4,43 +4,33 @@ The work is the loop's own (workers.CandidatesWork): cut into chunks, a process 
 Rates are those after the first chunk of each process, since loading a model is paid once per run; the seconds with it are
 reported too. Weights are random, so answers never end before their limit. The baseline is `pool_scaling_4gpu`, with `--gpus 2`
 it is `pool_scaling_2gpu`. A run that is ended after `--timeout` seconds counts with the chunks that it made. `--quick` runs
-the tiny model in two processes on a CPU.
+the tiny model in two processes on a CPU. On several GPUs it has not run to its end yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from benchmarks import sized
+from benchmarks import limited, sized
 from benchmarks.baseline import Log, write_none, write_scaling
 from coepg_dagster import workers
+from coepg_dagster.experiment import Models, Regeneration
 
 CHUNK: Final = "COEPG_BENCHMARK_CHUNK"
-STUCK: Final = "COEPG_BENCHMARK_STUCK"
 if CHUNK in os.environ:  # here, so that processes that the work starts anew read it too
     workers.CHUNK = int(os.environ[CHUNK])
-if STUCK in os.environ:
-    faulthandler.dump_traceback_later(float(os.environ[STUCK]))
 
 
 def work_of(options: argparse.Namespace) -> workers.CandidatesWork:
     """The work in `options.folder`, which is written where it is not there yet."""
-    from coepg_dagster.experiment import Models, Regeneration
-
     # smaller chunks than in a real run: a minute's work is enough for several per process
     workers.CHUNK = options.chunk
     os.environ[CHUNK] = str(options.chunk)
@@ -72,23 +62,11 @@ def work_of(options: argparse.Namespace) -> workers.CandidatesWork:
     )
 
 
-@contextmanager
-def looked_after(seconds: float) -> Iterator[None]:
-    """Prints where every thread of this process is if it takes longer; so do processes that it starts."""
-    os.environ[STUCK] = str(seconds)
-    faulthandler.dump_traceback_later(seconds)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def one_run(options: argparse.Namespace) -> None:
     """Does the work on the visible devices and leaves its chunks; writes how much memory it took."""
     work = work_of(options)
     (options.folder / "started").touch()
-    with looked_after(options.timeout - 15):
-        work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
+    work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
     # with one process the work is done in this one
     memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     (options.folder / "memory").write_text(str(memory))
@@ -122,26 +100,13 @@ def measure(settings: list[str], processes: int, checkpoint: Path, say: Log, *, 
     """One run in a process of its own that sees so many GPUs; `settings` are this module's own arguments."""
     with tempfile.TemporaryDirectory(prefix="pool-run-") as folder:
         given = [*settings, "--processes", str(processes), "--checkpoint", str(checkpoint), "--folder", folder]
-        command = [sys.executable, "-m", "benchmarks.pool_scaling", *given, "--timeout", str(timeout)]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment, log = {}, Path(folder) / "log"
         if torch.cuda.is_available():
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[:processes])
-        with (Path(folder) / "log").open("w+") as log:
-            # a session of its own, so that its processes on other GPUs end with it
-            run = subprocess.Popen(command, env=environment, stderr=log, stdout=log, start_new_session=True)
-            try:
-                code: int | None = run.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                if run.poll() is None:
-                    os.killpg(run.pid, signal.SIGKILL)
-                    run.wait()
-            log.seek(0)
-            printed = log.read()
-        lines = printed.splitlines()
-        say("\n".join(f"  {line}" for line in lines[-8 if code == 0 else -80 :]))
+        code = limited.run(["benchmarks.pool_scaling", *given], log, timeout, **environment)
+        printed = log.read_text(errors="replace")
+        say("\n".join(f"  {line}" for line in printed.splitlines()[-8 if code == 0 else -80 :]))
         if code:
             raise RuntimeError(f"the run on {processes} failed:\n{printed[-3000:]}")
         if code is None:

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from benchmarks.baseline import Log, command_line, write, write_none
+from benchmarks import limited
+from benchmarks.baseline import FOLDER, Log, command_line, write, write_none
 
 NAME: Final = "sft_mfu"
 CONFIGURATIONS: Final[dict[str, list[str]]] = {
@@ -44,54 +41,33 @@ DEFAULT: Final = ["frozen-liger", "frozen-compiled-3", "frozen-compiled-4"]
 """The surest first: it compiles nothing. The last may not fit 80 GB while layers are being compiled."""
 
 
-def measure(settings: list[str], say: Log, *, timeout: float, launcher: list[str] | None = None) -> dict[str, Any]:
-    """The figures of one run of benchmarks.sft_run; of one that is killed after `timeout` seconds, those of the steps before.
+def measure(settings: list[str], say: Log, *, timeout: float, launcher: Sequence[str] = ()) -> dict[str, Any]:
+    """The figures of one run of benchmarks.sft_run; of one that is ended after `timeout` seconds, those of the steps before.
 
     Raises RuntimeError with the end of its output where it ended badly or measured no step.
+
+    Args:
+        launcher: a module, with its arguments, that starts sft_run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.json"
-        command = [*(launcher or [sys.executable, "-m"]), "benchmarks.sft_run", *settings, "--out", str(out)]
-        environment = os.environ | {
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-        }
+        out, log = Path(folder) / "figures.json", Path(folder) / "log"
+        arguments = [*launcher, "benchmarks.sft_run", *settings, "--out", str(out)]
         started = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        lines: list[str] = []
-        # a process that hangs prints nothing either
-        late = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
-        late.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                if line.startswith(("step ", "rank ", "profile: ")):
-                    say(f"  {line.rstrip()}  (after {time.perf_counter() - started:.0f} s)")
-            code = process.wait()
-        finally:
-            late.cancel()
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = limited.run(arguments, log, timeout, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
         seconds = time.perf_counter() - started
-        cut = code == -signal.SIGKILL
-        if cut and not out.exists():
-            raise RuntimeError("\n".join([f"killed after {seconds:.0f} s, before a step was measured", *lines[-120:]]))
-        if (code and not cut) or not out.exists():
-            raise RuntimeError("\n".join([f"ended with code {code}", *lines[-25:]]))
-        if cut:
-            say(f"  killed after {seconds:.0f} s; the steps before count")
+        lines = log.read_text(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith(("step ", "rank ", "profile: ")):
+                say(f"  {line}")
+        end = f"ended after {seconds:.0f} s" if code is None else f"ended with code {code}"
+        if code or not out.exists():
+            raise RuntimeError(
+                "\n".join([f"{end}, before a step was measured" if code is None else end, *lines[-120:]])
+            )
+        if code is None:
+            say("\n".join([f"  {end}; the steps before count", *lines[-120:]]))
         figures: dict[str, Any] = json.loads(out.read_text())
-        return figures | {"wall_seconds": seconds} | ({"cut_short": True} if cut else {})
+        return figures | {"wall_seconds": seconds} | ({"cut_short": True} if code is None else {})
 
 
 def line_of(name: str, figures: dict[str, Any]) -> str:
@@ -104,8 +80,6 @@ def line_of(name: str, figures: dict[str, Any]) -> str:
 
 def best_settings() -> list[str]:
     """The settings of the committed baseline, else of the first configuration: what other benchmarks run with."""
-    from benchmarks.baseline import FOLDER
-
     file = FOLDER / f"{NAME}.json"
     found = json.loads(file.read_text()).get("fastest") if file.exists() else None
     return CONFIGURATIONS.get(found or "", CONFIGURATIONS["frozen-compiled-quarter"])

@@ -8,8 +8,6 @@ each, so that a run that is cut short leaves those that it did.
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import inspect
 import json
 import os
 import resource
@@ -30,8 +28,6 @@ from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.training import sft
 
-SAVING = "save_trained" if hasattr(sft, "save_trained") else "save_whole"
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,9 +43,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("fast", "sdpa"), default="fast", help="sdpa: as transformers does it")
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--profile", action="store_true", help="then one more step: what the GPU did in a forward pass")
-    parser.add_argument(
-        "--stuck", type=float, default=0, help="seconds until every process prints its threads' stacks; 0: never"
-    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     return parser.parse_args()
@@ -145,8 +138,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     def say(what: str) -> None:
         print(f"rank {rank}: {what} after {time.perf_counter() - began:.0f} s", flush=True)
 
-    if options.stuck:
-        faulthandler.dump_traceback_later(options.stuck)
     on_gpu = options.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -217,11 +208,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         recompute=options.recompute,
         compile=options.kernels == "compiled",
     )
-    changed: dict[str, Any] = {"load_for_training": model_of, SAVING: lambda *_, **__: {}}
+    changed: dict[str, Any] = {"load_for_training": model_of, "save_trained": lambda *_, **__: {}}
     if options.attention == "sdpa":
         changed |= {"fast_vision": lambda model: False, "expect_right_padding": lambda model: None}
-    # a run that may be killed keeps checkpoints in `scratch`: none within these few steps
-    kept = {"scratch": folder / "scratch"} if "scratch" in inspect.signature(sft.train_sft).parameters else {}
     with (
         patch.multiple(sft, **changed),
         patch.multiple(SFTTrainer, __init__=timed_init, training_step=timed_step),
@@ -237,7 +226,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             options.device,
             folder / f"out-{rank}",
             lambda done, of, figures: None,
-            **kept,
+            scratch=folder / "scratch",
         )
     return result(options, clock.seconds, batches, rate, world)
 
@@ -263,7 +252,7 @@ def result(
         "configuration": {
             key: value
             for key, value in vars(options).items()
-            if key not in ("out", "device", "seconds", "steps", "profile", "stuck")
+            if key not in ("out", "device", "seconds", "steps", "profile")
         },
         "processes": world,
         "step_seconds": times,

@@ -3,14 +3,13 @@
 Both runs are in this call, on this machine, with the same settings and the same number of rows per GPU and step; the
 baseline is `sft_scaling_4gpu`, with `--gpus 2` it is `sft_scaling_2gpu`. Each run ends by itself or is ended after
 `--timeout` seconds; then the steps before count, and where every process was stands in the log. `--quick` runs the tiny
-model in two processes on a CPU, or on the GPUs that are there.
+model in two processes on a CPU, or on the GPUs that are there. On several GPUs it has not run to its end yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,7 @@ import torch
 from benchmarks.baseline import Log, write_none, write_scaling
 from benchmarks.sft_mfu import CONFIGURATIONS, best_settings, line_of, measure
 
-LAUNCHER: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+LAUNCHER: Final = ("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
 
 
 def main() -> None:
@@ -51,7 +50,6 @@ def main() -> None:
         chosen = CONFIGURATIONS[options.configuration] if options.configuration else best_settings()
         settings = [*chosen, "--accumulation", str(options.accumulation), "--steps", str(options.steps)]
         settings += ["--warmup", "2"]
-    settings += ["--stuck", str(options.timeout - 15)]
     # torchrun would give one thread each to several processes, and all to one
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "4")
     found: dict[int, dict[str, Any]] = {}

@@ -30,7 +30,10 @@ def main(work_file: Path, result_file: Path) -> None:
     work = read_work(work_file)
     if isinstance(work, TrainingWork) and work.placement.spread and not is_rank():
         arguments = [str(work_file), str(result_file)]
-        sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=work.device != "cpu"))
+        try:
+            sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=work.device != "cpu"))
+        except Ended as why:
+            sys.exit(str(why))
     if work.device != "cpu" and is_rank():
         import torch
 

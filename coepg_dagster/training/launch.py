@@ -103,6 +103,8 @@ def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
 
 def launch(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
     """Runs `module` in the processes of `placement`; the exit code of `accelerate launch`."""
+    if placement.strategy != "ddp" and not on_gpu:  # accelerate would leave it out, without a word
+        raise Ended(f"strategy {placement.strategy} needs GPUs: use `ddp` on a CPU")
     config = scratch / "accelerate.yaml"
     config.write_text(yaml.safe_dump(accelerate_config(placement, on_gpu=on_gpu)))
 
