@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,14 +78,19 @@ def _deviation(study: Study) -> str:
 
 
 def _tables(study: Study, results: paper.Results, protocol: str) -> str:
-    root, last = study.root, _last(study)
+    root, last, large = study.root, _last(study), f"{study.root}_large"
+    by_iteration = paper.table_1(results, root, study.last, protocol)
+    if (reached := study.reached((large, FULL))) is not None:
+        larger = paper.table_1(results, large, reached, protocol)
+        by_iteration = replace(by_iteration, rows=(*by_iteration.rows, *larger.rows))
     tables = [
-        paper.table_1(results, root, study.last, protocol),
+        by_iteration,
         paper.table_3(results, root, last),
         paper.table_4(results, root, last),
     ]
     notes = [
-        f"Any row again: `{command(root, FULL)}/sSEED --through K`, with one of the seeds {_seeds(study)}.",
+        f"Any row again: `{command(root, FULL)}/sSEED --through K` or `{command(large, FULL)}/sSEED --through K`, with one of "
+        f"the seeds {_seeds(study)}.",
         f"Any row again: `coepg evolve {root}_VARIANT/sSEED --through {last}`, VARIANT being `end_to_end_sft`, `end_to_end` or "
         f"`before_grpo`, after `{command(root, FULL)}/sSEED --through {last}`, whose data and models they start from.",
         f"Any row again: `coepg evolve {root}_VARIANT/sSEED --through {last}`, VARIANT being `no_cdrem`, `uniform`, "
@@ -131,32 +137,32 @@ def _figures(study: Study, results: paper.Results, out: Path) -> str:
 
 
 def _live(study: Study) -> str:
-    """Success of live play per iteration and family, where somebody played."""
-    played = sorted((run.reference, k, split, live) for run in study.runs for (k, split), live in run.live.items())
+    """Success of live play per split, iteration and family, where somebody played."""
+    played = {(split, run.reference, k): live for run in study.runs for (k, split), live in run.live.items()}
     if not played:
         return (
             "## Live play\n\nNot played yet: "
             + ", ".join(f"`coepg play {study.root}@{k}`" for k in sorted({0, 1, study.last}))
             + ", then `--collect` again.\n"
         )
-    families = sorted({family for *_, live in played for family in live["families"]})
-    header = ("family", *(f"{reference} M_{k}" for reference, k, _, _ in played))
-    rows = [
-        ("**all episodes**", *(_rate(live["success"]) for *_, live in played)),
-        *(
-            (
-                family,
-                *(
-                    f"{of['solved']}/{of['episodes']}" if (of := live["families"].get(family)) else "–"
-                    for *_, live in played
-                ),
-            )
-            for family in families
-        ),
-    ]
-    commands = ", ".join(f"`coepg play {reference}@{k} --split {split}`" for reference, k, split, _ in played)
-    table = Table("Success by the page's own reward, in Chromium", header, tuple(rows))
-    return f"## Live play\n\n{table.markdown()}\nAgain, with recorded episodes to look at: {commands}.\n"
+    parts = ["## Live play\n"]
+    splits = {split for split, _, _ in played}
+    for split in (*filter(splits.__contains__, study.splits), *sorted(splits - set(study.splits))):
+        columns = {(name, k): live for (of, name, k), live in sorted(played.items()) if of == split}
+        families = sorted({family for live in columns.values() for family in live["families"]})
+        header = ("family", *(f"{name} M_{k}" for name, k in columns))
+        rows = [("**all episodes**", *(_rate(live["success"]) for live in columns.values()))]
+        rows += [(family, *(_solved(live["families"].get(family)) for live in columns.values())) for family in families]
+        title = f"{split}: success by the page's own reward, in Chromium; per cent, and episodes solved"
+        parts.append(Table(title, header, tuple(rows)).markdown())
+        most = max(rates["episodes"] for live in columns.values() for rates in live["families"].values())
+        commands = ", ".join(f"`coepg play {name}@{k} --split {split} --episodes {most}`" for name, k in columns)
+        parts.append(f"Again, with recorded episodes to look at: {commands}.\n")
+    return "\n".join(parts)
+
+
+def _solved(rates: Mapping[str, Any] | None) -> str:
+    return "–" if rates is None else f"{rates['solved']}/{rates['episodes']}"
 
 
 def _rate(rate: Mapping[str, Any]) -> str:

@@ -167,6 +167,19 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     assert (tmp_path / "images" / "results" / "figure-7.png").stat().st_size > 1000
 
 
+def test_the_page_has_rows_of_both_sizes_and_a_table_of_live_play_for_each_split(tmp_path: Path) -> None:
+    one, large = run(FULL, 1, {0: 0.2, 1: 0.5}), run(FULL, 1, {0: 0.3, 1: 0.6}, "box_large")
+    solved = {"solved": 1, "episodes": 4, "success": 25.0}
+    for k, split in ((0, "test_a"), (1, "test_a"), (1, "test_b")):
+        one.live[k, split] = {"success": {"rate": 25.0, "ci95": [0.0, 50.0]}, "families": {f"menus_{split}": solved}}
+    both = study(one, large)
+    text = write_page(both, findings(both), [], {}, "miniwob/point", tmp_path).read_text()
+    assert "| box M_1 |" in text and "| box_large M_1 |" in text and "| box_large M_2 |" not in text
+    by_split = text.split("**test_b: success")
+    assert "menus_test_a | 1/4 | 1/4 |" in by_split[0] and "menus_test_a" not in by_split[1]
+    assert "`coepg play box/s1@1 --split test_b --episodes 4`" in by_split[1]
+
+
 def test_what_was_not_reached_is_compared_at_the_last_common_iteration_and_says_so(tmp_path: Path) -> None:
     early = [run(FULL, seed, {0: 0.2, 1: 0.6}) for seed in (1, 2)]
     no_grpo = [run("no_grpo", seed, {0: 0.2, 1: 0.3, 2: 0.4}) for seed in (1, 2)]
