@@ -157,7 +157,7 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
         batch_size=batch,
         seed=13,
         processes=1,
-        members={"open": path},  # type: ignore[dict-item]
+        members={"open": path},
         candidates=folder / "candidates.parquet",
         train_split="train",
         config=Regeneration(max_point_tokens=POINT),

@@ -64,7 +64,7 @@ def work_of(kind: str, placement: Placement, device: str, folder: Path) -> SftWo
     own = ("base_grounder", str(tiny.GROUNDERS["base_grounder"]))
     return GrpoWork(
         **common, own_grounder=own, verifiers=verifiers, validation_split="", max_point_tokens=12, config=grpo
-    )  # type: ignore[arg-type]
+    )
 
 
 def ran(work: SftWork | GrpoWork, limit: float) -> dict[str, Any]:
