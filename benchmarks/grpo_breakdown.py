@@ -33,7 +33,7 @@ from trl.generation import vllm_generation
 
 from benchmarks import baseline, limited, sized
 from coepg_dagster.estimates import CONTEXT, Example, grpo_memory
-from coepg_dagster.experiment import Grpo, Lora, Models, Serving
+from coepg_dagster.experiment import Grpo, Lora, Serving
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.training import grpo
 
@@ -166,14 +166,8 @@ def run(options: argparse.Namespace, kind: str, file: Path) -> dict[str, Any]:
     steps, dataset = sized.tables(
         options.size, options.prompts * options.steps, screens=options.prompts * options.steps
     )
-    models = Models(
-        base_planner=checkpoint,
-        base_grounder=checkpoint,
-        planners={"open": checkpoint},
-        verifiers={"verifier": checkpoint},
-        prompts="compact",
-        dtype="float32" if small else "bfloat16",
-    )
+    dtype = "float32" if small else "bfloat16"
+    models = sized.models_of(checkpoint, verifiers={"verifier": checkpoint}, dtype=dtype)
     about = {"rollouts": kind, "config": config.model_dump(mode="json"), "vllm_compiled": options.compiled}
     stages = Stages(about, file)
     score, begin, draw = grpo.CdremReward.score, grpo.CdremTrainer.__init__, sized.np.random.default_rng(5)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,8 +41,26 @@ def run(arguments: Sequence[str], output: Path, limit: float, **environment: str
 def _end(process: psutil.Process) -> None:
     """Ends a process and all that it started, in other sessions too, the last first; each prints its stacks."""
     processes = [*reversed(process.children(recursive=True)), process]
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        for each in processes:
-            with suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
-        psutil.wait_procs(processes, timeout=5)
+    _tell(processes, signal.SIGSTOP)
+    # one at a time, while the others stand still: their lines stay apart, and who sees another end cannot leave before it speaks
+    for each in processes:
+        _tell([each], signal.SIGABRT)
+        _tell([each], signal.SIGCONT)
+        end = time.monotonic() + 5
+        while not _ended(each) and time.monotonic() < end:
+            time.sleep(0.02)
+    _tell(processes, signal.SIGKILL)
+    psutil.wait_procs(processes, timeout=5)
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # its parent stands still, and fetches nobody
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _tell(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)

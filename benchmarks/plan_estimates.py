@@ -38,7 +38,7 @@ from coepg_dagster.estimates import (
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
+from coepg_dagster.experiment import Grpo, Regeneration, Sft
 from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED
 
 NAME: Final = "plan_estimates"
@@ -145,14 +145,11 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
     for name in ("scratch", "out"):
         (folder / name).mkdir()
     path = str(checkpoint)
-    models = Models(
-        base_planner=path, base_grounder=path, planners={"open": path}, verifiers={"open": path}, prompts="compact"
-    )
     return workers.VerdictsWork(
         out=folder / "out",
         scratch=folder / "scratch",
         steps=folder / "steps.arrow",
-        models=models,
+        models=sized.models_of(path),
         device="cuda" if torch.cuda.is_available() else "cpu",
         batch_size=batch,
         seed=13,

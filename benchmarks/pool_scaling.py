@@ -20,9 +20,10 @@ from typing import Any, Final
 import torch
 
 from benchmarks import limited, sized
-from benchmarks.baseline import Log, write_none, write_scaling
+from benchmarks.baseline import Log
+from benchmarks.scaling import Figures, compare, need_gpus
 from coepg_dagster import workers
-from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.experiment import Regeneration
 
 CHUNK: Final = "COEPG_BENCHMARK_CHUNK"
 if CHUNK in os.environ:  # here, so that processes that the work starts anew read it too
@@ -44,13 +45,7 @@ def work_of(options: argparse.Namespace) -> workers.CandidatesWork:
         out=folder / "out",
         scratch=folder / "scratch",
         steps=folder / "steps.arrow",
-        models=Models(
-            base_planner=checkpoint,
-            base_grounder=checkpoint,
-            planners={"open": checkpoint},
-            verifiers={"open": checkpoint},
-            prompts="compact",
-        ),
+        models=sized.models_of(checkpoint),
         device="cuda" if torch.cuda.is_available() else "cpu",
         batch_size=options.batch,
         seed=13,
@@ -139,13 +134,9 @@ def main() -> None:
     if options.folder:
         one_run(options)
         return
-    cuda, name = torch.cuda.device_count(), f"pool_scaling_{options.gpus}gpu"
-    if not options.quick and cuda < options.gpus:
-        reason = (
-            f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path in two processes on a CPU"
-        )
-        write_none(name, "candidates/s", reason)
-        raise SystemExit(reason)
+    cuda, name, unit = torch.cuda.device_count(), f"pool_scaling_{options.gpus}gpu", "candidates/s"
+    if not options.quick:
+        need_gpus(name, unit, options.gpus, "in two processes on a CPU")
     say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
     many = (cuda or 2) if options.quick else options.gpus
     options.checkpoint = options.checkpoint or Path("/dev/shm") / f"coepg-{options.size}-sharp"  # noqa: S108
@@ -154,40 +145,25 @@ def main() -> None:
     say(f"checkpoint {options.checkpoint} after {time.perf_counter() - started:.0f} s")
     work = {key: getattr(options, key) for key in ("size", "batch", "plans", "tokens", "chunk", "chunks")}
     settings = [part for key, value in work.items() for part in (f"--{key}", str(value))]
-    found: dict[int, dict[str, Any]] = {}
-    for n in (1, many):
-        try:
-            found[n] = measure(settings, n, options.checkpoint, say, timeout=options.timeout)
-        except RuntimeError as error:
-            if options.quick:
-                raise
-            say(str(error))
-            write_none(
-                name,
-                "candidates/s",
-                f"{str(error).splitlines()[0]}; the log has the rest",
-                log=say.path,
-                runs={str(processes): figures for processes, figures in found.items()},
-            )
-            raise SystemExit(1) from None
-        say(f"{n}: {found[n]['candidates_per_second']:.2f} candidates/s after each process's first chunk")
-    one, together = (found[n]["candidates_per_second"] for n in (1, many))
-    say(f"{together:.2f} candidates/s on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
+
+    def measured(processes: int) -> Figures:
+        figures = measure(settings, processes, options.checkpoint, say, timeout=options.timeout)
+        say(f"{processes}: {figures['candidates_per_second']:.2f} candidates/s after each process's first chunk")
+        return figures
+
+    found = compare(
+        name,
+        many,
+        say,
+        measured,
+        lambda figures, _: float(figures["candidates_per_second"]),
+        unit=unit,
+        seconds="chunk_seconds",
+        what=f"Candidates per second on {many} GPUs against {many} times those on one, after each process's first chunk.",
+        quick=options.quick,
+    )
     say(
         f"with loading: {found[many]['seconds_with_loading']:.1f} s on {many}, {found[1]['seconds_with_loading']:.1f} on one"
-    )
-    if options.quick:
-        return
-    write_scaling(
-        name,
-        one,
-        together,
-        many,
-        unit="candidates/s",
-        repetitions={str(processes): figures["chunk_seconds"] for processes, figures in found.items()},
-        log=say.path,
-        what=f"Candidates per second on {many} GPUs against {many} times those on one, after each process's first chunk.",
-        runs={str(processes): figures for processes, figures in found.items()},
     )
 
 

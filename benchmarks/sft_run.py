@@ -24,7 +24,7 @@ from trl import SFTTrainer
 
 from benchmarks import sized
 from coepg_dagster.architecture import Architecture, flops
-from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.experiment import Sft
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.training import sft
 
@@ -192,13 +192,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows = min(2048 if on_gpu else 64, (options.steps + options.profile) * batch)
     steps, dataset = sized.tables(options.size, rows, screens=128 if on_gpu else 8)
     say("rows made")
-    models = Models(
-        base_planner="random",
-        base_grounder="random",
-        planners={"open": "random"},
-        verifiers={"open": "random"},
-        prompts="compact",
-    )
+    models = sized.models_of("random")
     config = Sft(
         epochs=100,
         max_steps=options.steps + options.profile,

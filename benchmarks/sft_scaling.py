@@ -12,11 +12,12 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from benchmarks.baseline import Log, write_none, write_scaling
+from benchmarks.baseline import Log
+from benchmarks.scaling import Figures, compare, need_gpus
 from benchmarks.sft_mfu import CONFIGURATIONS, best_settings, line_of, measure
 
 LAUNCHER: Final = ("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
@@ -35,56 +36,40 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps, of which two warm up")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each of the two runs")
     options = parser.parse_args()
-    cuda, name = torch.cuda.device_count(), f"sft_scaling_{options.gpus}gpu"
+    cuda, name, unit = torch.cuda.device_count(), f"sft_scaling_{options.gpus}gpu", "rows/s"
     if options.quick:
         say, many = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))), cuda or 2
         settings = ["--size", "tiny", "--device", "cuda" if cuda else "cpu", "--accumulation", "2", "--steps", "4"]
-    elif cuda < options.gpus:
-        reason = (
-            f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path in two processes on a CPU"
-        )
-        write_none(name, "rows/s", reason)
-        raise SystemExit(reason)
     else:
+        need_gpus(name, unit, options.gpus, "in two processes on a CPU")
         say, many = Log(name), options.gpus
         chosen = CONFIGURATIONS[options.configuration] if options.configuration else best_settings()
         settings = [*chosen, "--accumulation", str(options.accumulation), "--steps", str(options.steps)]
         settings += ["--warmup", "2"]
     # torchrun would give one thread each to several processes, and all to one
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "4")
-    found: dict[int, dict[str, Any]] = {}
-    for processes in (1, many):
+
+    def measured(processes: int) -> Figures:
         say(f"{processes} processes: {' '.join(settings)}")
+        launcher = [*LAUNCHER, f"--nproc-per-node={processes}", "-m"]
         try:
-            launcher = [*LAUNCHER, f"--nproc-per-node={processes}", "-m"]
-            found[processes] = measure(settings, say, timeout=options.timeout, launcher=launcher)
+            figures = measure(settings, say, timeout=options.timeout, launcher=launcher)
         except RuntimeError as error:
-            say(f"{processes} processes: {error}")
-            if not options.quick:
-                write_none(
-                    name,
-                    "rows/s",
-                    f"{processes} processes: {str(error).splitlines()[0]}; the log has the rest",
-                    log=say.path,
-                    runs={str(n): figures for n, figures in found.items()},
-                )
-            raise SystemExit(1) from None
-        say(line_of(f"{processes} processes, each", found[processes]))
-    # each process reports its own rows; all of them wait for the slowest in every step
-    one, together = found[1]["sequences_per_second"], many * found[many]["sequences_per_second"]
-    say(f"{together:.2f} rows/s on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
-    if options.quick:
-        return
-    write_scaling(
+            raise RuntimeError(f"{processes} processes: {error}") from None
+        say(line_of(f"{processes} processes, each", figures))
+        return figures
+
+    compare(
         name,
-        one,
-        together,
         many,
-        unit="rows/s",
-        repetitions={str(processes): figures["step_seconds"] for processes, figures in found.items()},
-        log=say.path,
+        say,
+        measured,
+        # each process reports its own rows; all of them wait for the slowest in every step
+        lambda figures, processes: float(processes * figures["sequences_per_second"]),
+        unit=unit,
+        seconds="step_seconds",
         what=f"Rows per second on {many} GPUs against {many} times those on one, DDP, same rows per GPU and step.",
-        runs={str(processes): figures for processes, figures in found.items()},
+        quick=options.quick,
     )
 
 

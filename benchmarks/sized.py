@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from coepg_dagster.architecture import KNOWN, Architecture
+from coepg_dagster.experiment import Models
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash
 
 Size = Literal["3B", "7B", "tiny"]
@@ -129,6 +130,18 @@ _WORDS: Final = ("click", "press", "the", "blue", "button", "below", "field", "s
 def plan_of(draw: np.random.Generator, words: int) -> str:
     """A made plan of so many words that the tokenizer knows."""
     return " ".join(_WORDS[i] for i in draw.integers(len(_WORDS), size=words))
+
+
+def models_of(checkpoint: str, **more: Any) -> Models:
+    """One checkpoint in every role; `more`: what differs."""
+    same: dict[str, Any] = {
+        "base_planner": checkpoint,
+        "base_grounder": checkpoint,
+        "planners": {"open": checkpoint},
+        "verifiers": {"open": checkpoint},
+        "prompts": "compact",
+    }
+    return Models(**same | more)
 
 
 def tables(size: Size, rows: int, *, seed: int = 0, screens: int = 64) -> tuple[pa.Table, pa.Table]:

@@ -22,7 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from benchmarks import limited, sized, tiny
-from benchmarks.baseline import Log, command_line, write, write_none
+from benchmarks.baseline import Log, command_line, write
+from benchmarks.scaling import need_gpus
 from coepg_dagster.experiment import Grpo, Sft
 from coepg_dagster.training.launch import Placement
 from coepg_dagster.workers import GrpoWork, SftWork, write_steps
@@ -111,11 +112,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=STRATEGIES, help="again for more; default: all")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a run, its start included")
     options = parser.parse_args()
-    name, cuda = f"strategies_{options.gpus}gpu", torch.cuda.device_count()
-    if not options.quick and cuda < options.gpus:
-        reason = f"{cuda} GPUs here, {options.gpus} are needed; `--quick` proves the code path on a CPU"
-        write_none(name, UNIT, reason)
-        raise SystemExit(reason)
+    name = f"strategies_{options.gpus}gpu"
+    if not options.quick:
+        need_gpus(name, UNIT, options.gpus, "on a CPU")
     say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
     wanted = ["ddp"] if options.quick else options.only or STRATEGIES
     placements = {ALONE: Placement()} | {s: Placement(processes=options.gpus, strategy=s) for s in wanted}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,11 +227,11 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        listening: AbstractContextManager[None] = nullcontext()
         if self._early and not self.use_vllm:
             policy = self.accelerator.unwrap_model(self.model_wrapped)
-            with as_they_end(policy, self.eos_token_ids, self._ask_early):
-                answers, logprobs = super()._generate_single_turn(*args, **kwargs)
-        else:
+            listening = as_they_end(policy, self.eos_token_ids, self._ask_early)
+        with listening:
             answers, logprobs = super()._generate_single_turn(*args, **kwargs)
         tokenizer = self.processing_class.tokenizer
         unwanted = frozenset(vision_token_ids(tokenizer))

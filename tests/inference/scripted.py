@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
 
@@ -12,6 +13,11 @@ RESIZE = (28, 3136, 50176)
 def generation(*pieces: str, logprobs: Sequence[float] | None = None, stop: float | None = -0.5) -> Generation:
     logprobs = logprobs or [-0.1 * (t + 1) for t in range(len(pieces))]
     return Generation("".join(pieces), tuple(p.encode() for p in pieces), tuple(logprobs), "stop", stop)
+
+
+def untimed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of rollouts without the seconds that their graders took, which differ from run to run."""
+    return [row | {"graders": [grader | {"seconds": None} for grader in row["graders"]]} for row in rows]
 
 
 class Scripted:

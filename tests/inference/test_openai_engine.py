@@ -31,6 +31,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.prompts import grounder_messages, planner_answer
 from coepg_dagster.training.grpo import CdremReward
 from tests.inference.openai_server import OpenAIServer, after, hang_up, says, status
+from tests.inference.scripted import untimed
 
 SCREEN = Image.linear_gradient("L").resize((84, 112)).convert("RGB")
 KEY = "sk-nobody-may-read-this"
@@ -161,9 +162,7 @@ def test_rewards_asked_for_while_rollouts_are_sampled_are_the_same(
             for part in early:
                 reward.ask([texts[i] for i in part], [ids[i] for i in part])
             rewards = reward.score(texts, ids)
-        for row in reward.rows:
-            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
-        return rewards, reward.rows, len(running.asked)
+        return rewards, untimed(reward.rows), len(running.asked)
 
     ends = sorted({0, 4, *cuts})
     assert scored([order[a:b] for a, b in itertools.pairwise(ends)]) == scored([])

@@ -39,7 +39,7 @@ from coepg_dagster.training.examples import NothingToTrainOn
 from coepg_dagster.training.grpo import CdremReward, train_grpo
 from tests.conftest import beside, quiet
 from tests.inference.openai_server import OpenAIServer, status
-from tests.inference.scripted import RESIZE, Scripted, generation
+from tests.inference.scripted import RESIZE, Scripted, generation, untimed
 
 CONFIG = Grpo(
     prompts_per_step=3,
@@ -468,9 +468,7 @@ def test_votes_that_are_asked_for_early_change_no_reward_and_no_row(steps: pa.Ta
             for part in early:
                 reward.ask([texts[i] for i in part], [ids[i] for i in part])
             rewards = reward.score(texts, ids)
-        for row in reward.rows:
-            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
-        return rewards, reward.rows
+        return rewards, untimed(reward.rows)
 
     places = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
     early = data.draw(st.lists(st.lists(st.integers(0, len(texts) - 1)), max_size=4))
@@ -497,18 +495,31 @@ class Early:
     rows: list[dict[str, Any]]
 
 
+@pytest.fixture
+def server(trained: Callable[[str, int], Path]) -> Iterator[OpenAIServer]:
+    """An endpoint of a grounder that knows the screens."""
+    engine = TransformersEngine(str(trained("grounder", 0)), dtype="float32", device="cpu", batch_size=1)
+    running = OpenAIServer(engine).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def far(server: OpenAIServer, trained: Callable[[str, int], Path]) -> Member:
+    return Member(model="tiny", engine="openai", base_url=server.url, processor=str(trained("grounder", 0)))
+
+
 def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
     run: Run,
-    trained: Callable[[str, int], Path],
+    server: OpenAIServer,
+    far: Member,
     dataset: pa.Table,
     steps: pa.Table,
     models: Models,
     tmp_path: Path,
 ) -> None:
     """The same draws, answers, rows in their order, advantages and weights; and no request more."""
-    path = str(trained("grounder", 0))
-    server = OpenAIServer(TransformersEngine(path, dtype="float32", device="cpu", batch_size=1)).start()
-    far = Member(model="tiny", engine="openai", base_url=server.url, processor=path)
+    path = far.processor
     config = CONFIG.model_copy(update={"max_steps": 2})
 
     def trained_with(early: bool) -> Early:
@@ -545,13 +556,10 @@ def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
                 quiet,
                 scratch=beside(out),
             )
-        rows = pq.read_table(out / "rollouts.parquet").to_pylist()
-        for row in rows:
-            row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
+        rows = untimed(pq.read_table(out / "rollouts.parquet").to_pylist())
         return Early(asked, len(server.asked), (out / "model.safetensors").read_bytes(), rows)
 
     early, late = trained_with(True), trained_with(False)
-    server.stop()
     assert late.asked == [[], []]
     assert len(early.asked) == 2 and all(first < 12 and last == 12 for first, *_, last in early.asked)
     assert early.rows == late.rows and any(len(row["graders"]) == 2 for row in early.rows)
@@ -561,16 +569,15 @@ def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
 
 def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
     run: Run,
-    trained: Callable[[str, int], Path],
+    server: OpenAIServer,
+    far: Member,
     dataset: pa.Table,
     steps: pa.Table,
     models: Models,
     tmp_path: Path,
 ) -> None:
-    path = str(trained("grounder", 0))
-    server = OpenAIServer(TransformersEngine(path, dtype="float32", device="cpu", batch_size=1)).start()
+    path = far.processor
     server.faults = [lambda *_: False] * 2 + [status(400)] * 99  # the two of the probe are answered
-    far = Member(model="tiny", engine="openai", base_url=server.url, processor=path)
     with pytest.MonkeyPatch.context() as patch:
         # ϕ_k too is behind an endpoint where the engine of the experiment is a server
         patch.setattr(grpo, "opened", lambda _, *args, **settings: opened(far, *args, **settings))
@@ -591,7 +598,6 @@ def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
                 quiet,
                 scratch=beside(tmp_path),
             )
-    server.stop()
     assert not list(beside(tmp_path).glob("rollouts/*.parquet")), "no reward, no row"
     for thread in threading.enumerate():
         if thread.name.startswith("ThreadPoolExecutor"):
