@@ -41,6 +41,8 @@ NAME: Final = "grpo_breakdown"
 KINDS: Final = ("transformers", "vllm")
 LIMITS: Final = {"transformers": 150.0, "vllm": 330.0}
 """Seconds of a run, its start included."""
+SLOW: Final = 5.0
+"""Seconds after which a stage is worth a line before its step ends."""
 COLLECT: Final = ("prompts", "rollouts", "weight sync", "wake", "sleep", "rewards")
 UPDATE: Final = ("log-probabilities", "forward and backward", "optimizer and the rest")
 SERVING: Final = Serving(context=4096, rollout_memory=0.3)
@@ -97,6 +99,8 @@ class Stages(TrainerCallback):  # type: ignore[misc]
             self._step[name] = self._step.get(name, 0.0) + took - self._inner.pop()
             if self._inner:
                 self._inner[-1] += took
+            if took > SLOW:
+                print(f"stage {name}: {took:.1f} s", flush=True)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @wraps(function)
@@ -317,7 +321,7 @@ def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: b
         end = f"its time limit of {LIMITS[kind]:.0f} s" if code is None else f"code {code}"
         lines = without_bars(log.read_text(errors="replace"))
         for line in lines:
-            if line.startswith(("step ", "trainer made", "attention:", "preflight:")):
+            if line.startswith(("step ", "stage ", "trainer made", "attention:", "preflight:")):
                 say(f"{kind}: {line}")
         if not file.exists():
             raise RuntimeError("\n".join([f"ended by {end} before a step was done", *lines[-120:]]))
