@@ -14,7 +14,7 @@ from dagster_pipes import PipesContext, open_dagster_pipes
 
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.launch import is_main, is_rank, launch
+from coepg_dagster.training.launch import is_main, is_rank, launch, see_one_gpu
 from coepg_dagster.workers import TrainingWork, Work, read_work
 
 MODULE: Final = "coepg_dagster.resources.worker"
@@ -28,12 +28,14 @@ def main(work_file: Path, result_file: Path) -> None:
     """
     end_with_parent()
     work = read_work(work_file)
-    if isinstance(work, TrainingWork) and work.placement.spread and not is_rank():
-        arguments = [str(work_file), str(result_file)]
-        try:
-            sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=work.device != "cpu"))
-        except Ended as why:
-            sys.exit(str(why))
+    if isinstance(work, TrainingWork) and not is_rank():
+        if work.placement.spread:
+            arguments = [str(work_file), str(result_file)]
+            try:
+                sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=work.device != "cpu"))
+            except Ended as why:
+                sys.exit(str(why))
+        see_one_gpu()
     if work.device != "cpu" and is_rank():
         import torch
 

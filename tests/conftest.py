@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,63 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
         return folder if folder.exists() else build_random_checkpoint(folder, "small", seed, CORPUS, torch.float32)
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def qwen3_checkpoint(random_checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-VL with random weights, over the same vocabulary."""
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(random_checkpoint(0))
+    small = json.loads((random_checkpoint(0) / "config.json").read_text())
+    text, size = small["text_config"], {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
+    patches: dict[str, Any] = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+    config = Qwen3VLConfig(
+        text_config={
+            **{name: text[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
+            **{name: text[name] for name in ("num_key_value_heads", "eos_token_id", "bos_token_id", "pad_token_id")},
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **{name: small[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id")},
+        vision_end_token_id=small["vision_end_token_id"],
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("random") / "qwen3"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = text["eos_token_id"]
+    model.generation_config.pad_token_id = text["pad_token_id"]
+    model.save_pretrained(folder)
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches),
+        chat_template=(random_checkpoint(0) / "chat_template.jinja").read_text(),
+    ).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ from coepg_dagster.training.examples import NothingToTrainOn, completion_text, g
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.sampling import as_they_end, compare_prompts, difference, end_sampling, sampling_settings
-from coepg_dagster.training.speed import check_attention, each_image_once, half_activations, half_vision
+from coepg_dagster.training.speed import check_attention, each_image_once, half_activations, half_vision, lean_vision
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, requests_of
 from coepg_dagster.training.verified import save_trained
@@ -479,8 +479,11 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     compare_prompts(trainer)
-    if on_gpu and config.attention == "sdpa" and trainer.ref_model is not None:
-        fast_vision(trainer.accelerator.unwrap_model(trainer.ref_model))
+    if trainer.ref_model is not None:
+        reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+        lean_vision(reference)
+        if on_gpu and config.attention == "sdpa":
+            fast_vision(reference)
     checkpoints.train(trainer)
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}

@@ -56,6 +56,14 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def see_one_gpu() -> None:
+    """Leaves this process the first of the GPUs that it sees: with several, Trainer would spread a batch over them by threads.
+
+    To be called before CUDA is used.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def accumulation(rows: int, micro: int, what: str) -> int:
     """How many passes of `micro` rows in each process make an optimizer step of `rows` rows over all processes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))

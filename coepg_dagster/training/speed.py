@@ -5,15 +5,18 @@
   model's attention is a flash kernel too.
 - What flows from layer to layer is bf16, as in inference; so is a vision tower that is not trained. Under autocast alone
   the embeddings' float32 stays float32 from the first layer to the last, which doubles the memory that is moved and kept.
-- In GRPO the screenshot of a group is prepared once, not once for each rollout and again when they are scored.
+- In GRPO the screenshot of a group is prepared once, not once for each rollout and again when they are scored; and the vision
+  tower encodes it once for all of them that are in one batch.
+- A vision tower that is not trained keeps nothing for a backward pass, and there is none through it.
 - Activations are computed again in the backward pass for as many layers as memory asks for, and no more.
 - Layers are compiled one by one, so that norms, rotary embeddings and gates cost one pass over memory each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -76,6 +79,48 @@ _MEANT: Final[dict[Attention, frozenset[str]]] = {
     "eager": frozenset({"eager"}),
 }
 """What transformers may call; ours are torch's kernels, called with what they can be spared left out."""
+
+
+def lean_vision(model: Any) -> None:
+    """From now on the vision tower encodes an image that repeats the one before it once, and has gradients only if it is trained.
+
+    transformers' checkpointing has the embeddings of patches ask for gradients, for adapters in the layers above. A tower
+    without any would be computed again in the backward pass, and gone back through, for nobody.
+    """
+    tower = model.model.visual
+    encode, merged = tower.forward, tower.config.spatial_merge_size**2
+
+    def encode_once(pixels: torch.Tensor, grid_thw: torch.Tensor, **settings: Any) -> Any:
+        trained = any(parameter.requires_grad for parameter in tower.parameters())
+        sizes, patches = grid_thw.tolist(), grid_thw.prod(-1).tolist()
+        images = torch.split(pixels, patches)
+        alike = [i for i in range(1, len(sizes)) if sizes[i] == sizes[i - 1]]
+        same = torch.stack([(images[i] == images[i - 1]).all() for i in alike]).tolist() if alike else []
+        again = {i for i, equal in zip(alike, same, strict=True) if equal}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            if not again:
+                return encode(pixels, grid_thw=grid_thw, **settings)
+            new = [i for i in range(len(sizes)) if i not in again]
+            output = encode(torch.cat([images[i] for i in new]), grid_thw=grid_thw[new], **settings)
+            own = [patches[i] for i in new]
+            owner = [n - 1 for n in accumulate(i not in again for i in range(len(sizes)))]
+            return _repeated(output, {sum(own): own, sum(own) // merged: [n // merged for n in own]}, owner)
+
+    tower.forward = encode_once
+
+
+def _repeated(output: Any, lengths: Mapping[int, Sequence[int]], owner: Sequence[int]) -> Any:
+    """What a tower returned for some images, for a batch in which image i is the `owner[i]`-th of them.
+
+    Args:
+        lengths: by the length of a tensor, how much of it is of which image.
+    """
+    if isinstance(output, torch.Tensor):
+        pieces = torch.split(output, lengths[len(output)])
+        return torch.cat([pieces[i] for i in owner])
+    if isinstance(output, Mapping):
+        return type(output)(**{name: _repeated(value, lengths, owner) for name, value in output.items()})
+    return type(output)(_repeated(value, lengths, owner) for value in output)
 
 
 def load_with_attention(init: str, dtype: Dtype, device: str, attention: Attention) -> tuple[Any, Any]:

@@ -93,8 +93,10 @@ def save_whole(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
         draft = Path(temporary)
         model.config.dtype = dtype
-        # save_pretrained takes tied tensors out, and lets go of what it has written
         state = {name: _as_saved(tensor, dtype) for name, tensor in trained.items()}
+        # tied tensors became copies of their own here; save_pretrained, which lets go of what it has written, takes one out
+        # only where they are the same
+        state |= {name: state[source] for name, source in model.all_tied_weights_keys.items() if name in state}
         model.save_pretrained(draft, safe_serialization=True, state_dict=state)
         del state
         processor.save_pretrained(draft)

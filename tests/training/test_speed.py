@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from coepg_dagster.inference.attention import WINDOWS, attend_windows
@@ -20,6 +22,7 @@ from coepg_dagster.training.speed import (
     expect_right_padding,
     half_activations,
     half_vision,
+    lean_vision,
     recompute,
 )
 
@@ -123,6 +126,81 @@ def test_windows_in_one_kernel_attend_as_one_by_one(random_checkpoint: Callable[
         compiled = model(**inputs).logits
     torch.testing.assert_close(after.float(), before.float(), rtol=0.05, atol=0.1)
     torch.testing.assert_close(compiled.float(), before.float(), rtol=0.05, atol=0.1)
+
+
+SIZES = ((84, 112), (112, 84), (84, 112))
+
+
+@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL"])
+def tower_and_images(
+    request: pytest.FixtureRequest, random_checkpoint: Callable[[int], Path], qwen3_checkpoint: Path
+) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A model, and pixels and grid of some images for its vision tower."""
+    path = random_checkpoint(0) if request.param == "Qwen2.5-VL" else qwen3_checkpoint
+    model, processor = load_checkpoint(path, "float32", "cpu")
+    images = [Image.effect_noise(size, 90).convert("RGB") for size in SIZES]
+    made = [processor.image_processor(images=[image], return_tensors="pt") for image in images]
+    return model, [(one["pixel_values"], one["image_grid_thw"]) for one in made]
+
+
+@given(st.lists(st.integers(0, len(SIZES) - 1), min_size=1, max_size=7))
+@settings(max_examples=15, deadline=None)
+def test_images_that_follow_themselves_are_encoded_once(
+    tower_and_images: tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]], order: list[int]
+) -> None:
+    """Features and gradients are those of a tower that encodes every image, for any order of images of several sizes."""
+    model, images = tower_and_images
+    pixels, grids = (torch.cat(parts) for parts in zip(*(images[i] for i in order), strict=True))
+    tower, parameter = model.model.visual, model.model.visual.patch_embed.proj.weight
+    given = []
+    hook = tower.patch_embed.register_forward_pre_hook(lambda _, arguments: given.append(len(arguments[0])))
+
+    def features() -> tuple[list[torch.Tensor], torch.Tensor]:
+        output = model.model.get_image_features(pixels, grids)
+        found = [torch.cat(list(output.pooler_output)), output.last_hidden_state]
+        found += [torch.cat(list(level)) for level in getattr(output, "deepstack_features", None) or []]
+        model.zero_grad()
+        sum(part.square().sum() for part in found).backward()
+        return [part.detach() for part in found], parameter.grad.clone()
+
+    try:
+        plain, gradient = features()
+        lean_vision(model)
+        lean, lean_gradient = features()
+    finally:
+        hook.remove()
+        vars(tower).pop("forward", None)
+    for before, after in zip(plain, lean, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lean_gradient, gradient, rtol=1e-3, atol=1e-4)
+    runs = [order[0]] + [b for a, b in pairwise(order) if a != b]
+    assert given == [sum(len(images[i][0]) for i in order), sum(len(images[i][0]) for i in runs)]
+
+
+def test_nothing_goes_back_through_a_tower_that_is_not_trained(random_checkpoint: Callable[[int], Path]) -> None:
+    """Checkpointing alone would have it computed again, and its patches ask for gradients."""
+    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
+    model.model.visual.requires_grad_(False)
+    inputs, calls = batch(processor), []
+    model.train()
+    model.model.visual.blocks[0].mlp.register_forward_pre_hook(lambda *_: calls.append("tower"))
+    model.model.language_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append("language model"))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        calls.clear()
+        model.zero_grad()
+        model(**inputs).logits.float().square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    recompute(model, 1.0)
+    before = gradients()
+    assert calls.count("tower") == 2, "as transformers does it"
+    lean_vision(model)
+    after = gradients()
+    assert calls.count("tower") == 1 and calls.count("language model") == 2
+    assert after.keys() == before.keys()
+    for name, gradient in after.items():
+        torch.testing.assert_close(gradient, before[name], msg=name)
 
 
 def test_an_image_that_comes_again_is_not_prepared_again(random_checkpoint: Callable[[int], Path]) -> None:

@@ -60,6 +60,17 @@ def test_what_is_whole_is_saved_and_said(model_and_processor: tuple[Any, Any], e
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_tied_weights_are_written_once_in_another_type_too(
+    model_and_processor: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """As on a GPU: what is written are copies, and the two names of a tied tensor have a copy each."""
+    model, processor = model_and_processor
+    assert model.config.tie_word_embeddings
+    for dtype in ("float32", "bfloat16"):
+        save_whole(model, processor, tmp_path / dtype, dtype)
+        assert "lm_head.weight" not in load_file(tmp_path / dtype / "model.safetensors")
+
+
 def shift(weights: dict[str, torch.Tensor]) -> None:
     weights["visual.blocks.0.attn.proj.weight"].view(-1)[0] += 1
 
