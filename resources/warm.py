@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -101,7 +102,7 @@ def start_server(env: Mapping[str, str]) -> WarmServer:
 def fork_server() -> WarmServer:
     """A server with all that this process has imported; only for a process that has one thread."""
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
+    if _fork() == 0:
         ours.close()
         os.setsid()
         serve(theirs, [])
@@ -166,6 +167,13 @@ class WarmProcess:
             os.kill(self.pid, number)
 
 
+def _fork() -> int:
+    """os.fork(). The threads that Python 3.12 warns of here are those of numpy and pyarrow, which prepare for a fork."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
 def serve(channel: socket.socket, imported: Sequence[str]) -> None:
     """Forks a process for each job that comes in, and reports its exit code, until the other end is gone."""
     load(imported)
@@ -184,7 +192,7 @@ def serve(channel: socket.socket, imported: Sequence[str]) -> None:
                 if job["starts_jobs"]:
                     load(IMPORTED_TO_START_JOBS)
                 leads, led = os.pipe()
-                pid = os.fork()
+                pid = _fork()
                 if pid == 0:
                     os.setsid()
                     for descriptor in (leads, led, channel.detach()):

@@ -109,7 +109,7 @@ def lean_vision(model: Any) -> None:
     tower.forward = encode_once
 
 
-def _repeated(output: Any, lengths: Mapping[int, Sequence[int]], owner: Sequence[int]) -> Any:
+def _repeated(output: Any, lengths: Mapping[int, list[int]], owner: Sequence[int]) -> Any:
     """What a tower returned for some images, for a batch in which image i is the `owner[i]`-th of them.
 
     Args:
