@@ -14,6 +14,7 @@ import pytest
 
 from coepg_dagster.experiment import Models, Regeneration, Sft
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
+from coepg_dagster.training.launch import ALONE
 from coepg_dagster.workers import CANDIDATES, CandidatesWork, SftWork, write_steps, write_table
 
 pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a cluster of this machine, on the loopback interface."""
     port, folder = "6391", tmp_path_factory.mktemp("r")
-    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false", "--disable-usage-stats"]
     command += ["--object-store-memory=100000000", f"--temp-dir={folder}"]
     with (folder / "log").open("wb") as log:
@@ -89,6 +90,7 @@ def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(
         init=there.models.base_planner,
         dataset=tmp_path / "dataset.parquet",
         train_split="train",
+        placement=ALONE,
         config=Sft(max_steps=2, batch_size=2, micro_batch_size=2),
     )
     figures, device = run_on_cluster(training, tmp_path, cluster, 1, lambda *_: None)
