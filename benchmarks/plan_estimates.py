@@ -1,9 +1,11 @@
 """What `coepg plan` estimates against what is measured: memory and time of each kind of stage, 3B-sized, one GPU.
 
 SFT, a planner's candidates and a verifier's verdicts are run here, through the loop's own work; GRPO is the step that
-`grpo_breakdown` measured on the same device. Rates and lengths of texts are given to the estimate as `coepg plan` has them;
-memory is the most that tensors took. `ratio` is the estimate over the measurement, of the one that is farthest off. The
-baseline is written anew after each stage. `--quick` runs the tiny model; its ratios say nothing.
+`grpo_breakdown` measured on the same device, and compiled SFT the runs of `sft_mfu`. Rates and lengths of texts are given to
+the estimate as `coepg plan` has them; memory is the most that tensors took. `ratio` is the estimate over the measurement, of
+the one that is farthest off; a stage with a `note` was measured before its code changed, and is in no ratio. The baseline is
+written anew after each stage. `--again` measures nothing: it estimates anew what the baseline has. `--quick` runs the tiny
+model; its ratios say nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ def estimated(stage: dict[str, Any], rates: Rates, card: float) -> tuple[Memory,
 
 def sft(size: sized.Size, settings: list[str], say: Log, timeout: float) -> dict[str, Any]:
     """One measured SFT run."""
-    figures = measure_sft(settings, say, timeout=timeout)
+    return sft_stage(size, measure_sft(settings, say, timeout=timeout))
+
+
+def sft_stage(size: sized.Size, figures: dict[str, Any]) -> dict[str, Any]:
+    """The stage of an SFT run that `sft_mfu` measured."""
     chosen, answer = figures["configuration"], round(figures["scored_per_sequence"])
     config = Sft(
         batch_size=chosen["micro"] * chosen["accumulation"],
@@ -203,34 +209,56 @@ def verdicts(options: argparse.Namespace, checkpoint: Path, say: Log) -> dict[st
         return stage
 
 
-def grpo_stages(device: str) -> dict[str, dict[str, Any]]:
-    """The steps that `grpo_breakdown` measured on such a device, by who sampled the rollouts."""
-    file = FOLDER / f"{grpo_breakdown.NAME}.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    if found.get("value") is None or found["device"] != device:
-        return {}
-    return {
-        f"grpo, rollouts from {kind}": {
+def measured_elsewhere(device: str) -> dict[str, dict[str, Any]]:
+    """What other benchmarks measured on such a device: steps of GRPO by who sampled the rollouts, compiled runs of SFT."""
+    stages: dict[str, dict[str, Any]] = {}
+    steps = baseline_of(grpo_breakdown.NAME, device)
+    for kind, of in steps.get("kinds", {}).items():
+        stages[f"grpo, rollouts from {kind}"] = {
             "kind": "grpo",
             "size": "3B",
-            "config": found["configurations"][kind],
+            "config": steps["configurations"][kind],
             "batch": 64,
             "measured": {"gb": of["memory_gb"], "seconds": of["collect_seconds"] + of["update_seconds"]},
-            "from": f"{grpo_breakdown.NAME}, {of.get('commit', found['commit'])}",
+            "from": f"{grpo_breakdown.NAME}, {of.get('commit', steps['commit'])}",
         }
-        for kind, of in found["kinds"].items()
+    runs = baseline_of("sft_mfu", device)
+    for name, figures in runs.get("configurations", {}).items():
+        stage = sft_stage(figures["configuration"]["size"], figures)
+        del stage["figures"]
+        if name == runs["fastest"]:
+            del stage["measured"]["seconds"]  # the rate is made from them
+        stages[f"sft, {name}"] = stage | {"from": f"sft_mfu, {runs['commit']}"}
+    return stages
+
+
+def baseline_of(name: str, device: str) -> dict[str, Any]:
+    """A baseline with a value from such a device, else nothing."""
+    file = FOLDER / f"{name}.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found if found.get("value") is not None and found["device"] == device else {}
+
+
+def known_stages(device: str) -> dict[str, dict[str, Any]]:
+    """What was measured before on such a device: here, and by other benchmarks where they measured again since."""
+    stages: dict[str, dict[str, Any]] = baseline_of(NAME, device).get("stages", {})
+    newer = {
+        name: stage
+        for name, stage in measured_elsewhere(device).items()
+        if stage["from"] != stages.get(name, {}).get("from")
     }
+    return stages | newer
 
 
-def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, say: Log) -> None:
-    """Writes the baseline of the stages that are there, with what is estimated of each now."""
+def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, log: Path, **more: Any) -> None:
+    """Writes the baseline of the stages that are there, with what is estimated of each now; `more`: as `write`."""
     rates = rates_of(CARDS[card], FOLDER)
     ratios = {}
     for name, stage in stages.items():
         memory, seconds = estimated(stage, rates, CARDS[card].memory)
         stage["estimate"] = {"gb": memory.total / 1e9, "seconds": seconds}
         for unit, measured in stage["measured"].items():
-            if measured:
+            if measured and "note" not in stage:
                 ratios[f"{name}: {unit}"] = stage["estimate"][unit] / measured
     worst = max(ratios, key=lambda key: off(ratios[key]))
     write(
@@ -241,24 +269,38 @@ def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str,
         against=1.0,
         ratio=round(ratios[worst], 4),
         repetitions={key: round(value, 4) for key, value in ratios.items()},
-        log=say.path,
+        log=log,
         what=f"The estimate that is farthest off: {worst}.",
         rates=rates.basis,
         card=card,
         stages=stages,
         failed=failed,
+        **more,
     )
+
+
+def estimate_again() -> None:
+    """The baseline with what is estimated now; commit, date and versions stay those of what was measured."""
+    found = json.loads((FOLDER / f"{NAME}.json").read_text())
+    of_measured = {key: found[key] for key in ("device", "commit", "date", "versions")}
+    stages, log = known_stages(found["device"]), FOLDER / f"{NAME}.log"
+    note = "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
+    record(stages, found["failed"], found["card"], log, note=note, **of_measured)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
+    parser.add_argument("--again", action="store_true", help="estimate anew what was measured; needs no GPU")
     parser.add_argument("--timeout", type=float, default=85, help="seconds for each run")
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)  # one stage, in this process; its JSON file
     options = parser.parse_args()
     if options.verdicts:
         options.verdicts.write_text(json.dumps(verdicts_here(options)))
+        return
+    if options.again:
+        estimate_again()
         return
     here = found_card()
     if here is None and not options.quick:
@@ -280,7 +322,8 @@ def main() -> None:
         chosen = small if options.quick else [*settings, "--steps", "4"]
         chosen += ["--accumulation", "2" if options.quick else "4", "--warmup", "1"]
         runs[name] = lambda chosen=chosen: sft(size, chosen, say, options.timeout)  # type: ignore[misc]
-    stages, failed = {} if options.quick else grpo_stages(device_name()), dict[str, str]()
+    known = {} if options.quick else known_stages(device_name())
+    stages, failed = {name: stage for name, stage in known.items() if "from" in stage}, dict[str, str]()
     for name, run in runs.items():
         try:
             stages[name] = run()
@@ -290,13 +333,14 @@ def main() -> None:
             failed[name] = str(error)[-3000:]
             say(f"{name} failed: {failed[name]}")
         if stages and not options.quick:
-            record(stages, failed, card, say)
+            record(stages, failed, card, say.path)
     rates = rates_of(CARDS[card], FOLDER)
     for name, stage in stages.items():
         memory, seconds = estimated(stage, rates, CARDS[card].memory)
         measured = stage["measured"]
         say(f"{name}: {memory.total / 1e9:.1f} GB estimated, {measured['gb'] or 0:.1f} measured")
-        say(f"{name}: {seconds:.1f} s estimated, {measured['seconds']:.1f} measured")
+        if "seconds" in measured:
+            say(f"{name}: {seconds:.1f} s estimated, {measured['seconds']:.1f} measured")
     if failed:
         raise SystemExit(f"not measured: {', '.join(failed)}")
 

@@ -2,18 +2,19 @@
 
 Pure arithmetic over model sizes (architecture.py), the experiment, and rates: those of the committed benchmarks where they
 are there, else shares of the card's. Memory is what tensors take at most; a CUDA context and fragmentation come on top
-(`CONTEXT`). The terms are counted from what torch saves for the backward pass, see `language_activations`.
+(`CONTEXT`). The terms are counted from what torch saves for the backward pass, see `language_activations`. A training pass
+takes the time of its operations, and that of the host, which launches the kernels of each layer, see `pass_seconds`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-from coepg_dagster.architecture import Architecture, flops
+from coepg_dagster.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
 from coepg_dagster.experiment import Grpo, Serving, Sft
 
 GB: Final = 1e9
@@ -49,7 +50,7 @@ CARDS: Final[dict[str, Card]] = {
 class Rates:
     """How fast things go, and where that is from."""
 
-    train: float  # FLOP/s of forward and backward passes, recomputed ones included
+    train: float  # FLOP/s of compiled layers' forward and backward passes, launches of kernels apart
     prefill: float  # FLOP/s of prompts in generation
     bandwidth: float  # bytes/s
     layer: float  # seconds that one layer takes at least for one token, however few rows (launches of kernels)
@@ -57,10 +58,41 @@ class Rates:
     basis: str
 
 
-TRAIN_SHARE: Final = 0.4
+TRAIN_SHARE: Final = 0.54
+"""Of the data sheet's rate; as the H200 of sft_mfu. The next three explain every training pass that was timed on an H200 (SFT
+and GRPO of a 3B, compiled or not, 2 to 8 rows, log-probabilities alone) within 10 %."""
+EAGER: Final = 0.54
+"""Rate of layers that are not compiled, of the compiled ones' rate: norms, rotary embeddings and gates move more memory."""
+EAGER_LAYER_SECONDS: Final = 1.47e-3
+COMPILED_LAYER_SECONDS: Final = 0.95e-3
+"""What going through one layer costs the host, however few rows: in a training process, on machines with an H200."""
 PREFILL_SHARE: Final = 0.35
-DECODE_LAYER_SECONDS: Final = 0.75e-3
+DECODE_LAYER_SECONDS: Final = 0.9e-3
+"""0.87 to 0.93 in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
 IMAGE_SECONDS: Final = 0.04
+
+
+def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) -> float:
+    """How many layers a training pass goes through: forward, again for the share that is recomputed, backward (as two).
+
+    A frozen vision tower is gone through once.
+    """
+    each = FORWARD + recompute + BACKWARD
+    return model.layers * each + model.vision.layers * (FORWARD if freeze_vision else each)
+
+
+def recomputed(one: Flops, share: float, *, freeze_vision: bool, fixed_weights: bool) -> float:
+    """Operations of the forward passes that are done again in the backward pass, of `one` sequence in training."""
+    passes = FORWARD + (1 if fixed_weights else BACKWARD)
+    forward = (one.language + (0 if freeze_vision else one.vision)) / passes + one.attention / (FORWARD + BACKWARD)
+    return share * forward
+
+
+def pass_seconds(operations: float, layers: float, rates: Rates, *, compiled: bool = False) -> float:
+    """Seconds of a pass of a model that is trained: the GPU's operations, and so many layers that the host goes through."""
+    if compiled:
+        return operations / rates.train + layers * COMPILED_LAYER_SECONDS
+    return operations / (EAGER * rates.train) + layers * EAGER_LAYER_SECONDS
 
 
 def rates_of(card: Card, baselines: Path) -> Rates:
@@ -79,15 +111,31 @@ def rates_of(card: Card, baselines: Path) -> Rates:
     found = json.loads(file.read_text())
     if found.get("value") is None:
         return arithmetic
-    run = found["configurations"][found["fastest"]]
-    measured = run["tflops"] * 1e12 * (3 + run["configuration"]["recompute"]) / 3
     same = next((c for c in CARDS.values() if c.name.split("-")[0] in found["device"]), card)
     return replace(
         arithmetic,
-        train=measured * card.rate / same.rate,
+        train=_train_rate(found["configurations"][found["fastest"]]) * card.rate / same.rate,
         basis=f"measured: {found['ratio']:.0%} of the matrix rate of {found['device']} in sft_mfu"
         + ("" if same == card else f", scaled to {card.name}"),
     )
+
+
+def _train_rate(run: Mapping[str, Any]) -> float:
+    """`Rates.train` from a run of sft_mfu: `pass_seconds`, solved for it."""
+    chosen, compiled = run["configuration"], run["configuration"]["kernels"] == "compiled"
+    recompute, frozen = chosen["recompute"], chosen["freeze_vision"]
+    one = Flops(**{part: 1e12 * of_part for part, of_part in run["tflop_per_sequence"].items()})
+    operations = one.total + recomputed(one, recompute, freeze_vision=frozen, fixed_weights=False)
+    model = Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{chosen['size']}-Instruct"])
+    layers = layer_passes(model, recompute=recompute, freeze_vision=frozen)
+    launches = layers * (COMPILED_LAYER_SECONDS if compiled else EAGER_LAYER_SECONDS)
+    seconds = sum(run["step_seconds"]) / (run["sequences"] / chosen["micro"]) - launches
+    if seconds <= 0:
+        raise ValueError(
+            f"sft_mfu.json: a pass of {chosen['micro']} rows took less than the {launches:.2f} s that the launches of its "
+            "kernels are taken to cost; measure with more rows, `python -m benchmarks.sft_mfu`"
+        )
+    return float(chosen["micro"] * operations / seconds / (1 if compiled else EAGER))
 
 
 @dataclass(frozen=True)
@@ -174,20 +222,23 @@ def states(
     """Weights, gradients and optimizer states per GPU, without activations.
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
-    forward to the backward pass; a frozen vision tower is bf16. ZeRO: bf16 weights and gradients, float32 master weights and
-    AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather two layers at a time. LoRA: the weights as they are
-    stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the adapters alone.
+    forward to the backward pass; a frozen vision tower is bf16. ddp over several GPUs holds gradients twice: the buckets that
+    are summed, beside what passes add up that are not summed yet (sft_scaling_2gpu). ZeRO: bf16 weights and gradients,
+    float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather two layers at a time.
+    LoRA: the weights as they are stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the
+    adapters alone.
     """
+    kept = 8.0 if strategy == "ddp" and gpus > 1 else 4.0  # of a gradient
     if config.lora is not None:
         trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
         spread = gpus if strategy == "zero2" else 1
         merged = isinstance(config, Grpo) and config.rollouts == "vllm"
         held = model.language * (4 if merged else bytes_each) + model.vision.parameters * bytes_each
-        return Memory(float(held + 6 * trained), 4.0 * trained, 8.0 * trained / spread)
+        return Memory(float(held + 6 * trained), kept * trained, 8.0 * trained / spread)
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     if gpus == 1 or strategy == "ddp":
         half = 2 * model.vision.parameters if config.freeze_vision and bytes_each == 2 else 0
-        return Memory(4.0 * model.parameters - half + 2 * trained, 4.0 * trained, 8.0 * trained)
+        return Memory(4.0 * model.parameters - half + 2 * trained, kept * trained, 8.0 * trained)
     gathered = 2 * 2.0 * max(model.block, model.embedding)
     if strategy == "zero2":
         return Memory(2.0 * model.parameters, 2.0 * trained / gpus, 12.0 * trained / gpus)
@@ -253,18 +304,20 @@ def training_activations(
 
 def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, rates: Rates) -> float:
     """GPU-seconds of one pass over `rows` sequences, recomputed layers included."""
+    frozen, fixed = config.freeze_vision, config.lora is not None
     one = flops(
         model,
         image=example.image,
         text=example.text,
         scored=example.answer,
         train=True,
-        freeze_vision=config.freeze_vision,
-        fixed_weights=config.lora is not None,
+        freeze_vision=frozen,
+        fixed_weights=fixed,
     )
-    forward = (one.language + (0 if config.freeze_vision else one.vision)) / (3 if config.lora is None else 2)
-    again = (forward + one.attention / 3) * config.recompute
-    return rows * (one.total + again) / rates.train
+    operations = one.total + recomputed(one, config.recompute, freeze_vision=frozen, fixed_weights=fixed)
+    layers = layer_passes(model, recompute=config.recompute, freeze_vision=frozen)
+    at_once = config.micro_batch_size
+    return rows / at_once * pass_seconds(at_once * operations, layers, rates, compiled=config.compile)
 
 
 def generation_memory(
@@ -280,14 +333,14 @@ def generation_memory(
     # keys and values of one layer, repeated for every head while a mask is read, and the copy that grows by one token
     groups = model.heads // model.key_value_heads
     at_work = cache / model.layers * (groups + 1)
-    prefill = rows * context * (6 * model.mlp + 10 * model.hidden) * half
-    tower = rows * visual * model.vision.merge**2 * (20 * model.vision.hidden + 6 * model.vision.mlp) * half
     logits = sequences * model.vocabulary * 4 * 4
-    prefix = rows * visual * model.key_value_bytes * half
+    # before there are answers: the screenshots, and what is computed once for each
+    tower = rows * visual * model.vision.merge**2 * (20 * model.vision.hidden + 6 * model.vision.mlp) * half
+    prefill = rows * context * (6 * model.mlp + 10 * model.hidden) * half + rows * visual * model.key_value_bytes * half
     return Memory(
         weights=float(bytes_each * model.parameters),
-        activations=max(prefill, tower, at_work + logits - prefix, 0.0),
-        cache=cache + prefix / model.layers,
+        activations=max(at_work + logits, tower - cache, prefill - cache),
+        cache=cache,
     )
 
 
@@ -307,13 +360,34 @@ def generation_seconds(
 
 
 def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int, rollouts: int, rates: Rates) -> float:
-    """GPU-seconds of `rollouts` by vLLM, `batch` at a time: the rollouts of a prompt share it, kernels follow without a pause."""
+    """GPU-seconds of `rollouts` by vLLM, `batch` at a time; the rollouts of a prompt share it.
+
+    A step of decoding takes its host about as long as a trainer's forward pass: 55 ms for the 36 layers of a 3B in
+    verifier_gpu, compiled; less than 70 ms in grpo_breakdown, eager.
+    """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
     moved = 2.0 * model.language + batch * example.tokens(model) * model.key_value_bytes
+    token = max(model.layers * EAGER_LAYER_SECONDS, moved / rates.bandwidth)
     batches = -(-rollouts // batch)
-    return (
-        rollouts / samples * (prompt / rates.prefill + rates.image) + batches * example.answer * moved / rates.bandwidth
+    return rollouts / samples * (prompt / rates.prefill + rates.image) + batches * example.answer * token
+
+
+def policy_seconds(
+    model: Architecture, example: Example, prompts: int, samples: int, steps: float, rates: Rates
+) -> float:
+    """GPU-seconds of rollouts by the policy that is trained itself: in each of `steps`, `samples` for each of `prompts`.
+
+    The prompt is computed for each rollout, its screenshot once. Layers are those of training: eager, under autocast.
+    """
+    rollouts = prompts * samples
+    one = flops(model, image=example.image, text=example.prompt, scored=1, train=False)
+    prefill = pass_seconds(
+        rollouts * (one.total - one.vision) + prompts * one.vision, model.layers + model.vision.layers, rates
     )
+    groups = model.heads // model.key_value_heads
+    moved = 2.0 * model.language + rollouts * example.tokens(model) * model.key_value_bytes * (3 + 2 * groups)
+    token = max(model.layers * EAGER_LAYER_SECONDS, moved / rates.bandwidth)
+    return steps * (prefill + example.answer * token)
 
 
 def grpo_memory(
@@ -368,27 +442,42 @@ def grpo_seconds(
     batch: int,
 ) -> float:
     """GPU-seconds of GRPO over `prompts`: rollouts, rewards of those that pass the gate (taken to be all), update."""
-    size = config.group_size
-    rollouts = prompts * size
-    step = config.prompts_per_step * size
+    size, frozen, fixed = config.group_size, config.freeze_vision, config.lora is not None
+    rollouts, step = prompts * size, config.prompts_per_step * size
     if config.rollouts == "vllm":
         generate = vllm_seconds(model, example, step, size, rollouts, rates)
     else:
-        generate = generation_seconds(model, example, step, 1, rollouts, rates)
+        generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
     reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
-    one = flops(
-        model,
-        image=example.image,
-        text=example.text,
-        scored=example.answer,
-        train=True,
-        freeze_vision=config.freeze_vision,
-        fixed_weights=config.lora is not None,
+
+    def operations(screenshots: float, train: bool) -> Flops:
+        """Of one rollout, where a pass of `rows` of them encodes so many screenshots."""
+        one = flops(
+            model,
+            image=example.image,
+            text=example.text,
+            scored=example.answer,
+            train=train,
+            freeze_vision=frozen,
+            fixed_weights=fixed,
+        )
+        return replace(one, vision=one.vision * screenshots / rows)
+
+    rows = config.micro_batch_size
+    # a screenshot is encoded again where it is not that of the row before: log-probabilities are computed group by group,
+    # then TRL shuffles the rollouts of a step
+    scored = operations(-(-rows // size), train=False)
+    scoring = pass_seconds(rows * scored.total, model.layers + model.vision.layers, rates)
+    trained = operations(1 + (rows - 1) * (step - size) / (step - 1), train=True)
+    again = recomputed(trained, 1.0, freeze_vision=frozen, fixed_weights=fixed)
+    update = pass_seconds(
+        rows * (trained.total + again), layer_passes(model, recompute=1.0, freeze_vision=frozen), rates
     )
-    forward = flops(model, image=example.image, text=example.text, scored=example.answer, train=False).total
-    again = one.language / (3 if config.lora is None else 2)
-    passes = one.total + again + (forward if config.kl_beta else 0)
-    return generate + reward + rollouts * passes / rates.train
+    # of the reference, and of the policy where another engine sampled
+    scorings = bool(config.kl_beta) + (config.rollouts == "vllm")
+    # TRL tokenizes every rollout's prompt twice and copies its screenshot: 2.2 s for 64 on an H200's host
+    prepared = rollouts * rates.image
+    return generate + reward + prepared + rollouts / rows * (scorings * scoring + update)
 
 
 def looks(config: Grpo, steps: int) -> int:
