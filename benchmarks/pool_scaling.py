@@ -4,7 +4,7 @@ The work is the loop's own (workers.CandidatesWork): cut into chunks, a process 
 Rates are those after the first chunk of each process, since loading a model is paid once per run; the seconds with it are
 reported too. Weights are random, so answers never end before their limit. The baseline is `pool_scaling_4gpu`, with `--gpus 2`
 it is `pool_scaling_2gpu`. A run that is ended after `--timeout` seconds counts with the chunks that it made. `--quick` runs
-the tiny model in two processes on a CPU. On several GPUs it has not run to its end yet.
+the tiny model in two processes on a CPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both runs are in this call, on this machine, with the same settings and the same number of rows per GPU and step; the
 baseline is `sft_scaling_4gpu`, with `--gpus 2` it is `sft_scaling_2gpu`. Each run ends by itself or is ended after
 `--timeout` seconds; then the steps before count, and where every process was stands in the log. `--quick` runs the tiny
-model in two processes on a CPU, or on the GPUs that are there. On several GPUs it has not run to its end yet.
+model in two processes on a CPU, or on the GPUs that are there.
 """
 
 from __future__ import annotations
