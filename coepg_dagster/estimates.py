@@ -9,6 +9,7 @@ takes the time of its operations, and that of the host, which launches the kerne
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -412,8 +413,12 @@ def grpo_memory(
     reference = float((bytes_each if config.freeze_vision else 4) * model.parameters)
     if not config.kl_beta or config.lora is not None:
         reference = 0.0
-    if gpus > 1 and strategy in ("zero3", "fsdp"):
+    sharded = gpus > 1 and strategy in ("zero3", "fsdp")
+    shared = config.freeze_vision and not sharded  # one vision tower for the policy and the reference
+    if sharded:
         reference /= gpus
+    elif reference and shared:
+        reference -= bytes_each * model.vision.parameters
     graded = float(sum(bytes_each * grader.parameters for grader in graders))
     rollouts = -(-config.prompts_per_step * config.group_size // gpus)
     update = training_activations(
@@ -422,6 +427,9 @@ def grpo_memory(
     # TRL keeps every rollout's own copy of its screenshot on the GPU until the step is over
     visual = model.image_tokens(*example.image) * model.vision.merge**2
     pixels = float(rollouts * visual * 3 * model.vision.temporal * model.vision.patch**2 * 4)
+    if shared:  # and the tower its pixels and what it made of them, for each prompt
+        made = bytes_each * visual * (model.vision.hidden + model.hidden / model.vision.merge**2)
+        pixels += pixels / config.group_size + rollouts / config.group_size * made
     held = replace(held, weights=held.weights + reference + graded, activations=update + pixels)
     if config.rollouts == "vllm":
         engine = 0.0 if serving.rollout_server else serving.rollout_memory * card
@@ -463,21 +471,23 @@ def grpo_seconds(
         )
         return replace(one, vision=one.vision * screenshots / rows)
 
-    rows = config.micro_batch_size
-    # a screenshot is encoded again where it is not that of the row before: log-probabilities are computed group by group,
-    # then TRL shuffles the rollouts of a step
-    scored = operations(-(-rows // size), train=False)
-    scoring = pass_seconds(rows * scored.total, model.layers + model.vision.layers, rates)
-    trained = operations(1 + (rows - 1) * (step - size) / (step - 1), train=True)
+    rows, tower = config.micro_batch_size, 0 if frozen else model.vision.layers
+    # a frozen tower encodes the screenshots of a step once, while its policy samples or before the first pass that needs them;
+    # one that is trained those of each pass: log-probabilities are computed group by group, then TRL shuffles the rollouts
+    encode = pass_seconds(config.prompts_per_step * operations(rows, train=False).vision, model.vision.layers, rates)
+    encoding = rollouts / step * encode if frozen and config.rollouts == "vllm" else 0.0
+    shown = config.prompts_per_step * (1 - math.comb(step - size, rows) / math.comb(step, rows))
+    scored = operations(0 if frozen else -(-rows // size), train=False)
+    scoring = pass_seconds(rows * scored.total, model.layers + tower, rates)
+    trained = operations(0 if frozen else shown, train=True)
     again = recomputed(trained, 1.0, freeze_vision=frozen, fixed_weights=fixed)
-    update = pass_seconds(
-        rows * (trained.total + again), layer_passes(model, recompute=1.0, freeze_vision=frozen), rates
-    )
+    layers = layer_passes(model, recompute=1.0, freeze_vision=frozen) - (model.vision.layers if frozen else 0)
+    update = pass_seconds(rows * (trained.total + again), layers, rates)
     # of the reference, and of the policy where another engine sampled
     scorings = bool(config.kl_beta) + (config.rollouts == "vllm")
     # TRL tokenizes every rollout's prompt twice and copies its screenshot: 2.2 s for 64 on an H200's host
     prepared = rollouts * rates.image
-    return generate + reward + prepared + rollouts / rows * (scorings * scoring + update)
+    return generate + reward + prepared + encoding + rollouts / rows * (scorings * scoring + update)
 
 
 def looks(config: Grpo, steps: int) -> int:

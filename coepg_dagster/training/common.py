@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from coepg_dagster.experiment import Grpo, Sft
 from coepg_dagster.inference.transformers_engine import Dtype
 from coepg_dagster.progress import Report
-from coepg_dagster.training.speed import lean_vision, load_with_attention
+from coepg_dagster.training.speed import load_with_attention
 
 
 class ReportProgress(TrainerCallback):  # type: ignore[misc]
@@ -55,7 +55,6 @@ def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) 
     model, processor = load_with_attention(init, kept, device, config.attention)
     if config.freeze_vision:
         model.model.visual.requires_grad_(False)
-    lean_vision(model)
     return model.train(), processor
 
 

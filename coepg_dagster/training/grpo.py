@@ -45,7 +45,14 @@ from coepg_dagster.training.examples import NothingToTrainOn, completion_text, g
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.sampling import as_they_end, compare_prompts, difference, end_sampling, sampling_settings
-from coepg_dagster.training.speed import check_attention, each_image_once, half_activations, half_vision, lean_vision
+from coepg_dagster.training.speed import (
+    LeanVision,
+    check_attention,
+    each_image_once,
+    half_activations,
+    half_vision,
+    lean_vision,
+)
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, requests_of
 from coepg_dagster.training.verified import save_trained
@@ -206,6 +213,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._early = reward if isinstance(reward, CdremReward) and reward.elsewhere else None
         self._step_ids: list[str] = []
         self._cut: list[bool] = []
+        self.tower: LeanVision | None = None
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
 
@@ -222,6 +230,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._step_ids = [row["step_id"] for row in inputs]
+        if self.tower:
+            self.tower.forget()
         batch = self._early.asking() if self._early else nullcontext()
         with each_image_once(self.processing_class.image_processor), batch:
             return super()._generate_and_score_completions(inputs)
@@ -479,12 +489,18 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     compare_prompts(trainer)
+    # processes that hold parts of the tower gather them together, and must all call it in each pass
+    trainer.tower = lean_vision(model, remember=not placement.sharded)
     if trainer.ref_model is not None:
         reference = trainer.accelerator.unwrap_model(trainer.ref_model)
-        lean_vision(reference)
-        if on_gpu and config.attention == "sdpa":
-            fast_vision(reference)
+        if config.freeze_vision and not placement.sharded:
+            reference.model.visual = model.model.visual  # the same weights: one tower encodes for both
+        else:
+            lean_vision(reference)
+            if on_gpu and config.attention == "sdpa":
+                fast_vision(reference)
     checkpoints.train(trainer)
+    trainer.tower.forget()
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
     end_sampling(trainer)

@@ -27,6 +27,7 @@ from coepg_dagster.training.speed import (
     expect_right_padding,
     half_activations,
     half_vision,
+    lean_vision,
     recompute,
     share_gradient_memory,
 )
@@ -62,6 +63,7 @@ def train_sft(
     """
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
+    lean_vision(model)
     on_gpu = device != "cpu"
     if on_gpu:
         if config.attention == "sdpa":

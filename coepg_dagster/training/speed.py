@@ -5,8 +5,8 @@
   model's attention is a flash kernel too.
 - What flows from layer to layer is bf16, as in inference; so is a vision tower that is not trained. Under autocast alone
   the embeddings' float32 stays float32 from the first layer to the last, which doubles the memory that is moved and kept.
-- In GRPO the screenshot of a group is prepared once, not once for each rollout and again when they are scored; and the vision
-  tower encodes it once for all of them that are in one batch.
+- In GRPO the screenshot of a group is prepared once, not once for each rollout and again when they are scored; and a vision
+  tower that is not trained encodes it once for all passes of a step.
 - A vision tower that is not trained keeps nothing for a backward pass, and there is none through it.
 - Activations are computed again in the backward pass for as many layers as memory asks for, and no more.
 - Layers are compiled one by one, so that norms, rotary embeddings and gates cost one pass over memory each.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -81,46 +80,82 @@ _MEANT: Final[dict[Attention, frozenset[str]]] = {
 """What transformers may call; ours are torch's kernels, called with what they can be spared left out."""
 
 
-def lean_vision(model: Any) -> None:
-    """From now on the vision tower encodes an image that repeats the one before it once, and has gradients only if it is trained.
+class LeanVision:
+    """A vision tower's forward pass that encodes equal images once, and computes gradients only if the tower is trained.
 
     transformers' checkpointing has the embeddings of patches ask for gradients, for adapters in the layers above. A tower
     without any would be computed again in the backward pass, and gone back through, for nobody.
+
+    Args:
+        remember: what a tower that is not trained made of an image is kept until `forget`: for the rollouts of a step, which
+            are scored, shuffled and trained on in several passes, and share a screenshot within a group.
     """
-    tower = model.model.visual
-    encode, merged = tower.forward, tower.config.spatial_merge_size**2
 
-    def encode_once(pixels: torch.Tensor, grid_thw: torch.Tensor, **settings: Any) -> Any:
-        trained = any(parameter.requires_grad for parameter in tower.parameters())
-        sizes, patches = grid_thw.tolist(), grid_thw.prod(-1).tolist()
+    def __init__(self, tower: Any, *, remember: bool) -> None:
+        self._tower, self._encode, self._remember = tower, tower.forward, remember
+        self._known: dict[Any, tuple[torch.Tensor, Any]] = {}
+
+    def forget(self) -> None:
+        """Before the tower is asked about other images."""
+        self._known.clear()
+
+    def __call__(self, pixels: torch.Tensor, grid_thw: torch.Tensor, **settings: Any) -> Any:
+        trained = any(parameter.requires_grad for parameter in self._tower.parameters())
+        kept = self._remember and not trained and not torch.is_inference_mode_enabled()
+        known = self._known if kept else {}
+        patches = grid_thw.prod(-1).tolist()
         images = torch.split(pixels, patches)
-        alike = [i for i in range(1, len(sizes)) if sizes[i] == sizes[i - 1]]
-        same = torch.stack([(images[i] == images[i - 1]).all() for i in alike]).tolist() if alike else []
-        again = {i for i, equal in zip(alike, same, strict=True) if equal}
+        sums = torch.stack([image.sum(dtype=torch.float64) for image in images]).tolist()
+        keys, new = [], dict[str, int]()
+        for i, (image, *of_image) in enumerate(zip(images, grid_thw.tolist(), sums, strict=True)):
+            key = str(of_image)
+            while key in known | new and not torch.equal(image, known[key][0] if key in known else images[new[key]]):
+                key += "+"  # another image with the same sum
+            if key not in known:
+                new.setdefault(key, i)
+            keys.append(key)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-            if not again:
-                return encode(pixels, grid_thw=grid_thw, **settings)
-            new = [i for i in range(len(sizes)) if i not in again]
-            output = encode(torch.cat([images[i] for i in new]), grid_thw=grid_thw[new], **settings)
-            own = [patches[i] for i in new]
-            owner = [n - 1 for n in accumulate(i not in again for i in range(len(sizes)))]
-            return _repeated(output, {sum(own): own, sum(own) // merged: [n // merged for n in own]}, owner)
+            if len(new) == len(images) and not kept:
+                return self._encode(pixels, grid_thw=grid_thw, **settings)
+            if new:
+                chosen, merged = list(new.values()), self._tower.config.spatial_merge_size**2
+                given = torch.cat([images[i] for i in chosen])
+                output = self._encode(given, grid_thw=grid_thw[chosen], **settings)
+                own = [patches[i] for i in chosen]
+                encoded = _split(output, {len(given): own, len(given) // merged: [n // merged for n in own]})
+                known.update(zip(new, zip(torch.split(given, own), encoded, strict=True), strict=True))
+            return _join([known[key][1] for key in keys])
 
-    tower.forward = encode_once
 
-
-def _repeated(output: Any, lengths: Mapping[int, list[int]], owner: Sequence[int]) -> Any:
-    """What a tower returned for some images, for a batch in which image i is the `owner[i]`-th of them.
+def _split(output: Any, lengths: Mapping[int, list[int]]) -> list[Any]:
+    """What a tower returned for some images, image by image.
 
     Args:
         lengths: by the length of a tensor, how much of it is of which image.
     """
     if isinstance(output, torch.Tensor):
-        pieces = torch.split(output, lengths[len(output)])
-        return torch.cat([pieces[i] for i in owner])
+        return list(torch.split(output, lengths[len(output)]))
     if isinstance(output, Mapping):
-        return type(output)(**{name: _repeated(value, lengths, owner) for name, value in output.items()})
-    return type(output)(_repeated(value, lengths, owner) for value in output)
+        parts = [_split(value, lengths) for value in output.values()]
+        return [type(output)(**dict(zip(output, of_one, strict=True))) for of_one in zip(*parts, strict=True)]
+    return [type(output)(of_one) for of_one in zip(*(_split(value, lengths) for value in output), strict=True)]
+
+
+def _join(outputs: Sequence[Any]) -> Any:
+    """One output of several images, from what `_split` made."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        return type(first)(**{name: _join([output[name] for output in outputs]) for name in first})
+    return type(first)(_join(of_all) for of_all in zip(*outputs, strict=True))
+
+
+def lean_vision(model: Any, *, remember: bool = False) -> LeanVision:
+    """Has a model's vision tower encode as LeanVision does, from now on."""
+    lean = LeanVision(model.model.visual, remember=remember)
+    model.model.visual.forward = lean
+    return lean
 
 
 def load_with_attention(init: str, dtype: Dtype, device: str, attention: Attention) -> tuple[Any, Any]:
