@@ -31,6 +31,7 @@ from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.vllm_server import free_port, started
 from coepg_dagster.training import grpo
 from coepg_dagster.training.grpo import CdremReward
+from coepg_dagster.training.sampling import sampling_groups
 
 NAME = "scoring_overlap"
 REPETITIONS = 3
@@ -48,6 +49,9 @@ def run(steps: pa.Table, ports: Mapping[str, int], asked: str) -> tuple[Clock, l
         there = Member(model="tiny", engine="openai", base_url=url, processor=member.model)
         return opened(there, *args, **settings)
 
+    def unheard(model: Any, policy: Any, tell: Any) -> AbstractContextManager[None]:
+        return sampling_groups(model, policy, lambda _: None)
+
     def timed(reward: CdremReward, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
         before = time.perf_counter()
         rewards = score(reward, texts, step_ids)
@@ -57,7 +61,7 @@ def run(steps: pa.Table, ports: Mapping[str, int], asked: str) -> tuple[Clock, l
     with (
         patch.object(grpo, "opened", behind),
         patch.object(CdremReward, "score", timed),
-        nullcontext() if asked == ENDS else patch.object(grpo, "as_they_end", lambda *_: nullcontext()),
+        nullcontext() if asked == ENDS else patch.object(grpo, "sampling_groups", unheard),
         nullcontext() if asked != DUE else patch.object(CdremReward, "elsewhere", False),
     ):
         tiny.train(CONFIG, steps, SEED, clock)

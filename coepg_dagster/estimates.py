@@ -378,13 +378,11 @@ def policy_seconds(
 ) -> float:
     """GPU-seconds of rollouts by the policy that is trained itself: in each of `steps`, `samples` for each of `prompts`.
 
-    The prompt is computed for each rollout, its screenshot once. Layers are those of training: eager, under autocast.
+    A prompt and its screenshot are computed once for its rollouts. Layers are those of training: eager, under autocast.
     """
     rollouts = prompts * samples
     one = flops(model, image=example.image, text=example.prompt, scored=1, train=False)
-    prefill = pass_seconds(
-        rollouts * (one.total - one.vision) + prompts * one.vision, model.layers + model.vision.layers, rates
-    )
+    prefill = pass_seconds(prompts * one.total, model.layers + model.vision.layers, rates)
     groups = model.heads // model.key_value_heads
     moved = 2.0 * model.language + rollouts * example.tokens(model) * model.key_value_bytes * (3 + 2 * groups)
     token = max(model.layers * EAGER_LAYER_SECONDS, moved / rates.bandwidth)

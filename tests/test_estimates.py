@@ -182,14 +182,14 @@ def test_rollouts_of_a_group_share_the_encoding_of_their_screenshot() -> None:
         return grpo_seconds(model, [], config, example, example, 64 // group, RATES, 64)
 
     encoding = flops(model, image=example.image, text=170, scored=80, train=False).vision / (EAGER * RATES.train)
-    # a frozen tower encodes 32 or 4 screenshots, when the policy samples
-    assert seconds(2) - seconds(16) == pytest.approx((32 - 4) * encoding, rel=0.02)
-    # one that is trained also in 8 passes of log-probabilities, 4 or 1 each, and in 8 of the update, whose rollouts are
-    # shuffled: forward, again, and backward
-    fewer = (32 - 4) + 8 * (4 - 1) + 8 * 4 * (different(32, 2) - different(4, 16))
-    assert seconds(2, freeze_vision=False) - seconds(16, freeze_vision=False) == pytest.approx(
-        fewer * encoding, rel=0.02
-    )
+    prompt = flops(model, image=example.image, text=90, scored=1, train=False).total / (EAGER * RATES.train)
+    # the policy samples for 32 or 4 prompts; what a frozen tower makes of their screenshots is kept
+    assert seconds(2) - seconds(16) == pytest.approx((32 - 4) * prompt, rel=0.02)
+    # one that is trained encodes again in 8 passes of log-probabilities, 4 or 1 each, and in 8 of the update, whose rollouts
+    # are shuffled: forward, again, and backward
+    fewer = 8 * (4 - 1) + 8 * 4 * (different(32, 2) - different(4, 16))
+    trained = seconds(2, freeze_vision=False) - seconds(16, freeze_vision=False)
+    assert trained == pytest.approx((32 - 4) * prompt + fewer * encoding, rel=0.02)
     # what another engine sampled is scored by the policy too, and its screenshots are encoded for that
     scoring = seconds() - seconds(kl_beta=0.0)
     assert scoring > 8 * model.layers * EAGER_LAYER_SECONDS
@@ -197,7 +197,7 @@ def test_rollouts_of_a_group_share_the_encoding_of_their_screenshot() -> None:
         8 * flops(model, image=example.image, text=170, scored=80, train=False).vision, model.vision.layers, RATES
     )
     sampled = policy_seconds(model, example, 8, 8, 1, RATES) - vllm_seconds(model, example, 64, 8, 64, RATES)
-    assert seconds() - seconds(rollouts="vllm") == pytest.approx(sampled - scoring - tower) and sampled > 0
+    assert seconds() - seconds(rollouts="vllm") == pytest.approx(sampled - scoring - tower)
 
 
 def different(prompts: int, group: int) -> float:

@@ -6,6 +6,7 @@ decoding, it copies keys and values once for every query head that shares them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -98,6 +99,16 @@ def decoding(model: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+def cache_argument(model: Any) -> str:
+    """What a model's forward pass calls keys and values; renamed within transformers 5."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def cache_of(output: Any) -> Any:
+    """The keys and values of a forward pass, whatever they are called."""
+    return getattr(output, "cache", None) or output.past_key_values
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from coepg_dagster.inference.attention import decoding, fast_vision, with_room
+from coepg_dagster.inference.attention import cache_argument, cache_of, decoding, fast_vision, with_room
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.processing import (
     Prompt,
@@ -105,9 +104,7 @@ class TransformersEngine:
         self._suppressed = torch.tensor(vision_token_ids(self._tokenizer), device=model.device)
         eos = model.generation_config.eos_token_id
         self._stops = torch.tensor([eos] if isinstance(eos, int) else eos, device=model.device)
-        # renamed within transformers 5
-        names = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._pieces: dict[int, bytes] = {}
         self._path = path
 
@@ -222,7 +219,7 @@ class TransformersEngine:
             attention_mask=inputs["attention_mask"],
         )
         output = self._model(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
-        return getattr(output, self._cache_argument, None) or output.past_key_values, positions.amax((0, 2)) + 1
+        return cache_of(output), positions.amax((0, 2)) + 1
 
     def _choose(self, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
         """The next token of each row; vision tokens are never chosen."""

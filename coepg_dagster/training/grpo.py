@@ -44,7 +44,13 @@ from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
-from coepg_dagster.training.sampling import as_they_end, compare_prompts, difference, end_sampling, sampling_settings
+from coepg_dagster.training.sampling import (
+    compare_prompts,
+    difference,
+    end_sampling,
+    sampling_groups,
+    sampling_settings,
+)
 from coepg_dagster.training.speed import (
     LeanVision,
     check_attention,
@@ -206,14 +212,26 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     Grounders that compute elsewhere are asked about a rollout when it ends, while the longer ones are still sampled and while the
     trainer computes log-probabilities; the batch is sampled as without them, so the same tokens are drawn.
+
+    Args:
+        tower: the policy's, which keeps what it made of the screenshots of a step.
+        whole: the model, where this process holds all of it: it samples group by group.
     """
 
-    def __init__(self, *args: Any, reward: CdremReward | PointReward, rollouts: Path, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        reward: CdremReward | PointReward,
+        rollouts: Path,
+        tower: LeanVision,
+        whole: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self._reward, self._rollouts = reward, rollouts
         self._early = reward if isinstance(reward, CdremReward) and reward.elsewhere else None
         self._step_ids: list[str] = []
         self._cut: list[bool] = []
-        self.tower: LeanVision | None = None
+        self._tower, self._whole = tower, whole
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
 
@@ -230,18 +248,17 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._step_ids = [row["step_id"] for row in inputs]
-        if self.tower:
-            self.tower.forget()
+        self._tower.forget()
         batch = self._early.asking() if self._early else nullcontext()
         with each_image_once(self.processing_class.image_processor), batch:
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        listening: AbstractContextManager[None] = nullcontext()
-        if self._early and not self.use_vllm:
+        sampling: AbstractContextManager[None] = nullcontext()
+        if self._whole is not None and not self.use_vllm:
             policy = self.accelerator.unwrap_model(self.model_wrapped)
-            listening = as_they_end(policy, self.eos_token_ids, self._ask_early)
-        with listening:
+            sampling = sampling_groups(self._whole, policy, self._ask_early)
+        with sampling:
             answers, logprobs = super()._generate_single_turn(*args, **kwargs)
         tokenizer = self.processing_class.tokenizer
         unwanted = frozenset(vision_token_ids(tokenizer))
@@ -254,7 +271,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
                 [math.nan] if answer[0] in unwanted else of_answer[: len(short)]
                 for of_answer, short, answer in zip(logprobs, kept, answers, strict=True)
             ]
-        self._ask_early(dict(enumerate(kept)))  # those that nothing ended, and all of vLLM's
+        self._ask_early(dict(enumerate(kept)))  # those that nothing ended, and all of other samplers
         return kept, logprobs
 
     def _ask_early(self, answers: Mapping[int, list[int]]) -> None:
@@ -445,12 +462,16 @@ def _train(
         best = KeepBest(
             requests_of(validation, shown, models.prompts, agent), validated, processor, config, scratch / "best"
         )
+    # processes that hold parts of the tower gather them together, and must all call it in each pass
+    tower = lean_vision(model, remember=not placement.sharded)
     trainer = CdremTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
         processing_class=processor,
         reward=reward,
         rollouts=scratch / "rollouts",
+        tower=tower,
+        whole=None if placement.sharded else model,
         train_dataset=prompts,
         callbacks=[ReportProgress(report), checkpoints, stops, *([best] if best else [])],
         args=GRPOConfig(
@@ -489,8 +510,6 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     compare_prompts(trainer)
-    # processes that hold parts of the tower gather them together, and must all call it in each pass
-    trainer.tower = lean_vision(model, remember=not placement.sharded)
     if trainer.ref_model is not None:
         reference = trainer.accelerator.unwrap_model(trainer.ref_model)
         if config.freeze_vision and not placement.sharded:
@@ -500,7 +519,7 @@ def _train(
             if on_gpu and config.attention == "sdpa":
                 fast_vision(reference)
     checkpoints.train(trainer)
-    trainer.tower.forget()
+    tower.forget()
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
     end_sampling(trainer)

@@ -10,16 +10,17 @@ from __future__ import annotations
 import gc
 import importlib.util
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 from trl.import_utils import is_vllm_available
 
 from coepg_dagster.experiment import Grpo, Serving
+from coepg_dagster.inference.attention import cache_argument, cache_of, decoding, with_room
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.progress import Ended
 
@@ -127,37 +128,84 @@ def difference(history: list[dict[str, Any]]) -> dict[str, float]:
     return {"sampling_logp_difference": sum(found) / len(found)} if found else {}
 
 
-class _Ends(BaseStreamer):  # type: ignore[misc]
-    """Hears each token that `generate` samples, of all rows at once, and tells which answers it ended."""
-
-    def __init__(self, ends: Collection[int], tell: Callable[[dict[int, list[int]]], None]) -> None:
-        self._ends, self._tell = frozenset(ends), tell
-        self._open: dict[int, list[int]] | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._open is None:  # the prompts come first
-            self._open = {row: [] for row in range(len(value))}
-            return
-        tokens = value.tolist()
-        for row, answer in self._open.items():
-            answer.append(tokens[row])
-        ended = {row: answer for row, answer in self._open.items() if answer[-1] in self._ends}
-        if ended:
-            self._open = {row: answer for row, answer in self._open.items() if row not in ended}
-            self._tell(ended)
-
-    def end(self) -> None:
-        pass
-
-
 @contextmanager
-def as_they_end(model: Any, ends: Collection[int], tell: Callable[[dict[int, list[int]]], None]) -> Iterator[None]:
-    """Within it, one call of `model.generate` tells of its answers (row → tokens) as soon as a token of `ends` ended them.
+def sampling_groups(model: Any, policy: Any, tell: Callable[[dict[int, list[int]]], None]) -> Iterator[None]:
+    """Within it, `policy.generate` computes a prompt once for the rollouts that follow each other with it, as groups do.
 
-    The whole batch is sampled as without it: the same draws, whoever listens. Answers that nothing ended are not told of.
+    Args:
+        model: the Qwen-VL model itself, without what wraps it.
+        policy: the model that TRL asks, `model` or its adapters'.
+        tell: is told of answers (row → tokens) as soon as they ended; not of those that nothing ended.
     """
-    model.generate = partial(model.generate, streamer=_Ends(ends, tell))
+    policy.generate = partial(generate_groups, model, policy, tell)
     try:
         yield
     finally:
-        del model.generate
+        del policy.generate
+
+
+@torch.no_grad()
+def generate_groups(
+    model: Any,
+    policy: Any,
+    tell: Callable[[dict[int, list[int]]], None],
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    pixel_values: torch.Tensor,
+    image_grid_thw: torch.Tensor,
+    mm_token_type_ids: torch.Tensor,
+    generation_config: Any,
+) -> torch.Tensor:
+    """Prompts (rows, length), padded on the left, each with one image, and after them what was sampled for each.
+
+    Draws what transformers' `generate` draws from the same random state, up to rounding of the logits.
+    """
+    rows, device = len(input_ids), input_ids.device
+    images = torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
+    alike = (input_ids[1:] == input_ids[:-1]).all(-1) & (image_grid_thw[1:] == image_grid_thw[:-1]).all(-1)
+    again = [same and torch.equal(images[i + 1], images[i]) for i, same in enumerate(alike.tolist())]
+    new = [0] + [i + 1 for i, same in enumerate(again) if not same]
+    owner = torch.tensor([0, *accumulate(not same for same in again)], device=device)
+    shown = {"image_grid_thw": image_grid_thw[new], "mm_token_type_ids": mm_token_type_ids[new]}
+    mask = attention_mask[new]
+    positions, _ = model.model.get_rope_index(input_ids[new], attention_mask=mask, **shown)
+    output = policy(
+        input_ids=input_ids[new],
+        attention_mask=mask,
+        pixel_values=torch.cat([images[i] for i in new]),
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
+        **shown,
+    )
+    cache = with_room(cache_of(output), owner, generation_config.max_new_tokens)
+    position = (positions.amax((0, 2)) + 1)[owner][:, None]
+    logits, mask = output.logits[owner], attention_mask
+    ends = torch.as_tensor(generation_config.eos_token_id, device=device).view(-1)
+    suppressed = torch.tensor(generation_config.suppress_tokens, device=device)
+    open_ = torch.ones(rows, dtype=torch.bool, device=device)
+    sampled: list[torch.Tensor] = []
+    while True:
+        scores = logits[:, -1].float().index_fill(-1, suppressed, -torch.inf) / generation_config.temperature
+        tokens = torch.multinomial(torch.softmax(scores, -1), 1)[:, 0]
+        sampled.append(torch.where(open_, tokens, generation_config.pad_token_id))
+        ended = open_ & torch.isin(tokens, ends)
+        open_ &= ~ended
+        answers = ended.nonzero()[:, 0].tolist()
+        if answers:
+            so_far = torch.stack(sampled, 1)
+            tell({row: so_far[row].tolist() for row in answers})
+        if len(sampled) == generation_config.max_new_tokens or not bool(open_.any()):
+            return torch.cat([input_ids, torch.stack(sampled, 1)], 1)
+        mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
+        with decoding(model):
+            output = policy(
+                input_ids=sampled[-1][:, None],
+                attention_mask=mask,
+                position_ids=position.expand(3, -1, -1),
+                use_cache=True,
+                logits_to_keep=1,
+                **{cache_argument(model): cache},
+            )
+        logits, position = output.logits, position + 1

@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from transformers import GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
@@ -45,23 +47,64 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_require_vllm", lambda device: None)
 
 
-def test_answers_are_told_of_when_they_end_and_are_what_would_be_sampled_anyway(
-    random_checkpoint: Callable[[int], Path],
+@pytest.fixture(params=["Qwen2.5-VL", "Qwen3-VL"])
+def model_and_processor(
+    request: pytest.FixtureRequest, random_checkpoint: Callable[[int], Path], qwen3_checkpoint: Path
+) -> tuple[Any, Any]:
+    model, processor = load_checkpoint(
+        random_checkpoint(0) if request.param == "Qwen2.5-VL" else qwen3_checkpoint, "float32", "cpu"
+    )
+    return model.train(), processor
+
+
+def test_groups_are_sampled_as_generate_would_and_answers_are_told_of_when_they_end(
+    model_and_processor: tuple[Any, Any],
 ) -> None:
-    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
-    prompts = processor.tokenizer(["Click OK"] * 12, return_tensors="pt")
-    # a random model hardly ever ends by itself: half of its vocabulary may
-    ends = list(range(0, len(processor.tokenizer), 2))
-    settings = {"do_sample": True, "max_new_tokens": 5, "eos_token_id": ends, "pad_token_id": ends[0]}
+    """Groups of several sizes and lengths; some share the words and not the screenshot, some the screenshot and not the words."""
+    model, processor = model_and_processor
+    one, two = (Image.effect_noise((96, 128), 90).convert("RGB") for _ in range(2))
+    groups = [
+        (one, "Click OK", 3),
+        (two, "Click OK", 4),
+        (two, "Enter red into blue. Click red.", 1),
+        (one, "Click", 4),
+    ]
+    rows = [(image, words) for image, words, size in groups for _ in range(size)]
+    texts = [
+        processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}], tokenize=False
+        )
+        for _, words in rows
+    ]
+    images = [[image.copy()] for image, _ in rows]
+    inputs = processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
+    # a random model hardly ever ends by itself: a third of its vocabulary may
+    ends = list(range(0, len(processor.tokenizer), 3))
+    config = GenerationConfig(
+        do_sample=True,
+        max_new_tokens=6,
+        temperature=0.7,
+        top_k=0,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+        suppress_tokens=[ends[1], ends[1] + 1],
+    )
 
     def sampled() -> list[list[int]]:
         torch.manual_seed(3)
-        return model.generate(**prompts, **settings)[:, prompts["input_ids"].shape[1] :].tolist()
+        return model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].shape[1] :].tolist()
 
     told: list[dict[int, list[int]]] = []
-    with sampling.as_they_end(model, ends, told.append):
+    prefills = []
+    hook = model.model.visual.register_forward_pre_hook(
+        lambda _, given, settings: prefills.append(len(settings["grid_thw"])), with_kwargs=True
+    )
+    with sampling.sampling_groups(model, model, told.append):
         answers = sampled()
-    assert answers == sampled() and len(told) > 1, "a later call tells of nothing"
+    assert answers == sampled(), "afterwards the model's own `generate` samples, the same"
+    hook.remove()
+    assert prefills == [len(groups), len(rows)]
+    assert len(told) > 1 and not {ends[1], ends[1] + 1} & {token for answer in answers for token in answer}
     lengths = [{len(answer) for answer in part.values()} for part in told]
     assert all(len(of_part) == 1 for of_part in lengths) and lengths == sorted(lengths, key=min), "at once"
     whole = {
