@@ -52,6 +52,7 @@ from coepg_dagster.training.sampling import (
     sampling_settings,
 )
 from coepg_dagster.training.speed import (
+    GradientsInBuckets,
     LeanVision,
     check_attention,
     each_image_once,
@@ -509,6 +510,7 @@ def _train(
         ),
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(GradientsInBuckets(trainer))
     compare_prompts(trainer)
     if trainer.ref_model is not None:
         reference = trainer.accelerator.unwrap_model(trainer.ref_model)

@@ -22,6 +22,7 @@ from coepg_dagster.training.examples import end_to_end_examples, grounder_exampl
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.speed import (
+    GradientsInBuckets,
     check_attention,
     compile_layers,
     expect_right_padding,
@@ -29,7 +30,6 @@ from coepg_dagster.training.speed import (
     half_vision,
     lean_vision,
     recompute,
-    share_gradient_memory,
 )
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.verified import save_trained
@@ -124,7 +124,7 @@ def train_sft(
         ),
     )
     trainer.remove_callback(PrinterCallback)
-    share_gradient_memory(trainer)
+    trainer.add_callback(GradientsInBuckets(trainer))
     checkpoints.train(trainer)
     stops.end()
     trained = merge_adapters(trainer)

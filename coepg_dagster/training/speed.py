@@ -15,11 +15,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
-from transformers import AttentionInterface, BatchFeature
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AttentionInterface, BatchFeature, TrainerCallback
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from coepg_dagster.experiment import Attention
@@ -256,8 +257,24 @@ def each_image_once(image_processor: Any) -> Iterator[None]:
         del image_processor.preprocess
 
 
-def share_gradient_memory(trainer: Any) -> None:
-    """Data parallel training keeps gradients once: in the buckets that are summed over the GPUs."""
-    handler = trainer.accelerator.ddp_handler
-    if handler is not None:
-        handler.gradient_as_bucket_view = True
+class GradientsInBuckets(TrainerCallback):  # type: ignore[misc]
+    """Data parallel training keeps gradients once: in the buckets that are summed over the GPUs.
+
+    A gradient gets its place in a bucket when it is summed. What passes add up before lay beside the buckets, four bytes more
+    for each parameter, until the last pass of a step; so the first one is summed too, which adds nothing to the total.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        if trainer.accelerator.ddp_handler is not None:
+            trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        model = self._trainer.model_wrapped
+        if isinstance(model, DistributedDataParallel):
+
+            def sync() -> AbstractContextManager[None]:
+                del model.no_sync  # from the second pass on it is as it was
+                return nullcontext()
+
+            model.no_sync = sync

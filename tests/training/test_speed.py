@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -264,3 +266,42 @@ def test_an_image_that_comes_again_is_not_prepared_again(random_checkpoint: Call
             assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name]))
         assert [list(ids) for ids in before["input_ids"]] == [list(ids) for ids in after["input_ids"]]
     assert "preprocess" not in vars(images)
+
+
+RANK = """
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from types import SimpleNamespace
+from coepg_dagster.training.speed import GradientsInBuckets
+
+accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs()])
+torch.manual_seed(0)
+plain = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(5)])
+trainer = SimpleNamespace(accelerator=accelerator)
+callback = GradientsInBuckets(trainer)
+trainer.model_wrapped = model = accelerator.prepare(plain)
+rows = [[torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * r + i)) for i in range(3)] for r in range(2)]
+for step in range(2):
+    callback.on_step_begin(None, None, None)
+    for i, row in enumerate(rows[accelerator.process_index]):
+        with accelerator.no_sync(model) if i < 2 else torch.enable_grad():
+            model(row).square().sum().backward()
+        places = {p.grad.untyped_storage().data_ptr() for p in plain.parameters()}
+        assert len(places) == 1, f"step {step}, pass {i}: gradients in {len(places)} places"
+    found = [p.grad.clone() for p in plain.parameters()]
+    model.zero_grad()
+    for row in rows[0] + rows[1]:
+        (plain(row).square().sum() / 2).backward()
+    for gradient, parameter in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+    model.zero_grad()
+"""
+
+
+def test_gradients_of_data_parallel_training_lie_in_buckets_alone(tmp_path: Path) -> None:
+    """From the first pass of a step to the last, and they are the mean over the processes."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    ended = subprocess.run([sys.executable, "-m", *launcher, str(script)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-3000:]
