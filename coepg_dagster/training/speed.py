@@ -272,9 +272,10 @@ class GradientsInBuckets(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         model = self._trainer.model_wrapped
         if isinstance(model, DistributedDataParallel):
+            wrapped: Any = model
 
             def sync() -> AbstractContextManager[None]:
-                del model.no_sync  # from the second pass on it is as it was
+                del wrapped.no_sync  # from the second pass on it is as it was
                 return nullcontext()
 
-            model.no_sync = sync
+            wrapped.no_sync = sync
