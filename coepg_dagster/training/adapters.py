@@ -12,23 +12,16 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 from coepg_dagster.experiment import Lora
-from coepg_dagster.progress import Ended
-from coepg_dagster.training.launch import Placement, is_main
+from coepg_dagster.training.launch import is_main
 
 
-def lora_config(model: Any, lora: Lora | None, placement: Placement, *, freeze_vision: bool) -> LoraConfig | None:
+def lora_config(model: Any, lora: Lora | None, *, freeze_vision: bool) -> LoraConfig | None:
     """What a trainer of TRL adds adapters by: to every linear layer of the language model's layers, and of the tower's blocks.
 
     Embeddings, the output layer and the tower's merger get none. None: the weights themselves are trained.
-    Raises Ended where no process would hold the whole model.
     """
     if lora is None:
         return None
-    if placement.sharded:
-        raise Ended(
-            f"`lora` with strategy {placement.strategy}: adapters cannot be merged into weights that no process holds whole. "
-            "Use `ddp` or `zero2`: with LoRA gradients and optimizer take little memory"
-        )
     stacks = [model.model.language_model.layers] + ([] if freeze_vision else [model.model.visual.blocks])
     layers = {id(module) for stack in stacks for module in stack.modules() if isinstance(module, nn.Linear)}
     return LoraConfig(

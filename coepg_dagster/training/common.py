@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coepg_dagster.experiment import Grpo, Sft
 from coepg_dagster.inference.transformers_engine import Dtype
 from coepg_dagster.progress import Report
+from coepg_dagster.training.launch import Placement
 from coepg_dagster.training.speed import load_with_attention
 
 
@@ -58,7 +61,19 @@ def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) 
     return model.train(), processor
 
 
-def device_settings(device: str) -> dict[str, Any]:
+def device_settings(device: str, placement: Placement) -> dict[str, Any]:
     """TrainingArguments for `device` ("cpu" or "cuda")."""
     on_gpu = device != "cpu"
-    return {"use_cpu": not on_gpu, "bf16": on_gpu, "fp16": False, "gradient_checkpointing": on_gpu}
+    settings: dict[str, Any] = {"use_cpu": not on_gpu, "bf16": on_gpu, "fp16": False, "gradient_checkpointing": on_gpu}
+    if placement.strategy == "fsdp":
+        # between the passes of an optimizer step each process would keep the gradients of the whole model
+        settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return settings
+
+
+def keep_float32_sums(trainer: Any) -> None:
+    """FSDP sums gradients and returns losses in float32, as data parallel training does; accelerate asks for bf16."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if plugin is not None and policy is not None:
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)

@@ -31,7 +31,7 @@ from coepg_dagster.inference.processing import vision_token_ids, without_vision_
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.pools.candidates import gate_of
-from coepg_dagster.progress import Ended, Report
+from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
 from coepg_dagster.provenance import Agent
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
@@ -39,10 +39,16 @@ from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
-from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, write_log
+from coepg_dagster.training.common import (
+    ReportProgress,
+    device_settings,
+    keep_float32_sums,
+    load_for_training,
+    write_log,
+)
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
-from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
+from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.sampling import (
     compare_prompts,
@@ -348,6 +354,7 @@ def train_grpo(
     Returns:
         The figures of the run; rates in per cent.
     """
+    refuse_sharded(config, placement)
     own = {own_grounder[0]: Member(model=own_grounder[1])} if own_grounder else {}
     members = dict(own)
     if config.ensemble:
@@ -454,10 +461,6 @@ def _train(
     )
     best = None
     if validation is not None:
-        if placement.sharded:
-            raise Ended(
-                f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp`"
-            )
         own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
         shown, validated = reward_on(validation, own)
         best = KeepBest(
@@ -467,7 +470,7 @@ def _train(
     tower = lean_vision(model, remember=not placement.sharded)
     trainer = CdremTrainer(
         model=model,
-        peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
+        peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         reward=reward,
         rollouts=scratch / "rollouts",
@@ -506,12 +509,13 @@ def _train(
             disable_tqdm=True,
             seed=seed,
             data_seed=seed,
-            **device_settings(device),
+            **device_settings(device, placement),
         ),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
     compare_prompts(trainer)
+    keep_float32_sums(trainer)
     if trainer.ref_model is not None:
         reference = trainer.accelerator.unwrap_model(trainer.ref_model)
         if config.freeze_vision and not placement.sharded:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import yaml
 from pydantic import Field
 
-from coepg_dagster.experiment import Strict
+from coepg_dagster.experiment import Grpo, Sft, Strict
 from coepg_dagster.progress import Ended
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
@@ -54,6 +54,21 @@ def is_rank() -> bool:
 def is_main() -> bool:
     """Whether this process writes what there is only once: results, tables, logs."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def refuse_sharded(config: Sft | Grpo, placement: Placement) -> None:
+    """Raises Ended where no process holds the whole model and `config` asks for what needs that."""
+    if not placement.sharded:
+        return
+    if config.lora is not None:
+        raise Ended(
+            f"`lora` with strategy {placement.strategy}: adapters cannot be merged into weights that no process holds whole. "
+            "Use `ddp` or `zero2`: with LoRA gradients and optimizer take little memory"
+        )
+    if isinstance(config, Grpo) and config.validate_every is not None:
+        raise Ended(
+            f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2`"
+        )
 
 
 def see_one_gpu() -> None:

@@ -17,9 +17,15 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
-from coepg_dagster.training.common import ReportProgress, device_settings, load_for_training, write_log
+from coepg_dagster.training.common import (
+    ReportProgress,
+    device_settings,
+    keep_float32_sums,
+    load_for_training,
+    write_log,
+)
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
-from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main
+from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.speed import (
     GradientsInBuckets,
@@ -61,6 +67,7 @@ def train_sft(
 
     Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints lie in `scratch`.
     """
+    refuse_sharded(config, placement)
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
     lean_vision(model)
@@ -90,7 +97,7 @@ def train_sft(
     stops = Stops(placement.on_trouble)
     trainer = PlainTrainer(
         model=model,
-        peft_config=lora_config(model, config.lora, placement, freeze_vision=config.freeze_vision),
+        peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         train_dataset=examples,
         callbacks=[ReportProgress(report), checkpoints, stops],
@@ -120,11 +127,12 @@ def train_sft(
             dataloader_num_workers=LOADERS if on_gpu else 0,
             dataloader_persistent_workers=on_gpu,
             # the layers to recompute are chosen above
-            **device_settings(device) | {"gradient_checkpointing": False},
+            **device_settings(device, placement) | {"gradient_checkpointing": False},
         ),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
+    keep_float32_sums(trainer)
     checkpoints.train(trainer)
     stops.end()
     trained = merge_adapters(trainer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from transformers.integrations import unset_hf_deepspeed_config
 
 from coepg_dagster.inference.transformers_engine import Dtype, IncompleteCheckpoint, load_checkpoint
 
@@ -31,8 +32,10 @@ def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> di
     example = trainer.train_dataset[0]
     model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if trainer.is_fsdp_enabled or _zero_stage(accelerator) == 3:  # no process has all of it: all of them compute
-        logits: torch.Tensor | None = first_logits(trainer.model_wrapped.eval(), processor, example)
+        model.eval()  # DeepSpeed's own `eval` returns nothing
+        logits: torch.Tensor | None = first_logits(trainer.model_wrapped, processor, example)
         tensors = accelerator.get_state_dict(trainer.model_wrapped)
+        unset_hf_deepspeed_config()  # transformers would spread the loaded model too
     else:
         logits = None
         for parameter in model.parameters():

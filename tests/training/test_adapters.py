@@ -15,11 +15,8 @@ from safetensors.torch import load_file
 from coepg_dagster.architecture import read
 from coepg_dagster.experiment import Grpo, Lora, Models, Sft
 from coepg_dagster.inference.transformers_engine import load_checkpoint
-from coepg_dagster.progress import Ended
 from coepg_dagster.training import sft
-from coepg_dagster.training.adapters import lora_config
 from coepg_dagster.training.grpo import CdremReward, train_grpo
-from coepg_dagster.training.launch import Placement
 from coepg_dagster.training.sft import train_sft
 from coepg_dagster.training.speed import WrongAttention, check_attention, load_with_attention
 from tests.conftest import beside, quiet
@@ -112,13 +109,6 @@ def test_grpo_with_lora_starts_at_its_reference_and_leaves_the_tower(
     found = changes(init, out)
     assert found and all(name.removesuffix(".weight").endswith(ADAPTED) and "visual" not in name for name in found)
     assert figures["trained_parameters"] == read(init).adapters(4, vision=False)
-
-
-def test_adapters_of_weights_that_are_spread_are_refused(random_checkpoint: Callable[[int], Path]) -> None:
-    model, _ = load_checkpoint(random_checkpoint(0), "float32", "cpu")
-    with pytest.raises(Ended, match=r"strategy zero3.*Use `ddp` or `zero2`"):
-        lora_config(model, LORA, Placement(strategy="zero3"), freeze_vision=True)
-    assert lora_config(model, None, Placement(strategy="zero3"), freeze_vision=True) is None
 
 
 # attention
