@@ -4,7 +4,8 @@ Every run is the job that Dagster starts (`coepg_dagster.resources.worker`), wit
 give it: SFT of the sandbox's planner, which sees the same rows in every placement, and GRPO of it, whose rollouts are drawn
 anew by every process. Each run ends after `--limit` seconds at the latest. `value` is the largest relative difference of an
 SFT loss from that of one process; weights are compared by how far they moved. `--quick` tries DDP on a CPU, where
-accelerate leaves DeepSpeed and FSDP out. On several GPUs it has not run yet.
+accelerate leaves DeepSpeed and FSDP out. A run that fails is recorded, and the others are tried. On two H200 SFT by DDP ended;
+the run of one process did not begin there, which saw two GPUs then, and ZeRO and FSDP were not reached.
 """
 
 from __future__ import annotations
@@ -87,12 +88,13 @@ def ran(work: SftWork | GrpoWork, limit: float) -> dict[str, Any]:
     }
 
 
-def moved(weights: Path) -> dict[str, torch.Tensor] | None:
-    """How far each trained tensor is from where training began; None where nothing was saved."""
-    if not weights.exists():
-        return None
+def moved(weights: Path) -> dict[str, torch.Tensor]:
+    """How far each tensor is from where training began. Raises ValueError where a saved model has other tensors."""
     after = load_file(weights)
     with safe_open(f"{tiny.PLANNER}/model.safetensors", "pt") as before:
+        others = after.keys() ^ set(before.keys())
+        if others:
+            raise ValueError(f"saved and base model have not the same tensors: {', '.join(sorted(others))}")
         return {name: after[name].float() - before.get_tensor(name).float() for name in after}
 
 
@@ -132,15 +134,23 @@ def main() -> None:
                 )
                 for line in run["end"]:
                     say(f"    {line}")
-                way = moved(folder / "out" / "model.safetensors")
+                weights = folder / "out" / "model.safetensors"
+                if kind != "sft" or not weights.exists():
+                    continue
+                try:
+                    way = moved(weights)
+                except ValueError as why:
+                    run["saved"] = str(why)
+                    say(f"  {why}")
+                    continue
                 if of == ALONE:
                     of_one = way
-                elif kind == "sft" and way and of_one:
+                elif of_one and len(run["losses"]) == STEPS:
                     run |= apart(way, of_one)
                     pairs = zip(run["losses"], runs[f"sft, {ALONE}"]["losses"], strict=True)
                     run["loss_apart"] = max(abs(a - b) / b for a, b in pairs)
                     say(f"  against {ALONE}: {json.dumps(apart(way, of_one))}, losses {run['loss_apart']:.2e}")
-    failed = [key for key, run in runs.items() if run["code"] != 0]
+    failed = [key for key, run in runs.items() if run["code"] != 0 or "saved" in run]
     worst = max((run["loss_apart"] for run in runs.values() if "loss_apart" in run), default=None)
     if not options.quick:
         write(

@@ -27,6 +27,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
+from coepg_dagster.training.launch import Placement
 
 WHOLE: Final = "whole.json"
 KEPT: Final = 2
@@ -34,24 +35,24 @@ KEPT: Final = 2
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
-    """Saves a trainer's state under `folder` every `every` steps (0: never), and when SIGINT or SIGTERM came.
+    """Saves a trainer's state under `folder` every `save_every` steps (0: never), and when SIGINT or SIGTERM came.
 
     A checkpoint counts once it holds `whole.json`, written after every process has written its part.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
-        self.folder, self._every = folder, every
+    def __init__(self, folder: Path, placement: Placement) -> None:
+        self.folder, self._every, self._strategy = folder, placement.save_every, placement.strategy
         self._signal: int | None = None
         self._stopped_by: str | None = None
 
     def last(self) -> Path | None:
-        """The newest whole checkpoint of as many processes as run now; what is not whole is removed."""
+        """The newest whole checkpoint of as many processes as run now, by the same strategy; all others are removed."""
         processes = PartialState()
         found: dict[int, Path] = {}
         for folder in self.folder.glob("checkpoint-*"):
             if (folder / WHOLE).exists():
                 about = json.loads((folder / WHOLE).read_text())
-                if about["processes"] == processes.num_processes:
+                if (about["processes"], about.get("strategy")) == (processes.num_processes, self._strategy):
                     found[about["step"]] = folder
         processes.wait_for_everyone()
         if processes.is_main_process:
@@ -78,7 +79,8 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         if processes.is_main_process:
             folder = self.folder / f"checkpoint-{state.global_step}"
             partial = folder / f"{WHOLE}.partial"
-            partial.write_text(json.dumps({"step": state.global_step, "processes": processes.num_processes}))
+            of = {"processes": processes.num_processes, "strategy": self._strategy}
+            partial.write_text(json.dumps({"step": state.global_step, **of}))
             partial.rename(folder / WHOLE)
 
     def train(self, trainer: Any) -> None:

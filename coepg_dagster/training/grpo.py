@@ -449,7 +449,7 @@ def _train(
             f"lower grpo.prompts_per_step ({config.prompts_per_step})"
         )
     rollouts = config.prompts_per_step * config.group_size
-    checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
+    checkpoints = Checkpoints(scratch / "trainer", placement)
     stops = Stops(placement.on_trouble)
     sampling = sampling_settings(
         config,

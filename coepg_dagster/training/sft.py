@@ -93,7 +93,7 @@ def train_sft(
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
     examples, found = preflight(examples, processor, screens, config.max_tokens, out)
-    checkpoints = Checkpoints(scratch / "trainer", placement.save_every)
+    checkpoints = Checkpoints(scratch / "trainer", placement)
     stops = Stops(placement.on_trouble)
     trainer = PlainTrainer(
         model=model,

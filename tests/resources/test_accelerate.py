@@ -21,11 +21,14 @@ from coepg_dagster.resources.worker import MODULE
 from safetensors.torch import load_file
 
 from coepg_dagster.experiment import Models, Sft
-from coepg_dagster.training.launch import Placement
+from coepg_dagster.training.launch import Placement, Strategy
 from coepg_dagster.workers import SftWork, write_steps
 from tests.project import REPOSITORY
 
 pytestmark = pytest.mark.slow
+
+SPREAD = {"zero3": "DEEPSPEED", "fsdp": "FSDP"}
+"""As accelerate calls it."""
 
 
 @pytest.fixture
@@ -58,13 +61,13 @@ def job(
     return made
 
 
-def start(work: SftWork) -> tuple[subprocess.Popen[bytes], Path]:
+def start(work: SftWork, module: str = MODULE) -> tuple[subprocess.Popen[bytes], Path]:
     """The job in a worker of its own, and that worker's folder."""
     folder = work.out.parent
     (folder / "work.json").write_text(work.model_dump_json())
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(folder / "work.json"), str(folder / "result.json")],
+            [sys.executable, "-m", module, str(folder / "work.json"), str(folder / "result.json")],
             cwd=REPOSITORY,
             stdout=log,
             stderr=log,
@@ -74,13 +77,19 @@ def start(work: SftWork) -> tuple[subprocess.Popen[bytes], Path]:
     return process, folder
 
 
-def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftWork]) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftWork], strategy: Strategy) -> None:
     """The same rows, nearly the same loss and weights: Adam makes a step of any small gradient, however it was rounded."""
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
     here, there = job(1, 6, 2), job(2, 3, 2)
-    process, folder = start(there)
+    placement = Placement(processes=2, strategy=strategy)
+    there = there.model_copy(update={"placement": placement})
+    process, folder = start(there, MODULE if strategy == "ddp" else "tests.resources.sharded_on_cpu")
     assert here.run(lambda *_: None)["optimizer_steps"] == 2
     assert process.wait(timeout=280) == 0, (folder / "log").read_text()[-3000:]
     assert json.loads((folder / "result.json").read_text())["figures"]["optimizer_steps"] == 2
+    assert strategy == "ddp" or f"spread by {SPREAD[strategy]}" in (folder / "log").read_text()
     logs = [(work.out / "training_log.jsonl").read_text().splitlines()[:2] for work in (here, there)]
     for alone, shared in zip(*(map(json.loads, lines) for lines in logs), strict=True):
         assert alone["num_tokens"] == shared["num_tokens"]

@@ -23,7 +23,7 @@ from coepg_dagster import workers
 from coepg_dagster.experiment import Grpo, Lora, Member, Models, Regeneration, Sft
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.checkpoints import Checkpoints
+from coepg_dagster.training.checkpoints import WHOLE, Checkpoints
 from coepg_dagster.training.launch import Placement
 from coepg_dagster.workers import CandidatesWork, GrpoWork, SftWork, Work, write_steps
 from tests.inference.openai_server import OpenAIServer
@@ -260,3 +260,14 @@ def test_a_pool_step_loses_one_chunk_at_most(
 
     printed = compare(make, [("chunk 2", signal.SIGKILL)], "candidates.parquet")
     assert printed[1].endswith("first report 2"), "the first chunk was there: the first report is of the second"
+
+
+def test_what_another_placement_left_is_not_continued(tmp_path: Path) -> None:
+    """Its files are others: without this, training would go on with a new optimizer, or end."""
+    for step, strategy, processes in [(1, "ddp", 1), (2, "zero2", 1), (3, "ddp", 2)]:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / WHOLE).write_text(json.dumps({"step": step, "processes": processes, "strategy": strategy}))
+    assert Checkpoints(tmp_path, Placement()).last() == tmp_path / "checkpoint-1"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert Checkpoints(tmp_path, Placement(strategy="fsdp")).last() is None
