@@ -78,11 +78,15 @@ AttentionInterface.register(SHARED_KEYS, attend_shared_keys)
 AttentionMaskInterface.register(SHARED_KEYS, sdpa_mask)
 
 
-def fast_vision(model: Any) -> bool:
-    """Lets the vision tower attend to its windows in one kernel, where this machine can; returns whether it does."""
+def fast_vision(model: Any, device: str | None = None) -> bool:
+    """Lets the vision tower attend to its windows in one kernel, where this machine can; returns whether it does.
+
+    Args:
+        device: where the model will compute; None: where it lies.
+    """
     tower = getattr(model.model, "visual", None)
     # Qwen2.5-VL's windows; a tower without any has few attention calls
-    if tower is None or not hasattr(tower, "window_size") or model.device.type != "cuda":
+    if tower is None or not hasattr(tower, "window_size") or torch.device(device or model.device).type != "cuda":
         return False
     if tower.config.hidden_size // tower.config.num_heads % 8:  # the kernel's own condition
         return False

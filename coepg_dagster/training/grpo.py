@@ -420,7 +420,7 @@ def _train(
     on_gpu = device != "cpu"
     if on_gpu:
         if config.attention == "sdpa":
-            fast_vision(model)
+            fast_vision(model, device)
         if models.dtype == "bfloat16":
             half_activations(model)
         if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
@@ -523,7 +523,7 @@ def _train(
         else:
             lean_vision(reference)
             if on_gpu and config.attention == "sdpa":
-                fast_vision(reference)
+                fast_vision(reference, device)
     checkpoints.train(trainer)
     tower.forget()
     stops.end()

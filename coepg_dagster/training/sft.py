@@ -74,7 +74,7 @@ def train_sft(
     on_gpu = device != "cpu"
     if on_gpu:
         if config.attention == "sdpa":
-            fast_vision(model)
+            fast_vision(model, device)
             expect_right_padding(model)
         if models.dtype == "bfloat16":
             half_activations(model)

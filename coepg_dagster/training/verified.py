@@ -31,6 +31,7 @@ def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> di
     accelerator = trainer.accelerator
     example = trainer.train_dataset[0]
     model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    model.set_attn_implementation(AS_LOADED)
     if trainer.is_fsdp_enabled or _zero_stage(accelerator) == 3:  # no process has all of it: all of them compute
         model.eval()  # DeepSpeed's own `eval` returns nothing
         logits: torch.Tensor | None = first_logits(trainer.model_wrapped, processor, example)
@@ -40,7 +41,6 @@ def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> di
         logits = None
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        model.set_attn_implementation(AS_LOADED)
         tensors = model.state_dict()
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
