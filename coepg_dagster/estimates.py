@@ -224,8 +224,9 @@ def states(
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
     forward to the backward pass; a frozen vision tower is bf16. ddp over several GPUs counts gradients twice, as
-    sft_scaling_2gpu measured before they were kept in the buckets alone (see GradientsInBuckets): it may take less. ZeRO: bf16 weights and gradients,
-    float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather two layers at a time.
+    sft_scaling_2gpu measured before they were kept in the buckets alone (see GradientsInBuckets): it may take less. ZeRO: bf16
+    weights and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather
+    two layers at a time.
     LoRA: the weights as they are stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the
     adapters alone.
     """
