@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedDataParallelKwargs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.nn.parallel import DistributedDataParallel
 
 from coepg_dagster.inference.attention import WINDOWS, attend_windows
 from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training.speed import (
+    GradientsInBuckets,
     compile_layers,
     each_image_once,
     expect_right_padding,
@@ -268,40 +271,33 @@ def test_an_image_that_comes_again_is_not_prepared_again(random_checkpoint: Call
     assert "preprocess" not in vars(images)
 
 
-RANK = """
-import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from types import SimpleNamespace
-from coepg_dagster.training.speed import GradientsInBuckets
-
-accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs()])
-torch.manual_seed(0)
-plain = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(5)])
-trainer = SimpleNamespace(accelerator=accelerator)
-callback = GradientsInBuckets(trainer)
-trainer.model_wrapped = model = accelerator.prepare(plain)
-rows = [[torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * r + i)) for i in range(3)] for r in range(2)]
-for step in range(2):
-    callback.on_step_begin(None, None, None)
-    for i, row in enumerate(rows[accelerator.process_index]):
-        with accelerator.no_sync(model) if i < 2 else torch.enable_grad():
-            model(row).square().sum().backward()
-        places = {p.grad.untyped_storage().data_ptr() for p in plain.parameters()}
-        assert len(places) == 1, f"step {step}, pass {i}: gradients in {len(places)} places"
-    found = [p.grad.clone() for p in plain.parameters()]
-    model.zero_grad()
-    for row in rows[0] + rows[1]:
-        (plain(row).square().sum() / 2).backward()
-    for gradient, parameter in zip(found, plain.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
-    model.zero_grad()
-"""
+def sum_in_buckets(rank: int, meet: Path) -> None:
+    """One of two processes."""
+    torch.distributed.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=2)
+    plain = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(5)])
+    for i, parameter in enumerate(plain.parameters()):
+        torch.nn.init.orthogonal_(parameter, gain=1 + i, generator=torch.Generator().manual_seed(i))
+    handler = DistributedDataParallelKwargs()
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=handler))
+    callback = GradientsInBuckets(trainer)
+    trainer.model_wrapped = model = DistributedDataParallel(plain, **handler.to_kwargs())
+    rows = [[torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * r + i)) for i in range(3)] for r in (0, 1)]
+    for step in range(2):
+        callback.on_step_begin(None, None, None)
+        for i, row in enumerate(rows[rank]):
+            with model.no_sync() if i < 2 else nullcontext():
+                model(row).square().sum().backward()
+            places = {p.grad.untyped_storage().data_ptr() for p in plain.parameters()}
+            assert len(places) == 1, f"step {step}, pass {i}: gradients in {len(places)} places"
+        found = [p.grad.clone() for p in plain.parameters()]
+        model.zero_grad()
+        for row in rows[0] + rows[1]:
+            (plain(row).square().sum() / 2).backward()
+        for gradient, parameter in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+        model.zero_grad()
 
 
 def test_gradients_of_data_parallel_training_lie_in_buckets_alone(tmp_path: Path) -> None:
     """From the first pass of a step to the last, and they are the mean over the processes."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    ended = subprocess.run([sys.executable, "-m", *launcher, str(script)], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    torch.multiprocessing.start_processes(sum_in_buckets, (tmp_path / "meet",), 2, start_method="fork")
