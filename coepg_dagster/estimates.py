@@ -82,6 +82,19 @@ def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) 
     return model.layers * each + model.vision.layers * (FORWARD if freeze_vision else each)
 
 
+def sequence_flops(model: Architecture, config: Sft | Grpo, example: Example, *, train: bool) -> Flops:
+    """Operations of one sequence as `config` trains on it, or of its forward pass alone."""
+    return flops(
+        model,
+        image=example.image,
+        text=example.text,
+        scored=example.answer,
+        train=train,
+        freeze_vision=config.freeze_vision,
+        fixed_weights=config.lora is not None,
+    )
+
+
 def recomputed(one: Flops, share: float, *, freeze_vision: bool, fixed_weights: bool) -> float:
     """Operations of the forward passes that are done again in the backward pass, of `one` sequence in training."""
     passes = FORWARD + (1 if fixed_weights else BACKWARD)
@@ -307,15 +320,7 @@ def training_activations(
 def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, rates: Rates) -> float:
     """GPU-seconds of one pass over `rows` sequences, recomputed layers included."""
     frozen, fixed = config.freeze_vision, config.lora is not None
-    one = flops(
-        model,
-        image=example.image,
-        text=example.text,
-        scored=example.answer,
-        train=True,
-        freeze_vision=frozen,
-        fixed_weights=fixed,
-    )
+    one = sequence_flops(model, config, example, train=True)
     operations = one.total + recomputed(one, config.recompute, freeze_vision=frozen, fixed_weights=fixed)
     layers = layer_passes(model, recompute=config.recompute, freeze_vision=frozen)
     at_once = config.micro_batch_size
@@ -346,17 +351,20 @@ def generation_memory(
     )
 
 
+def _token_seconds(model: Architecture, example: Example, sequences: int, layer: float, rates: Rates) -> float:
+    """Seconds of one more token for so many sequences, by transformers; `layer`: seconds of the host for each layer."""
+    groups = model.heads // model.key_value_heads
+    moved = 2.0 * model.language + sequences * example.tokens(model) * model.key_value_bytes * (3 + 2 * groups)
+    return max(model.layers * layer, moved / rates.bandwidth)
+
+
 def generation_seconds(
     model: Architecture, example: Example, batch: int, samples: int, screenshots: int, rates: Rates
 ) -> float:
     """GPU-seconds of `samples` answers for each of `screenshots`, by transformers' generation."""
     rows = max(1, batch // samples)
-    visual = model.image_tokens(*example.image)
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
-    context = visual + example.text
-    groups = model.heads // model.key_value_heads
-    moved = 2.0 * model.language + rows * samples * context * model.key_value_bytes * (3 + 2 * groups)
-    token = max(model.layers * rates.layer, moved / rates.bandwidth)
+    token = _token_seconds(model, example, rows * samples, rates.layer, rates)
     batches = -(-screenshots // rows)
     return screenshots * (prompt / rates.prefill + rates.image) + batches * example.answer * token
 
@@ -381,12 +389,9 @@ def policy_seconds(
 
     A prompt and its screenshot are computed once for its rollouts. Layers are those of training: eager, under autocast.
     """
-    rollouts = prompts * samples
-    one = flops(model, image=example.image, text=example.prompt, scored=1, train=False)
-    prefill = pass_seconds(prompts * one.total, model.layers + model.vision.layers, rates)
-    groups = model.heads // model.key_value_heads
-    moved = 2.0 * model.language + rollouts * example.tokens(model) * model.key_value_bytes * (3 + 2 * groups)
-    token = max(model.layers * EAGER_LAYER_SECONDS, moved / rates.bandwidth)
+    prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
+    prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates)
+    token = _token_seconds(model, example, prompts * samples, EAGER_LAYER_SECONDS, rates)
     return steps * (prefill + example.answer * token)
 
 
@@ -459,15 +464,7 @@ def grpo_seconds(
 
     def operations(screenshots: float, train: bool) -> Flops:
         """Of one rollout, where a pass of `rows` of them encodes so many screenshots."""
-        one = flops(
-            model,
-            image=example.image,
-            text=example.text,
-            scored=example.answer,
-            train=train,
-            freeze_vision=frozen,
-            fixed_weights=fixed,
-        )
+        one = sequence_flops(model, config, example, train=train)
         return replace(one, vision=one.vision * screenshots / rows)
 
     rows, tower = config.micro_batch_size, 0 if frozen else model.vision.layers

@@ -28,19 +28,17 @@ def main(work_file: Path, result_file: Path) -> None:
     """
     end_with_parent()
     work = read_work(work_file)
-    if isinstance(work, TrainingWork) and not is_rank():
-        if work.placement.spread:
-            arguments = [str(work_file), str(result_file)]
-            try:
-                sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=work.device != "cpu"))
-            except Ended as why:
-                sys.exit(str(why))
-        see_one_gpu()
-    if work.device != "cpu" and is_rank():
-        import torch
-
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # from here on, `cuda` is this process's GPU
+    on_gpu = work.device != "cpu"
     try:
+        if isinstance(work, TrainingWork) and not is_rank():
+            if work.placement.spread:
+                arguments = [str(work_file), str(result_file)]
+                sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=on_gpu))
+            see_one_gpu()
+        if on_gpu and is_rank():
+            import torch
+
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # from here on, `cuda` is this process's GPU
         if is_main():
             _work(work, result_file)
         else:

@@ -213,6 +213,14 @@ def qwen3_checkpoint(random_checkpoint: Callable[[int], Path], tmp_path_factory:
     return folder
 
 
+@pytest.fixture(scope="session", params=["Qwen2.5-VL", "Qwen3-VL"])
+def either_checkpoint(
+    request: pytest.FixtureRequest, random_checkpoint: Callable[[int], Path], qwen3_checkpoint: Path
+) -> Path:
+    """One of each family."""
+    return qwen3_checkpoint if request.param == "Qwen3-VL" else random_checkpoint(0)
+
+
 @pytest.fixture(scope="session")
 def models(random_checkpoint: Callable[[int], Path]) -> Models:
     """The part of an experiment that says how checkpoints are asked; its paths are random checkpoints."""

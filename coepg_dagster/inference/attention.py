@@ -1,13 +1,15 @@
 """Attention of a Qwen-VL model as its uses here ask for it: the same numbers as transformers', in fewer and faster kernels.
 
 transformers calls a kernel for each window of each image in each layer of the vision tower; and where there is a mask, as in
-decoding, it copies keys and values once for every query head that shares them.
+decoding, it copies keys and values once for every query head that shares them. `prefill` and `decode` are the two passes of
+sampling, for the pools and for GRPO.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -105,14 +107,46 @@ def decoding(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def cache_argument(model: Any) -> str:
+@functools.cache
+def _cache_argument(kind: type) -> str:
     """What a model's forward pass calls keys and values; renamed within transformers 5."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
 
 
-def cache_of(output: Any) -> Any:
-    """The keys and values of a forward pass, whatever they are called."""
-    return getattr(output, "cache", None) or output.past_key_values
+def prefill(model: Any, asked: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """Of prompts with images: logits of the token after each, keys and values, and the position of that token.
+
+    Args:
+        model: the Qwen-VL model itself, without what wraps it.
+        asked: what is called, `model` or its adapters'.
+        inputs: as the processor makes them.
+    """
+    named = ("mm_token_type_ids", "image_grid_thw", "attention_mask")
+    positions, _ = model.model.get_rope_index(inputs["input_ids"], **{name: inputs[name] for name in named})
+    output = asked(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
+    keys_and_values = getattr(output, "cache", None) or output.past_key_values
+    return output.logits[:, -1], keys_and_values, positions.amax((0, 2)) + 1
+
+
+def decode(
+    model: Any, asked: Any, keys_and_values: Any, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """Logits (rows, vocabulary) of the token after `ids` (rows, tokens), which are at `position` (rows, tokens).
+
+    Args:
+        mask: of these tokens and all before them.
+    """
+    with decoding(model):
+        output = asked(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position.expand(3, -1, -1),
+            use_cache=True,
+            logits_to_keep=1,
+            **{_cache_argument(type(model)): keys_and_values},  # type: ignore[arg-type]
+        )
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from coepg_dagster.inference.attention import cache_argument, cache_of, decoding, fast_vision, with_room
+from coepg_dagster.inference.attention import decode, fast_vision, prefill, with_room
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.processing import (
     Prompt,
@@ -104,7 +104,6 @@ class TransformersEngine:
         self._suppressed = torch.tensor(vision_token_ids(self._tokenizer), device=model.device)
         eos = model.generation_config.eos_token_id
         self._stops = torch.tensor([eos] if isinstance(eos, int) else eos, device=model.device)
-        self._cache_argument = cache_argument(model)
         self._pieces: dict[int, bytes] = {}
         self._path = path
 
@@ -174,16 +173,7 @@ class TransformersEngine:
         logprobs: list[torch.Tensor] = []
         ended = torch.zeros(len(suffixes), dtype=torch.bool, device=device)
         for _ in range(sampling.max_tokens):
-            with decoding(self._model):
-                output = self._model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=position.expand(3, -1, -1),
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **{self._cache_argument: cache},
-                )
-            logits = output.logits[:, -1].float()
+            logits = decode(self._model, self._model, cache, ids, mask, position).float()
             token = self._choose(logits, sampling, generator)
             tokens.append(token)
             logprobs.append(torch.log_softmax(logits, -1).gather(-1, token[:, None])[:, 0])
@@ -212,14 +202,8 @@ class TransformersEngine:
         if not bool(inputs["attention_mask"].all()):
             raise ValueError("prefixes of one batch differ in length: give images of one size and one chat template")
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
-        positions, _ = self._model.model.get_rope_index(
-            inputs["input_ids"],
-            mm_token_type_ids=inputs["mm_token_type_ids"],
-            image_grid_thw=inputs["image_grid_thw"],
-            attention_mask=inputs["attention_mask"],
-        )
-        output = self._model(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
-        return cache_of(output), positions.amax((0, 2)) + 1
+        _, cache, next_position = prefill(self._model, self._model, inputs)
+        return cache, next_position
 
     def _choose(self, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
         """The next token of each row; vision tokens are never chosen."""

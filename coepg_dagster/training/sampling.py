@@ -20,7 +20,7 @@ import torch
 from trl.import_utils import is_vllm_available
 
 from coepg_dagster.experiment import Grpo, Serving
-from coepg_dagster.inference.attention import cache_argument, cache_of, decoding, with_room
+from coepg_dagster.inference.attention import decode, prefill, with_room
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.progress import Ended
 
@@ -167,27 +167,22 @@ def generate_groups(
     again = [same and torch.equal(images[i + 1], images[i]) for i, same in enumerate(alike.tolist())]
     new = [0] + [i + 1 for i, same in enumerate(again) if not same]
     owner = torch.tensor([0, *accumulate(not same for same in again)], device=device)
-    shown = {"image_grid_thw": image_grid_thw[new], "mm_token_type_ids": mm_token_type_ids[new]}
-    mask = attention_mask[new]
-    positions, _ = model.model.get_rope_index(input_ids[new], attention_mask=mask, **shown)
-    output = policy(
-        input_ids=input_ids[new],
-        attention_mask=mask,
-        pixel_values=torch.cat([images[i] for i in new]),
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-        **shown,
-    )
-    cache = with_room(cache_of(output), owner, generation_config.max_new_tokens)
-    position = (positions.amax((0, 2)) + 1)[owner][:, None]
-    logits, mask = output.logits[owner], attention_mask
+    prompts = {
+        "input_ids": input_ids[new],
+        "attention_mask": attention_mask[new],
+        "pixel_values": torch.cat([images[i] for i in new]),
+        "image_grid_thw": image_grid_thw[new],
+        "mm_token_type_ids": mm_token_type_ids[new],
+    }
+    logits, cache, position = prefill(model, policy, prompts)
+    cache = with_room(cache, owner, generation_config.max_new_tokens)
+    logits, position, mask = logits[owner], position[owner][:, None], attention_mask
     ends = torch.as_tensor(generation_config.eos_token_id, device=device).view(-1)
     suppressed = torch.tensor(generation_config.suppress_tokens, device=device)
     open_ = torch.ones(rows, dtype=torch.bool, device=device)
     sampled: list[torch.Tensor] = []
     while True:
-        scores = logits[:, -1].float().index_fill(-1, suppressed, -torch.inf) / generation_config.temperature
+        scores = logits.float().index_fill(-1, suppressed, -torch.inf) / generation_config.temperature
         tokens = torch.multinomial(torch.softmax(scores, -1), 1)[:, 0]
         sampled.append(torch.where(open_, tokens, generation_config.pad_token_id))
         ended = open_ & torch.isin(tokens, ends)
@@ -199,13 +194,5 @@ def generate_groups(
         if len(sampled) == generation_config.max_new_tokens or not bool(open_.any()):
             return torch.cat([input_ids, torch.stack(sampled, 1)], 1)
         mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
-        with decoding(model):
-            output = policy(
-                input_ids=sampled[-1][:, None],
-                attention_mask=mask,
-                position_ids=position.expand(3, -1, -1),
-                use_cache=True,
-                logits_to_keep=1,
-                **{cache_argument(model): cache},
-            )
-        logits, position = output.logits, position + 1
+        logits = decode(model, policy, cache, sampled[-1][:, None], mask, position)
+        position = position + 1

@@ -107,13 +107,14 @@ class LeanVision:
         patches = grid_thw.prod(-1).tolist()
         images = torch.split(pixels, patches)
         sums = torch.stack([image.sum(dtype=torch.float64) for image in images]).tolist()
+        seen = {key: image for key, (image, _) in known.items()}
         keys, new = [], dict[str, int]()
         for i, (image, *of_image) in enumerate(zip(images, grid_thw.tolist(), sums, strict=True)):
             key = str(of_image)
-            while key in known | new and not torch.equal(image, known[key][0] if key in known else images[new[key]]):
+            while key in seen and not torch.equal(image, seen[key]):
                 key += "+"  # another image with the same sum
-            if key not in known:
-                new.setdefault(key, i)
+            if key not in seen:
+                seen[key], new[key] = image, i
             keys.append(key)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
             if len(new) == len(images) and not kept:

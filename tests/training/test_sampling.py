@@ -47,21 +47,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_require_vllm", lambda device: None)
 
 
-@pytest.fixture(params=["Qwen2.5-VL", "Qwen3-VL"])
-def model_and_processor(
-    request: pytest.FixtureRequest, random_checkpoint: Callable[[int], Path], qwen3_checkpoint: Path
-) -> tuple[Any, Any]:
-    model, processor = load_checkpoint(
-        random_checkpoint(0) if request.param == "Qwen2.5-VL" else qwen3_checkpoint, "float32", "cpu"
-    )
-    return model.train(), processor
-
-
 def test_groups_are_sampled_as_generate_would_and_answers_are_told_of_when_they_end(
-    model_and_processor: tuple[Any, Any],
+    either_checkpoint: Path,
 ) -> None:
     """Groups of several sizes and lengths; some share the words and not the screenshot, some the screenshot and not the words."""
-    model, processor = model_and_processor
+    model, processor = load_checkpoint(either_checkpoint, "float32", "cpu")
+    model.train()
     one, two = (Image.effect_noise((96, 128), 90).convert("RGB") for _ in range(2))
     groups = [
         (one, "Click OK", 3),

@@ -136,13 +136,10 @@ def test_windows_in_one_kernel_attend_as_one_by_one(random_checkpoint: Callable[
 SIZES = ((84, 112), (112, 84), (84, 112))
 
 
-@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL"])
-def tower_and_images(
-    request: pytest.FixtureRequest, random_checkpoint: Callable[[int], Path], qwen3_checkpoint: Path
-) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+@pytest.fixture(scope="module")
+def tower_and_images(either_checkpoint: Path) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """A model, and pixels and grid of some images for its vision tower."""
-    path = random_checkpoint(0) if request.param == "Qwen2.5-VL" else qwen3_checkpoint
-    model, processor = load_checkpoint(path, "float32", "cpu")
+    model, processor = load_checkpoint(either_checkpoint, "float32", "cpu")
     images = [Image.effect_noise(size, 90).convert("RGB") for size in SIZES]
     made = [processor.image_processor(images=[image], return_tensors="pt") for image in images]
     return model, [(one["pixel_values"], one["image_grid_thw"]) for one in made]
