@@ -270,13 +270,28 @@ class Grpo(Strict):
     enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
     prompts_per_step: int = Field(42, ge=1)
     group_size: int = Field(7, ge=2, description="G, rollouts per prompt")
-    micro_batch_size: int = Field(7, ge=1, description="rollouts per device and forward pass")
+    micro_batch_size: int = Field(
+        7, ge=1, description="rollouts per device and forward pass; a group is one row, and never cut"
+    )
     rollouts: Literal["transformers", "vllm"] = Field("transformers", description="who samples them")
-    max_steps: int | None = Field(None, ge=1, description="null: one epoch over the prompts")
+    max_steps: int | None = Field(None, ge=1, description="ends training earlier, or later, than `num_train_epochs`")
+    num_train_epochs: int = Field(1, ge=1, description="passes over the prompts, each in another order")
+    num_iterations: int = Field(1, ge=1, description="μ, updates by the same rollouts")
     learning_rate: float = Field(5e-7, gt=0)
+    lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = Field(
+        "cosine", description="`cosine_with_min_lr` ends at a tenth of the learning rate"
+    )
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta2: float = Field(0.999, gt=0, lt=1)
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field("grpo", description="how tokens are averaged")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="what an advantage is divided by: the spread of its group, of the step, or nothing"
+    )
     temperature: float = Field(0.9, gt=0)
     kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
     clip_epsilon: float = Field(0.2, gt=0, lt=1)
+    epsilon_high: float | None = Field(None, gt=0, description="the upper clip; null: `clip_epsilon` too")
     max_plan_tokens: int = Field(256, ge=8)
     max_tokens: int | None = Field(
         None, ge=16, description="prompts that could become longer with their plan are dropped and counted; null: none"

@@ -106,25 +106,39 @@ class Planner:
 
 
 class Grounder:
-    """ϕ: from screenshot and plan to a point. Greedy; each different (screenshot, plan) is asked once."""
+    """ϕ: from screenshot and plan to a point. Greedy, so each different (screenshot, plan) is asked once and kept."""
 
     def __init__(self, engine: Engine, screens: Screens, style: Style, space: Space, max_tokens: int) -> None:
         self.elsewhere = engine.elsewhere
         self._engine, self._screens, self._style, self._space = engine, screens, style, space
         self._sampling = Sampling(max_tokens=max_tokens)
+        self._kept: dict[Asked, Reading] = {}
 
     def ground(self, plans: Sequence[Asked]) -> list[Reading]:
-        """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row."""
-        unique = sorted(set(plans))
-        requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in unique]
+        """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row.
+
+        A kept answer took no time. A failure is not kept, and nothing of weights that answer no more.
+        """
+        new = sorted(set(plans) - self._kept.keys())
+        requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in new]
         started = time.perf_counter()
-        answers = self._engine.generate(requests, self._sampling)
+        answers = self._engine.generate(requests, self._sampling) if requests else []
         seconds = (time.perf_counter() - started) / max(1, len(requests))
-        readings = {
-            (step_id, plan): replace(self._read(step_id, answer[0]), seconds=seconds)
-            for (step_id, plan), answer in zip(unique, answers, strict=True)
-        }
-        return [readings[pair] for pair in plans]
+        found = {pair: self._read(pair[0], answer[0]) for pair, answer in zip(new, answers, strict=True)}
+        weights = {reading.weights for reading in found.values() if reading.failure is None}
+        if any(kept.weights not in weights for kept in self._kept.values()) and weights:
+            self._kept.clear()
+            return self.ground(plans)
+        first = {pair: replace(reading, seconds=seconds) for pair, reading in found.items()}
+        readings = []
+        for pair in plans:
+            readings.append(first.pop(pair, None) or found.get(pair) or self._kept[pair])
+        self._kept |= {pair: reading for pair, reading in found.items() if reading.failure is None}
+        return readings
+
+    def keep(self, readings: Mapping[Asked, Reading]) -> None:
+        """Answers that were given before, for a run that is continued."""
+        self._kept |= readings
 
     def _read(self, step_id: str, answer: Generation | Failure) -> Reading:
         if isinstance(answer, Failure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ from coepg_dagster.inference.processing import (
     token_bytes,
     vision_token_ids,
 )
+from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.inference.weights import local_version
 from coepg_dagster.progress import Ended
 
@@ -84,17 +86,21 @@ class TransformersEngine:
     """
 
     elsewhere = False
+    _shown: Screenshots | None
 
     def __init__(self, path: str | Path, *, dtype: Dtype, device: str, batch_size: int) -> None:
         model, processor = load_checkpoint(path, dtype, device)
         if dtype == "bfloat16":
             fast_vision(model)
+        self._shown = Screenshots(processor)
+        Tower(model.requires_grad_(False), self._shown, process_store())
         self._setup(model, processor, batch_size, str(path))
 
     @classmethod
-    def of(cls, model: Any, processor: Any, *, batch_size: int) -> TransformersEngine:
-        """An engine around a model that is already loaded (a policy in training)."""
+    def of(cls, model: Any, processor: Any, *, batch_size: int, shown: Screenshots | None = None) -> TransformersEngine:
+        """An engine around a model that is already loaded (a policy in training); `shown`: those of its `Tower`."""
         engine = cls.__new__(cls)
+        engine._shown = shown
         engine._setup(model, processor, batch_size)
         return engine
 
@@ -191,18 +197,21 @@ class TransformersEngine:
     def _prefill(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
         """(keys and values of each prefix, the position of the token that follows each)."""
         device = self._model.device
-        inputs = self._processor(
-            text=heads,
-            images=[[image] for image in images],
-            padding=True,
-            return_tensors="pt",
-            do_resize=False,
-            device=str(device),  # a GPU scales the pixels and cuts the patches too
-        ).to(device)
+        with self._shown.keys() if self._shown else nullcontext():
+            inputs = self._processor(
+                text=heads,
+                images=[[image] for image in images],
+                padding=True,
+                return_tensors="pt",
+                do_resize=False,
+                device=str(device),  # a GPU scales the pixels and cuts the patches too
+            ).to(device)
         if not bool(inputs["attention_mask"].all()):
             raise ValueError("prefixes of one batch differ in length: give images of one size and one chat template")
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         _, cache, next_position = prefill(self._model, self._model, inputs)
+        if self._shown and self._path is not None:  # a trainer forgets its batches itself
+            self._shown.forget()
         return cache, next_position
 
     def _choose(self, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:

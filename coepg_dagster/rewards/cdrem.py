@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Confidence = Literal["probability", "log_probability", "constant"]
+ScaleRewards = Literal["group", "batch", "none"]
 
 SPREAD_FLOOR: Final = 1e-3
 """Sample standard deviation below which a group counts as without spread."""
@@ -131,12 +132,18 @@ def flatten_spreadless(rewards: npt.ArrayLike, group_size: int) -> tuple[Floats,
     return np.where(spreadless[:, None], equal, groups).reshape(-1), spreadless
 
 
-def advantages(rewards: npt.ArrayLike, group_size: int) -> Floats:
-    """Eq. 10 as TRL computes it: (r - mean) / (std + 1e-4), sample std, per group; shape (B,). 0 without spread."""
+def advantages(rewards: npt.ArrayLike, group_size: int, scale: ScaleRewards = "group") -> Floats:
+    """Eq. 10 as TRL computes it: (r - mean) / (std + 1e-4), sample std, per group; shape (B,). 0 without spread.
+
+    Args:
+        scale: whose std it is: the group's, as in the paper, or that of all rewards (`batch`); `none`: nothing is divided.
+    """
     flat, spreadless = flatten_spreadless(rewards, group_size)
     groups = _groups(flat, group_size)
-    centred = groups - groups.mean(axis=1, keepdims=True)
-    result = centred / (groups.std(axis=1, ddof=1, keepdims=True) + ADVANTAGE_EPSILON)
+    result = groups - groups.mean(axis=1, keepdims=True)
+    if scale != "none":
+        std = groups.std(axis=1, ddof=1, keepdims=True) if scale == "group" else flat.std(ddof=1)
+        result = result / (std + ADVANTAGE_EPSILON)
     return np.where(spreadless[:, None], 0.0, result).reshape(-1)
 
 

@@ -38,10 +38,14 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
     """Saves a trainer's state under `folder` every `save_every` steps (0: never), and when SIGINT or SIGTERM came.
 
     A checkpoint counts once it holds `whole.json`, written after every process has written its part.
+
+    Args:
+        every: training can be left only after so many steps: those that share what only memory holds.
     """
 
-    def __init__(self, folder: Path, placement: Placement) -> None:
-        self.folder, self._every, self._strategy = folder, placement.save_every, placement.strategy
+    def __init__(self, folder: Path, placement: Placement, *, every: int = 1) -> None:
+        self.folder, self._strategy, self._between = folder, placement.strategy, every
+        self._every = -(-placement.save_every // every) * every
         self._signal: int | None = None
         self._stopped_by: str | None = None
 
@@ -65,6 +69,8 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
         done = state.global_step >= state.max_steps
+        if state.global_step % self._between:
+            return control
         if self._every and state.global_step % self._every == 0 and not done:
             control.should_save = True
         number = largest(self._signal or 0, args.device)  # all processes stop at the same step, or none

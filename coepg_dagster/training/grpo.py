@@ -7,10 +7,10 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from coepg_dagster.experiment import Grpo, Member, Models, Serving
+from coepg_dagster.geometry import Point, Space
 from coepg_dagster.inference.agents import Asked, Asking, Grounder, Plan, Reading
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.engine import Engine
@@ -30,6 +31,7 @@ from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import vision_token_ids, without_vision_tokens
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.pools.candidates import gate_of
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import parse_planner
@@ -49,22 +51,24 @@ from coepg_dagster.training.common import (
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
+from coepg_dagster.training.packing import can_pack, in_passes, pack, pass_size, refuse_other_screenshots, select_rows
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.sampling import (
+    DIFFERENCE,
+    DIFFERENCE_HIGH,
+    compare_logprobs,
     compare_prompts,
     difference,
+    difference_limit,
     end_sampling,
     sampling_groups,
     sampling_settings,
 )
 from coepg_dagster.training.speed import (
     GradientsInBuckets,
-    LeanVision,
     check_attention,
-    each_image_once,
     half_activations,
     half_vision,
-    lean_vision,
 )
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, requests_of
@@ -72,6 +76,8 @@ from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
 
 DEFAULT_SERVING = Serving()
+FLOOR: Final = {"min_lr_rate": 0.1}
+"""Where the schedule `cosine_with_min_lr` ends, as a share of the learning rate."""
 
 
 class CdremReward:
@@ -130,6 +136,19 @@ class CdremReward:
         """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
         texts = [completion_text(completion) for completion in completions]
         return self.score(texts, step_id)
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Has the grounders keep what they said of the rollouts of a run that is continued (rows of ROLLOUT_SCHEMA)."""
+        kept: dict[str, dict[Asked, Reading]] = {name: {} for name in self._grounders}
+        for row in rows:
+            for said in row["graders"]:
+                if said["failure"] is None:
+                    point = None if said["x"] is None else Point(said["x"], said["y"], Space.ORIGINAL)
+                    kept[said["grounder"]][row["step_id"], row["plan"]] = Reading(
+                        point, said["mean_logprob"], said["tokens"], weights=said["version"] or ""
+                    )
+        for name, readings in kept.items():
+            self._grounders[name].keep(readings)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
         """r of Eq. 9 for each planner answer on its step."""
@@ -200,12 +219,12 @@ class CdremReward:
 class PromptOrder(RepeatSampler):  # type: ignore[misc]
     """TRL's order of the prompts, but that of an epoch depends on its number alone: a continued run has it too."""
 
-    def __init__(self, *args: Any, step: Callable[[], int], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, step: Callable[[], int], updates: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._step = step
+        self._step, self._updates = step, updates
 
     def __iter__(self) -> Iterator[int]:
-        epoch = self._step() // (self.num_samples // self.batch_size)
+        epoch = self._step() // (self.num_samples // self.batch_size * self._updates)
         self.generator.manual_seed(self.seed + epoch)
         yield from super().__iter__()
 
@@ -213,16 +232,23 @@ class PromptOrder(RepeatSampler):  # type: ignore[misc]
 class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPO trainer with rewards of spreadless groups made equal, and every rollout kept.
 
-    The hook is `_calculate_rewards`, where TRL has gathered the rewards of all processes and groups are whole. The rollouts
-    of an optimizer step are a file of their own in `rollouts`; a continued run writes those of the steps that it repeats
-    over those of the run before. An answer with a vision token is cut before it, has reward 0 and is counted.
+    Rewards are made equal in `_calculate_rewards`, where TRL has gathered those of all processes and groups are whole. The
+    rollouts of an optimizer step are a file of their own in `rollouts`; a continued run writes those of the steps that it
+    repeats over those of the run before. An answer with a vision token is cut before it, has reward 0 and is counted.
+
+    Groups stay together in the passes of an optimizer step (`_prepare_inputs`), and a group is one row of a pass
+    (`_get_per_token_logps_and_entropies`, see `packing`). Without a KL term a rollout without advantage is in no pass: it
+    would add nothing.
+
+    What the sampler and the trainer say of a token's probability is compared in each step (`_compute_loss`).
 
     Grounders that compute elsewhere are asked about a rollout when it ends, while the longer ones are still sampled and while the
     trainer computes log-probabilities; the batch is sampled as without them, so the same tokens are drawn.
 
     Args:
-        tower: the policy's, which keeps what it made of the screenshots of a step.
-        whole: the model, where this process holds all of it: it samples group by group.
+        shown: where the screenshots of a step are kept for the towers.
+        core: the policy without what wraps it.
+        whole: whether this process holds all of it: then it samples group by group.
     """
 
     def __init__(
@@ -230,15 +256,18 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         *args: Any,
         reward: CdremReward | PointReward,
         rollouts: Path,
-        tower: LeanVision,
-        whole: Any = None,
+        shown: Screenshots,
+        core: Any,
+        whole: bool,
         **kwargs: Any,
     ) -> None:
         self._reward, self._rollouts = reward, rollouts
         self._early = reward if isinstance(reward, CdremReward) and reward.elsewhere else None
         self._step_ids: list[str] = []
         self._cut: list[bool] = []
-        self._tower, self._whole = tower, whole
+        self._shown, self._core, self._whole = shown, core, whole
+        self._packs = can_pack(core)
+        self._continued = True  # until the first step shows whether it is
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
 
@@ -251,22 +280,99 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             order.repeat_count,
             seed=order.seed,
             step=lambda: self.state.global_step,
+            updates=self.num_iterations,
         )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._step_ids = [row["step_id"] for row in inputs]
-        self._tower.forget()
+        self._shown.forget()
+        if self._continued and isinstance(self._reward, CdremReward):
+            for step in range(0, self.state.global_step, self.num_iterations):
+                self._reward.recall(pq.read_table(self._part(step)).to_pylist())
+        self._continued = False
         batch = self._early.asking() if self._early else nullcontext()
-        with each_image_once(self.processing_class.image_processor), batch:
-            return super()._generate_and_score_completions(inputs)
+        with self._shown.keys(), batch:
+            made = super()._generate_and_score_completions(inputs)
+        refuse_other_screenshots(made, [row["images"][0] for row in inputs], self._shown)
+        return made
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's, but the rollouts of a prompt stay together: TRL shuffles them over the passes of a step."""
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        passes = self.args.steps_per_generation
+        if self._step % (passes * self.num_iterations) == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            alone = self.accelerator.num_processes == 1 and not self._spread
+            self._buffered_inputs = in_passes(batch, passes, self.loss_type, drop=self.beta == 0, empty=alone)
+        return self._buffered_inputs[self._step % passes]
+
+    @property
+    def _spread(self) -> bool:
+        """Whether something around the model expects a forward pass in every process."""
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **more: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if not self._packs:
+            found = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **more
+            )
+            self._logps = found[0].detach()
+            return found  # type: ignore[no-any-return]
+        rows = {"input_ids": input_ids, "attention_mask": attention_mask}
+        rows |= {name: more[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
+        said, size = [], batch_size or len(input_ids)
+        for start in range(0, len(input_ids), size):
+            chunk = select_rows(rows, range(start, min(len(input_ids), start + size)))
+            packed = pack(self._core, completion=logits_to_keep, **chunk)
+            with self.accelerator.autocast():
+                output = model(**packed.inputs, labels=packed.labels, fused_lm_head=True)
+            entropy = packed.unpack(output.entropy) if compute_entropy else None
+            said.append((packed.unpack(output.log_probs), entropy))
+        logps = torch.cat([of_chunk for of_chunk, _ in said])
+        self._logps = logps.detach()
+        return logps, torch.cat([e for _, e in said if e is not None]) if compute_entropy else None, None
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        share = inputs.get("share", 1.0)
+        if not len(inputs["prompt_ids"]):
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        loss: torch.Tensor = share * super()._compute_loss(model, inputs)
+        passes = self.args.steps_per_generation
+        if "sampling_per_token_logps" in inputs and self._step % (passes * self.num_iterations) < passes:
+            self._compare(inputs["sampling_per_token_logps"], inputs["completion_ids"], inputs["completion_mask"])
+        return loss
+
+    def _compare(self, sampled: torch.Tensor, completion_ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Ends training where the policy, unchanged since it sampled, says otherwise of the same tokens."""
+
+        def text(row: int, token: int) -> str:
+            return str(self.processing_class.tokenizer.decode([int(completion_ids[row, token])]))
+
+        limit = difference_limit(self.accelerator.device.type != "cpu", self.use_vllm)
+        mean, high = compare_logprobs(sampled, self._logps, mask, limit, text)
+        if not self.use_vllm:  # TRL logs it
+            self._metrics["train"][DIFFERENCE].append(mean)
+        self._metrics["train"][DIFFERENCE_HIGH].append(high)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        sampling: AbstractContextManager[None] = nullcontext()
-        if self._whole is not None and not self.use_vllm:
+        sampling: AbstractContextManager[list[list[float]] | None] = nullcontext()
+        if self._whole and not self.use_vllm:
             policy = self.accelerator.unwrap_model(self.model_wrapped)
-            sampling = sampling_groups(self._whole, policy, self._ask_early)
-        with sampling:
+            sampling = sampling_groups(self._core, policy, self._ask_early)
+        with sampling as sampled:
             answers, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if sampled is not None:
+            logprobs = [of_answer[: len(answer)] for of_answer, answer in zip(sampled, answers, strict=True)]
         tokenizer = self.processing_class.tokenizer
         unwanted = frozenset(vision_token_ids(tokenizer))
         # an image token in a row breaks the count of image features when it is scored: the run must not end for it
@@ -301,7 +407,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
         self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
         if self.accelerator.is_main_process:
-            self._keep(rows, advantages(rewards, self.num_generations))
+            self._keep(rows, advantages(rewards, self.num_generations, self.scale_rewards))
         return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
 
     def _keep(self, rows: list[dict[str, Any]], group_advantages: Any) -> None:
@@ -318,7 +424,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     def write_rollouts(self, path: Path) -> None:
         """The rollouts of all optimizer steps as one table, in order."""
         with pq.ParquetWriter(path, ROLLOUT_SCHEMA, compression="zstd") as out:
-            for step in range(self.state.global_step):
+            for step in range(0, self.state.global_step, self.num_iterations):
                 out.write_table(pq.read_table(self._part(step)))
 
 
@@ -449,7 +555,7 @@ def _train(
             f"lower grpo.prompts_per_step ({config.prompts_per_step})"
         )
     rollouts = config.prompts_per_step * config.group_size
-    checkpoints = Checkpoints(scratch / "trainer", placement)
+    checkpoints = Checkpoints(scratch / "trainer", placement, every=config.num_iterations)
     stops = Stops(placement.on_trouble)
     sampling = sampling_settings(
         config,
@@ -466,38 +572,48 @@ def _train(
         best = KeepBest(
             requests_of(validation, shown, models.prompts, agent), validated, processor, config, scratch / "best"
         )
+    shown = Screenshots(processor)
     # processes that hold parts of the tower gather them together, and must all call it in each pass
-    tower = lean_vision(model, remember=not placement.sharded)
+    store = None if placement.sharded else process_store()
+    Tower(model, shown, store)
+    if is_main() and not can_pack(model):
+        print(f"each rollout is a row of its own: attention {config.attention} takes no mask for groups", flush=True)
+    micro = pass_size(config, can_pack(model))
     trainer = CdremTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         reward=reward,
         rollouts=scratch / "rollouts",
-        tower=tower,
-        whole=None if placement.sharded else model,
+        shown=shown,
+        core=model,
+        whole=not placement.sharded,
         train_dataset=prompts,
         callbacks=[ReportProgress(report), checkpoints, stops, *([best] if best else [])],
         args=GRPOConfig(
             output_dir=str(checkpoints.folder),
-            num_train_epochs=1,
+            num_train_epochs=config.num_train_epochs,
             max_steps=config.max_steps or -1,
             num_generations=config.group_size,
-            per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=accumulation(rollouts, config.micro_batch_size, "grpo"),
-            num_iterations=1,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=accumulation(rollouts, micro, "grpo"),
+            num_iterations=config.num_iterations,
             max_completion_length=config.max_plan_tokens,
             temperature=config.temperature,
             top_p=1.0,
             top_k=0,
             learning_rate=config.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=0.03,
+            lr_scheduler_type=config.lr_scheduler_type,
+            lr_scheduler_kwargs=FLOOR if config.lr_scheduler_type == "cosine_with_min_lr" else None,
+            warmup_steps=config.warmup_ratio,
+            weight_decay=config.weight_decay,
+            adam_beta2=config.adam_beta2,
             max_grad_norm=1.0,
             beta=config.kl_beta,
             epsilon=config.clip_epsilon,
-            loss_type="grpo",
-            scale_rewards="group",
+            epsilon_high=config.epsilon_high,
+            loss_type=config.loss_type,
+            scale_rewards=config.scale_rewards,
             use_bias_correction_kl=False,
             mask_truncated_completions=False,
             **sampling,
@@ -521,11 +637,10 @@ def _train(
         if config.freeze_vision and not placement.sharded:
             reference.model.visual = model.model.visual  # the same weights: one tower encodes for both
         else:
-            lean_vision(reference)
+            Tower(reference, shown, store)
             if on_gpu and config.attention == "sdpa":
                 fast_vision(reference, device)
     checkpoints.train(trainer)
-    tower.forget()
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
     end_sampling(trainer)

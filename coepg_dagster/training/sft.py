@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.progress import Report
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
@@ -34,7 +36,6 @@ from coepg_dagster.training.speed import (
     expect_right_padding,
     half_activations,
     half_vision,
-    lean_vision,
     recompute,
 )
 from coepg_dagster.training.stops import Stops
@@ -46,6 +47,26 @@ LOADERS: Final = 4
 
 class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
     """TRL's SFT trainer, which can be continued."""
+
+
+def with_keys(collate: Callable[[list[Any]], Any], shown: Screenshots) -> Callable[[list[Any]], Any]:
+    """A collator whose batches name screenshots in place of their pixels."""
+
+    def collated(rows: list[Any]) -> Any:
+        with shown.keys():
+            return collate(rows)
+
+    return collated
+
+
+class Forget(TrainerCallback):  # type: ignore[misc]
+    """Lets go of the screenshots of a step when it is done."""
+
+    def __init__(self, shown: Screenshots) -> None:
+        self._shown = shown
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._shown.forget()
 
 
 def train_sft(
@@ -70,7 +91,8 @@ def train_sft(
     refuse_sharded(config, placement)
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
-    lean_vision(model)
+    shown = Screenshots(processor)
+    Tower(model, shown, None if placement.sharded else process_store())
     on_gpu = device != "cpu"
     if on_gpu:
         if config.attention == "sdpa":
@@ -100,7 +122,7 @@ def train_sft(
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         train_dataset=examples,
-        callbacks=[ReportProgress(report), checkpoints, stops],
+        callbacks=[ReportProgress(report), checkpoints, stops, Forget(shown)],
         args=SFTConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=config.epochs,
@@ -133,6 +155,8 @@ def train_sft(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
     keep_float32_sums(trainer)
+    if not on_gpu:  # on a GPU screenshots are prepared in processes of their own, which know nothing of this one's
+        trainer.data_collator = with_keys(trainer.data_collator, shown)
     checkpoints.train(trainer)
     stops.end()
     trained = merge_adapters(trainer)

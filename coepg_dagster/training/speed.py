@@ -5,22 +5,20 @@
   model's attention is a flash kernel too.
 - What flows from layer to layer is bf16, as in inference; so is a vision tower that is not trained. Under autocast alone
   the embeddings' float32 stays float32 from the first layer to the last, which doubles the memory that is moved and kept.
-- In GRPO the screenshot of a group is prepared once, not once for each rollout and again when they are scored; and a vision
-  tower that is not trained encodes it once for all passes of a step.
-- A vision tower that is not trained keeps nothing for a backward pass, and there is none through it.
+- A vision tower that is not trained encodes a screenshot once (see inference.visual), and there is no backward pass
+  through it.
 - Activations are computed again in the backward pass for as many layers as memory asks for, and no more.
 - Layers are compiled one by one, so that norms, rotary embeddings and gates cost one pass over memory each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AttentionInterface, BatchFeature, TrainerCallback
+from transformers import AttentionInterface, TrainerCallback
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from coepg_dagster.experiment import Attention
@@ -79,85 +77,6 @@ _MEANT: Final[dict[Attention, frozenset[str]]] = {
     "eager": frozenset({"eager"}),
 }
 """What transformers may call; ours are torch's kernels, called with what they can be spared left out."""
-
-
-class LeanVision:
-    """A vision tower's forward pass that encodes equal images once, and computes gradients only if the tower is trained.
-
-    transformers' checkpointing has the embeddings of patches ask for gradients, for adapters in the layers above. A tower
-    without any would be computed again in the backward pass, and gone back through, for nobody.
-
-    Args:
-        remember: what a tower that is not trained made of an image is kept until `forget`: for the rollouts of a step, which
-            are scored, shuffled and trained on in several passes, and share a screenshot within a group.
-    """
-
-    def __init__(self, tower: Any, *, remember: bool) -> None:
-        self._tower, self._encode, self._remember = tower, tower.forward, remember
-        self._known: dict[Any, tuple[torch.Tensor, Any]] = {}
-
-    def forget(self) -> None:
-        """Before the tower is asked about other images."""
-        self._known.clear()
-
-    def __call__(self, pixels: torch.Tensor, grid_thw: torch.Tensor, **settings: Any) -> Any:
-        trained = any(parameter.requires_grad for parameter in self._tower.parameters())
-        kept = self._remember and not trained and not torch.is_inference_mode_enabled()
-        known = self._known if kept else {}
-        patches = grid_thw.prod(-1).tolist()
-        images = torch.split(pixels, patches)
-        sums = torch.stack([image.sum(dtype=torch.float64) for image in images]).tolist()
-        seen = {key: image for key, (image, _) in known.items()}
-        keys, new = [], dict[str, int]()
-        for i, (image, *of_image) in enumerate(zip(images, grid_thw.tolist(), sums, strict=True)):
-            key = str(of_image)
-            while key in seen and not torch.equal(image, seen[key]):
-                key += "+"  # another image with the same sum
-            if key not in seen:
-                seen[key], new[key] = image, i
-            keys.append(key)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-            if len(new) == len(images) and not kept:
-                return self._encode(pixels, grid_thw=grid_thw, **settings)
-            if new:
-                chosen, merged = list(new.values()), self._tower.config.spatial_merge_size**2
-                given = torch.cat([images[i] for i in chosen])
-                output = self._encode(given, grid_thw=grid_thw[chosen], **settings)
-                own = [patches[i] for i in chosen]
-                encoded = _split(output, {len(given): own, len(given) // merged: [n // merged for n in own]})
-                known.update(zip(new, zip(torch.split(given, own), encoded, strict=True), strict=True))
-            return _join([known[key][1] for key in keys])
-
-
-def _split(output: Any, lengths: Mapping[int, list[int]]) -> list[Any]:
-    """What a tower returned for some images, image by image.
-
-    Args:
-        lengths: by the length of a tensor, how much of it is of which image.
-    """
-    if isinstance(output, torch.Tensor):
-        return list(torch.split(output, lengths[len(output)]))
-    if isinstance(output, Mapping):
-        parts = [_split(value, lengths) for value in output.values()]
-        return [type(output)(**dict(zip(output, of_one, strict=True))) for of_one in zip(*parts, strict=True)]
-    return [type(output)(of_one) for of_one in zip(*(_split(value, lengths) for value in output), strict=True)]
-
-
-def _join(outputs: Sequence[Any]) -> Any:
-    """One output of several images, from what `_split` made."""
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(outputs))
-    if isinstance(first, Mapping):
-        return type(first)(**{name: _join([output[name] for output in outputs]) for name in first})
-    return type(first)(_join(of_all) for of_all in zip(*outputs, strict=True))
-
-
-def lean_vision(model: Any, *, remember: bool = False) -> LeanVision:
-    """Has a model's vision tower encode as LeanVision does, from now on."""
-    lean = LeanVision(model.model.visual, remember=remember)
-    model.model.visual.forward = lean
-    return lean
 
 
 def load_with_attention(init: str, dtype: Dtype, device: str, attention: Attention) -> tuple[Any, Any]:
@@ -230,32 +149,6 @@ def compile_layers(model: Any) -> None:
 
 def _stacks(model: Any) -> list[Any]:
     return [model.model.language_model.layers, model.model.visual.blocks]
-
-
-@contextmanager
-def each_image_once(image_processor: Any) -> Iterator[None]:
-    """Within it an image that a Qwen-VL image processor was given before is not prepared again; what it returns is the same."""
-    prepare = image_processor.preprocess
-    known: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def once(images: Any, *args: Any, **kwargs: Any) -> Any:
-        flat = [image for part in images for image in (part if isinstance(part, list | tuple) else [part])]
-        settings = repr((args, sorted(kwargs.items())))
-        keys = [(settings, image.size, image.mode, image.tobytes()) for image in flat]
-        new = {key: image for key, image in zip(keys, flat, strict=True) if key not in known}
-        if new:
-            made = prepare(list(new.values()), *args, **kwargs)
-            grids = torch.as_tensor(made["image_grid_thw"])
-            pieces = torch.split(torch.as_tensor(made["pixel_values"]), grids.prod(-1).tolist())
-            known.update(zip(new, zip(pieces, grids, strict=True), strict=True))
-        pixels, sizes = zip(*(known[key] for key in keys), strict=True)
-        return BatchFeature({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(sizes)})
-
-    image_processor.preprocess = once
-    try:
-        yield
-    finally:
-        del image_processor.preprocess
 
 
 class GradientsInBuckets(TrainerCallback):  # type: ignore[misc]

@@ -139,9 +139,11 @@ class Memory:
 
 def trouble(log: Log) -> str | None:
     """What is wrong with training by its log lines so far, and what to change; None: nothing, or too early to say."""
+    rewarded = [entry for entry in log if "reward" in entry]  # GRPO; of updates by the same rollouts, the first
+    log = rewarded or log
     if len(log) < WINDOW:
         return None
-    if "reward" not in log[-1]:
+    if not rewarded:
         return _diverging(log)
     reward = _mean(log[-WINDOW:], "reward")
     flat = _mean(log[-WINDOW:], "groups_without_spread")

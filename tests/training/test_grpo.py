@@ -221,7 +221,8 @@ def test_variants_are_read_off_the_table_and_the_one_that_trained_is_exact(run: 
     for row, reward in zip(run.rows, own["reward"].to_pylist(), strict=True):
         if row["graders"]:
             assert reward == row["graders"][0]["hit"]
-            assert all(grader["seconds"] > 0 for grader in row["graders"])
+    seconds = [grader["seconds"] for row in table.to_pylist() for grader in row["graders"]]
+    assert any(seconds) and min(seconds) >= 0, "an answer that was known took none"
 
 
 def test_only_plans_that_passed_the_gate_on_a_target_are_shown_to_grounders(run: Run, steps: pa.Table) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import GenerationConfig
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 from trl.trainer import grpo_trainer
 
 from coepg_dagster.experiment import Grpo, Models, Serving
@@ -25,7 +24,7 @@ from coepg_dagster.inference.processing import load_processor, vision_token_ids
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import sampling
-from coepg_dagster.training.grpo import CdremReward, train_grpo
+from coepg_dagster.training.grpo import CdremReward, CdremTrainer, train_grpo
 from coepg_dagster.training.sampling import sampling_settings
 from tests.conftest import beside, quiet
 
@@ -161,8 +160,8 @@ class Elsewhere:
     made: list[Elsewhere] = []
 
     def __init__(self, model: Any, processing_class: Any, **settings: Any) -> None:
-        self.policy, self.processor, self.settings, self.mode = model, processing_class, settings, settings["mode"]
-        self.copy = copy.deepcopy(model).eval()
+        self.policy, self.settings, self.mode = model, settings, settings["mode"]
+        self.copy, self.processor = load_checkpoint(model.name_or_path, "float32", "cpu")
         self.syncs = 0
         Elsewhere.made.append(self)
 
@@ -226,7 +225,7 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
     monkeypatch.setattr(Elsewhere, "made", [])
     happened: list[str] = []
-    ask, log_probabilities = CdremReward.ask, GRPOTrainer._get_per_token_logps_and_entropies
+    ask, log_probabilities = CdremReward.ask, CdremTrainer._get_per_token_logps_and_entropies
 
     def asked(self: CdremReward, texts: Any, step_ids: Any) -> None:
         happened.append(f"{len(texts)} asked about")
@@ -238,7 +237,7 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
 
     monkeypatch.setattr(CdremReward, "ask", asked)
     monkeypatch.setattr(CdremReward, "elsewhere", True)
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", computed)
+    monkeypatch.setattr(CdremTrainer, "_get_per_token_logps_and_entropies", computed)
     own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
     data = ({}, dataset, steps, models, CONFIG, 8, 8, 5, "cpu", out, quiet, Serving(context=512))
     figures = train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))

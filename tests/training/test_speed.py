@@ -12,22 +12,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from torch.nn.parallel import DistributedDataParallel
 
 from coepg_dagster.inference.attention import WINDOWS, attend_windows
-from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training.speed import (
     GradientsInBuckets,
     compile_layers,
-    each_image_once,
     expect_right_padding,
     half_activations,
     half_vision,
-    lean_vision,
     recompute,
 )
 
@@ -131,141 +126,6 @@ def test_windows_in_one_kernel_attend_as_one_by_one(random_checkpoint: Callable[
         compiled = model(**inputs).logits
     torch.testing.assert_close(after.float(), before.float(), rtol=0.05, atol=0.1)
     torch.testing.assert_close(compiled.float(), before.float(), rtol=0.05, atol=0.1)
-
-
-SIZES = ((84, 112), (112, 84), (84, 112))
-
-
-@pytest.fixture(scope="module")
-def tower_and_images(either_checkpoint: Path) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A model, and pixels and grid of some images for its vision tower."""
-    model, processor = load_checkpoint(either_checkpoint, "float32", "cpu")
-    images = [Image.effect_noise(size, 90).convert("RGB") for size in SIZES]
-    made = [processor.image_processor(images=[image], return_tensors="pt") for image in images]
-    return model, [(one["pixel_values"], one["image_grid_thw"]) for one in made]
-
-
-ORDERS = st.lists(st.integers(0, len(SIZES) - 1), min_size=1, max_size=7)
-
-
-@given(ORDERS, ORDERS)
-@settings(max_examples=12, deadline=None)
-@pytest.mark.parametrize("trained", [True, False])
-def test_equal_images_are_encoded_once(
-    tower_and_images: tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]],
-    trained: bool,
-    first: list[int],
-    second: list[int],
-) -> None:
-    """Features and gradients are those of a tower that encodes every image, for any order of images of several sizes.
-
-    A tower that is not trained encodes in the second of two batches what was not in the first.
-    """
-    model, images = tower_and_images
-    tower, parameter, given = model.model.visual, model.model.visual.patch_embed.proj.weight, []
-    tower.requires_grad_(trained)
-    hook = tower.patch_embed.register_forward_pre_hook(lambda _, arguments: given.append(len(arguments[0])))
-
-    def features(order: list[int]) -> list[torch.Tensor]:
-        pixels, grids = (torch.cat(parts) for parts in zip(*(images[i] for i in order), strict=True))
-        output = model.model.get_image_features(pixels, grids)
-        found = [torch.cat(list(output.pooler_output)), output.last_hidden_state]
-        found += [torch.cat(list(level)) for level in getattr(output, "deepstack_features", None) or []]
-        model.zero_grad()
-        if trained:
-            sum(part.square().sum() for part in found).backward()
-            found.append(parameter.grad.clone())
-        return [part.detach() for part in found]
-
-    def patches(order: list[int]) -> int:
-        return sum(len(images[i][0]) for i in order)
-
-    try:
-        plain = [features(order) for order in (first, second)]
-        given.clear()
-        lean = lean_vision(model, remember=True)
-        found = [features(order) for order in (first, second)]
-        seen, new = set(first), set(second) if trained else set(second) - set(first)
-        assert sum(given) == patches([*seen]) + patches([*new])
-        lean.forget()
-        features(second)
-        assert given[-1] == patches([*set(second)])
-    finally:
-        hook.remove()
-        tower.requires_grad_(True)
-        vars(tower).pop("forward", None)
-    for before, after in zip(plain, found, strict=True):
-        for expected, part in zip(before, after, strict=True):
-            torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_images_with_the_same_sum_are_told_apart(random_checkpoint: Callable[[int], Path]) -> None:
-    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
-    made = processor.image_processor(images=[Image.effect_noise((84, 112), 90).convert("RGB")], return_tensors="pt")
-    whole = made["pixel_values"].round()  # whole numbers, whose sum is the same in any order
-    pixels = torch.cat([whole, whole.flip(0)])
-    grids = made["image_grid_thw"].repeat(2, 1)
-    with torch.no_grad():
-        plain = torch.cat(model.model.get_image_features(pixels, grids).pooler_output)
-        lean_vision(model, remember=True)
-        for _ in range(2):
-            lean = torch.cat(model.model.get_image_features(pixels, grids).pooler_output)
-            torch.testing.assert_close(lean, plain)
-
-
-def test_nothing_goes_back_through_a_tower_that_is_not_trained(random_checkpoint: Callable[[int], Path]) -> None:
-    """Checkpointing alone would have it computed again, and its patches ask for gradients."""
-    model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
-    model.model.visual.requires_grad_(False)
-    inputs, calls = batch(processor), []
-    model.train()
-    model.model.visual.blocks[0].mlp.register_forward_pre_hook(lambda *_: calls.append("tower"))
-    model.model.language_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append("language model"))
-
-    def gradients() -> dict[str, torch.Tensor]:
-        calls.clear()
-        model.zero_grad()
-        model(**inputs).logits.float().square().mean().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    recompute(model, 1.0)
-    before = gradients()
-    assert calls.count("tower") == 2, "as transformers does it"
-    lean_vision(model)
-    after = gradients()
-    assert calls.count("tower") == 1 and calls.count("language model") == 2
-    assert after.keys() == before.keys()
-    for name, gradient in after.items():
-        torch.testing.assert_close(gradient, before[name], msg=name)
-
-
-def test_an_image_that_comes_again_is_not_prepared_again(random_checkpoint: Callable[[int], Path]) -> None:
-    """As GRPO asks: the chat template and the processor itself, each rollout with its own copy of the group's screenshot."""
-    processor = load_processor(str(random_checkpoint(0)))
-    images = processor.image_processor
-    noise = [Image.effect_noise(size, 90).convert("RGB") for size in ((84, 112), (112, 84), (84, 112))]
-    shown = [[noise[i].copy()] for i in (0, 0, 1, 2, 1)]
-    prompts = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for [image] in shown]
-    texts = ["<|vision_start|><|image_pad|><|vision_end|>"] * len(shown)
-
-    def both() -> list[Any]:
-        return [
-            processor.apply_chat_template(prompts, tokenize=True, return_dict=True),
-            processor(images=shown, text=texts, padding=True, return_tensors="pt"),
-        ]
-
-    plain, prepare, given = both(), images._preprocess, []
-    images._preprocess = lambda parts, **settings: given.append(len(parts)) or prepare(parts, **settings)
-    with each_image_once(images):
-        once = both()
-    assert sum(given) <= 6 and given[0] == 3, "three screenshots, at most once for each way to ask"
-    for before, after in zip(plain, once, strict=True):
-        assert before.keys() == after.keys()
-        for name in ("pixel_values", "image_grid_thw"):
-            assert type(after[name]) is type(before[name])
-            assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name]))
-        assert [list(ids) for ids in before["input_ids"]] == [list(ids) for ids in after["input_ids"]]
-    assert "preprocess" not in vars(images)
 
 
 def sum_in_buckets(rank: int, meet: Path) -> None:

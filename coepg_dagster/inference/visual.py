@@ -1,0 +1,301 @@
+"""What a vision tower that is not trained makes of a screenshot, computed once for all who ask.
+
+π_k, π'_k and ϕ_k of one base often have the very same tower, an iteration shows the same screenshots to a dozen models, and the
+tower takes half of the time of a short answer. So embeddings are kept by (tower, screenshot): in memory, and on disk for other
+processes. A tower is named by a hash of its weights, configuration, precision and attention, a screenshot by a hash of its
+resized pixels: a tower that was trained, or another resize, never meets what was kept for others.
+
+Each screenshot is encoded alone, so that what is kept does not depend on what else was asked about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import BatchFeature
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from coepg_dagster.geometry import Size, smart_resize
+
+MEMORY: Final = 1 << 30
+"""Bytes of embeddings that a process holds; the newest stay."""
+DISK: Final = 20_000_000_000
+"""Bytes of embeddings that are written; what is over is computed again by each process."""
+KEY: Final = 16
+"""Bytes of a screenshot's hash. In place of pixels, each patch of an image carries them, one number a byte."""
+
+POOLED, DEEPSTACK = "pooler_output", "deepstack_features"
+"""What the language model reads of a tower's output: of Qwen2.5-VL the first, of Qwen3-VL both."""
+
+Embeddings = dict[str, torch.Tensor]
+"""POOLED, and DEEPSTACK.0, DEEPSTACK.1, … where there are any: (visual tokens, width) of one screenshot."""
+
+
+class VisualStore:
+    """Embeddings by tower and screenshot, in memory and below `folder` (None: in memory alone)."""
+
+    def __init__(self, folder: Path | None = None, *, memory: int = MEMORY, disk: int = DISK) -> None:
+        self._folder, self._room, self._disk = folder, memory, disk
+        self._held: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
+
+    def get(self, tower: str, screenshot: str, device: torch.device) -> Embeddings | None:
+        """What is kept, on `device`; None where nothing is, or what was written is damaged."""
+        found = self._held.get((tower, screenshot))
+        if found is not None:
+            self._held.move_to_end((tower, screenshot))
+            return found
+        found = self._read(tower, screenshot, device)
+        if found is not None:
+            self._hold(tower, screenshot, found)
+        return found
+
+    def put(self, tower: str, screenshot: str, embeddings: Embeddings) -> None:
+        """Keeps embeddings in memory, and on disk while there is room."""
+        self._hold(tower, screenshot, embeddings)
+        if self._folder is None or self._left <= 0:
+            return
+        file = self._file(tower, screenshot)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(f".{os.getpid()}.partial")
+        plain = {name: tensor.cpu().contiguous() for name, tensor in embeddings.items()}
+        save_file(plain, draft, metadata={"hash": _hash_of(plain)})
+        self._left -= draft.stat().st_size
+        draft.rename(file)
+        if self._left <= 0:
+            print(
+                f"{self._folder}: {self._disk / 1e9:.3g} GB of visual embeddings are kept, no more are written",
+                flush=True,
+            )
+
+    @cached_property
+    def _left(self) -> int:
+        """Bytes that may still be written."""
+        assert self._folder is not None
+        return self._disk - sum(file.stat().st_size for file in self._folder.rglob("*.safetensors"))
+
+    def _hold(self, tower: str, screenshot: str, embeddings: Embeddings) -> None:
+        self._held[tower, screenshot] = embeddings
+        self._room -= _bytes_of(embeddings)
+        while self._room < 0 and len(self._held) > 1:
+            _, old = self._held.popitem(last=False)
+            self._room += _bytes_of(old)
+
+    def _read(self, tower: str, screenshot: str, device: torch.device) -> Embeddings | None:
+        if self._folder is None:
+            return None
+        file = self._file(tower, screenshot)
+        try:
+            with safe_open(file, framework="pt", device="cpu") as stored:
+                plain = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+                written = (stored.metadata() or {}).get("hash")
+        except FileNotFoundError:
+            return None
+        except SafetensorError:
+            written, plain = None, {}
+        if written is None or written != _hash_of(plain):  # a full disk, a flipped bit
+            print(f"{file} is damaged: the screenshot is encoded again", flush=True)
+            file.unlink(missing_ok=True)
+            return None
+        return {name: tensor.to(device) for name, tensor in plain.items()}
+
+    def _file(self, tower: str, screenshot: str) -> Path:
+        assert self._folder is not None
+        return self._folder / tower / screenshot[:2] / f"{screenshot}.safetensors"
+
+
+_process_store = VisualStore()
+
+
+def process_store() -> VisualStore:
+    """The store that all models of this process share."""
+    return _process_store
+
+
+def keep_in(folder: Path | None) -> None:
+    """Has this process find and leave embeddings in `folder`; None: it keeps them in memory alone."""
+    global _process_store
+    _process_store = VisualStore(folder)
+
+
+def _bytes_of(embeddings: Embeddings) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in embeddings.values())
+
+
+def _hash_of(tensors: Embeddings) -> str:
+    digest = hashlib.blake2b(digest_size=KEY)
+    for name in sorted(tensors):
+        digest.update(name.encode() + str(tuple(tensors[name].shape)).encode())
+        digest.update(tensors[name].view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def screenshot_key(image: Image.Image) -> bytes:
+    """KEY bytes that name an image: its mode, size and pixels."""
+    digest = hashlib.blake2b(f"{image.mode} {image.width} {image.height} ".encode(), digest_size=KEY)
+    digest.update(image.tobytes())
+    return digest.digest()
+
+
+class Screenshots:
+    """The screenshots of a batch by their keys, which stand where pixels would be until a tower asks for them.
+
+    Args:
+        processor: a Qwen-VL processor; its image processor prepares what towers ask for.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._images = processor.image_processor
+        self.merged: int = self._images.merge_size**2  # patches in a visual token
+        self._shown: dict[str, Callable[[], Any]] = {}
+        self._shown_before: dict[str, Callable[[], Any]] = {}
+
+    def forget(self) -> None:
+        """Lets go of the screenshots of the batch before last: of the last one, some may still be asked about."""
+        self._shown_before, self._shown = self._shown, {}
+
+    @contextmanager
+    def keys(self) -> Iterator[None]:
+        """Within it the processor writes keys for pixels. Raises ValueError for images that it would resize."""
+        prepare = self._images.preprocess
+        factor = self._images.patch_size * self._images.merge_size
+        limits = {"min_pixels": self._images.size["shortest_edge"], "max_pixels": self._images.size["longest_edge"]}
+
+        def keyed(images: Any, *args: Any, **kwargs: Any) -> BatchFeature:
+            flat = [image for part in images for image in (part if isinstance(part, list | tuple) else [part])]
+            known: dict[int, tuple[torch.Tensor, list[int]]] = {}
+            for image in flat:
+                if id(image) in known:
+                    continue
+                size = Size(image.width, image.height)
+                if smart_resize(size, factor=factor, **limits) != size:
+                    raise ValueError(
+                        f"an image of {size} would be resized again: give it as `geometry.smart_resize` says"
+                    )
+                key = screenshot_key(image)
+                self._shown[key.hex()] = partial(prepare, [image], *args, **kwargs | {"return_tensors": "pt"})
+                grid = self.grid(image)
+                row = torch.tensor(list(key), dtype=torch.float32)
+                known[id(image)] = row.expand(grid[1] * grid[2], KEY), grid
+            rows, grids = zip(*(known[id(image)] for image in flat), strict=True)
+            return BatchFeature({"pixel_values": torch.cat(rows), "image_grid_thw": torch.tensor(grids)})
+
+        self._images.preprocess = keyed
+        try:
+            yield
+        finally:
+            del self._images.preprocess
+
+    def grid(self, image: Image.Image) -> list[int]:
+        """The patches of an image: of how many times, rows and columns."""
+        return [1, image.height // self._images.patch_size, image.width // self._images.patch_size]
+
+    def pixels(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the image processor makes of a screenshot: (patches, width) and its grid (1, 3). Raises ValueError."""
+        shown = self._shown.get(key) or self._shown_before.get(key)
+        if shown is None:
+            raise ValueError("a batch names a screenshot that was not prepared here: is it of another process or step?")
+        made = shown()
+        return torch.as_tensor(made["pixel_values"]), torch.as_tensor(made["image_grid_thw"])
+
+
+def names(keys: torch.Tensor, grid_thw: torch.Tensor) -> list[str]:
+    """The screenshots of a batch that holds keys, (patches, KEY), in place of pixels.
+
+    Raises ValueError where the patches of a screenshot were torn apart or mixed with another's.
+    """
+    patches = grid_thw.prod(-1)
+    ends = patches.cumsum(0).to(keys.device)
+    if int(ends[-1]) != len(keys):
+        raise ValueError(f"{len(keys)} patches do not make the images of {grid_thw.tolist()}: were rows left out?")
+    last = keys[ends - 1]
+    if not torch.equal(keys[ends - patches.to(keys.device)], last):
+        raise ValueError("the patches of a screenshot are mixed with another's: were rows put in another order?")
+    return [bytes(row).hex() for row in last.to(torch.uint8).tolist()]
+
+
+class Tower:
+    """Stands before the vision tower of a Qwen-VL model, and looks up what is known of the screenshots that a batch names.
+
+    Pixels go through as before, without gradients where the tower is not trained: transformers' checkpointing has the
+    embeddings of patches ask for gradients, for adapters in the layers above; the tower would be computed again in the
+    backward pass, and gone back through, for nobody.
+
+    Args:
+        shown: where the keys of a batch were written.
+        store: what is kept for the run and beyond it. None: a tower that is not trained is computed in every pass, as
+            processes that hold parts of it need, since they must all call it.
+    """
+
+    def __init__(self, model: Any, shown: Screenshots, store: VisualStore | None) -> None:
+        self._tower, self._shown, self._store = model.model.visual, shown, store
+        self._encode = self._tower.forward
+        self._tower.forward = self
+
+    def __call__(self, pixels: torch.Tensor, grid_thw: torch.Tensor, **settings: Any) -> Any:
+        trained = any(parameter.requires_grad for parameter in self._tower.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            if pixels.shape[-1] != KEY:
+                return self._encode(pixels, grid_thw=grid_thw, **settings)
+            named = names(pixels, grid_thw)
+            each = list(dict.fromkeys(named))
+            if self._store is None or trained:
+                known = dict(zip(each, self._encoded(each, pixels.device, settings), strict=True))
+            else:
+                known = {name: self._kept(name, self._store, pixels.device, settings) for name in each}
+            return _output([known[name] for name in named])
+
+    def _kept(self, name: str, store: VisualStore, device: torch.device, settings: dict[str, Any]) -> Embeddings:
+        found = store.get(self.version, name, device)
+        if found is None:
+            # a policy in training may read what an engine computed, which inference tensors would not allow
+            with torch.inference_mode(False), torch.no_grad():
+                [found] = self._encoded([name], device, settings)
+            store.put(self.version, name, found)
+        return found
+
+    def _encoded(self, each: Sequence[str], device: torch.device, settings: dict[str, Any]) -> list[Embeddings]:
+        pixels, grids = zip(*map(self._shown.pixels, each), strict=True)
+        grid = torch.cat(grids).to(device)
+        output = self._encode(torch.cat(pixels).to(device, self._tower.dtype), grid_thw=grid, **settings)
+        lengths = (grid.prod(-1) // self._shown.merged).tolist()
+        parts = {POOLED: torch.split(output.pooler_output, lengths)}
+        for i, features in enumerate(getattr(output, DEEPSTACK, None) or ()):
+            parts[f"{DEEPSTACK}.{i}"] = torch.split(features, lengths)
+        return [{part: of_each[i] for part, of_each in parts.items()} for i in range(len(each))]
+
+    @cached_property
+    def version(self) -> str:
+        """A hash of everything that decides what the tower makes of pixels."""
+        about = {
+            "config": self._tower.config.to_dict(),
+            "attention": self._tower.config._attn_implementation,
+            "device": self._tower.device.type,
+        }
+        digest = hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=KEY)
+        for name, weights in self._tower.state_dict().items():
+            digest.update(f"{name} {weights.dtype} {tuple(weights.shape)}".encode())
+            digest.update(weights.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def _output(embeddings: Sequence[Embeddings]) -> BaseModelOutputWithPooling:
+    """A tower's output for several screenshots, from that of each."""
+    joined = {name: torch.cat([one[name] for one in embeddings]) for name in embeddings[0]}
+    output = BaseModelOutputWithPooling(pooler_output=joined.pop(POOLED))
+    if joined:
+        setattr(
+            output, DEEPSTACK, [joined[name] for name in sorted(joined, key=lambda name: int(name.rpartition(".")[2]))]
+        )
+    return output

@@ -1,0 +1,217 @@
+"""One row for a group of rollouts: the prompt, with its screenshot, is computed once for all that was sampled for it.
+
+A row is [prompt without its last token][last token, c_1] … [last token, c_G]. The last token of the prompt stands before each
+completion, so that each has its own place from which its first token is predicted. A completion sees the prompt and itself,
+and its positions go on where the prompt ends, as in a row of its own; so log-probabilities and gradients are the same. A
+screenshot is a thousand tokens and a plan fifty, which is why it pays here more than elsewhere (Prefix Grouper, arXiv
+2506.05433, for text).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from PIL import Image
+
+from coepg_dagster.experiment import Grpo
+from coepg_dagster.inference.visual import Screenshots, names, screenshot_key
+from coepg_dagster.progress import Ended
+
+MASKED: Final = ("sdpa", "eager")
+"""Attention that takes a mask of its own; flash attention takes none."""
+
+IGNORED: Final = -100
+"""What labels hold where nothing is predicted."""
+
+
+def can_pack(model: Any) -> bool:
+    """Whether the language model's attention takes a mask that says who sees whom."""
+    return model.model.language_model.config._attn_implementation in MASKED
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rollouts as one row for each run of equal prompts."""
+
+    inputs: dict[str, Any]  # of the model's forward pass
+    labels: torch.Tensor  # (groups, length), IGNORED but at completion tokens
+    places: (
+        torch.Tensor
+    )  # (rollouts, completion length): where a token's prediction is in (groups, length - 1), flattened
+    real: torch.Tensor  # (rollouts, completion length), bool: the tokens that are no padding
+
+    def unpack(self, predictions: torch.Tensor) -> torch.Tensor:
+        """What the model says of each token, (groups, length - 1), as (rollouts, completion length); padding is 0."""
+        return predictions.reshape(-1)[self.places].masked_fill(~self.real, 0.0)
+
+
+def pack(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion: int,
+    pixel_values: torch.Tensor,
+    image_grid_thw: torch.Tensor,
+    mm_token_type_ids: torch.Tensor,
+) -> Packed:
+    """Rollouts, (rollouts, prompt + completion), padded on the left and on the right, each with one image, as groups.
+
+    Rollouts of one prompt that follow each other share a row.
+
+    Args:
+        model: the Qwen-VL model itself, without what wraps it.
+        completion: length of the completions, padding included.
+    """
+    device, start = input_ids.device, input_ids.shape[1] - completion
+    new = first_of_runs(input_ids[:, :start], attention_mask[:, :start], pixel_values, image_grid_thw)
+    images = torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
+    positions, _ = model.model.get_rope_index(
+        input_ids[new, :start],
+        image_grid_thw=image_grid_thw[new],
+        attention_mask=attention_mask[new, :start],
+        mm_token_type_ids=mm_token_type_ids[new, :start],
+    )
+    prompts = attention_mask[new, :start].sum(-1).tolist()
+    answers = attention_mask[:, start:].sum(-1).tolist()
+    rows = [range(a, b) for a, b in zip(new, [*new[1:], len(input_ids)], strict=True)]
+    lengths = [p - 1 + sum(1 + answers[i] for i in row) for p, row in zip(prompts, rows, strict=True)]
+    shape = len(rows), max(lengths)
+    ids = input_ids.new_zeros(shape)
+    labels = input_ids.new_full(shape, IGNORED)
+    part = input_ids.new_full(shape, -1)  # 0: the prompt; i: the i-th completion; -1: padding
+    place = positions.new_zeros(3, *shape)
+    places = input_ids.new_zeros(len(input_ids), completion)
+    for g, (p, row) in enumerate(zip(prompts, rows, strict=True)):
+        at = p - 1
+        ids[g, :at] = input_ids[row[0], start - p : start - 1]
+        part[g, :at] = 0
+        place[:, g, :at] = positions[:, g, start - p : start - 1]
+        for i, rollout in enumerate(row, start=1):
+            n = answers[rollout]
+            end = at + 1 + n
+            ids[g, at:end] = input_ids[rollout, start - 1 : start + n]
+            labels[g, at + 1 : end] = ids[g, at + 1 : end]
+            part[g, at:end] = i
+            place[:, g, at:end] = positions[:, g, start - 1 :] + torch.arange(n + 1, device=device)
+            places[rollout, :n] = g * (shape[1] - 1) + torch.arange(at, at + n, device=device)
+            at = end
+    order = torch.arange(shape[1], device=device)
+    before = order[:, None] >= order[None]
+    sees = before & ((part[:, None, :] == 0) | (part[:, :, None] == part[:, None, :]))
+    mask = sees[:, None]
+    if model.model.language_model.config._attn_implementation == "eager":  # it adds its mask to the scores
+        mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return Packed(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": place,
+            "pixel_values": torch.cat([images[i] for i in new]),
+            "image_grid_thw": image_grid_thw[new],
+        },
+        labels,
+        places,
+        attention_mask[:, start:].bool(),
+    )
+
+
+def refuse_other_screenshots(batch: Mapping[str, Any], images: Sequence[Image.Image], shown: Screenshots) -> None:
+    """Raises Ended where a batch of rollouts does not hold, row by row, the screenshots that they were sampled from.
+
+    Args:
+        batch: as TRL makes it, with keys in place of pixels (see `inference.visual`).
+        images: one a row.
+    """
+    if batch.get("pixel_values") is None or batch.get("image_grid_thw") is None:
+        raise Ended("a batch of rollouts reached the trainer without its screenshots: it would learn to act blindly")
+    keys = {id(image): screenshot_key(image).hex() for image in {id(image): image for image in images}.values()}
+    if batch["image_grid_thw"].tolist() != [shown.grid(image) for image in images]:
+        raise Ended(
+            "a batch of rollouts has screenshots of another size than they were sampled from: was one resized again?"
+        )
+    if names(batch["pixel_values"], batch["image_grid_thw"]) != [keys[id(image)] for image in images]:
+        raise Ended(
+            "a batch of rollouts has other screenshots than they were sampled from: were rows put in another order?"
+        )
+
+
+def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Some rows of a batch of rollouts, in that order; what is not one value a row stays as it is.
+
+    Args:
+        batch: as TRL makes it; `pixel_values` holds the patches of one image a row, as `image_grid_thw` says.
+    """
+    n = len(batch["image_grid_thw"])
+    images = torch.split(batch["pixel_values"], batch["image_grid_thw"].prod(-1).tolist())
+    chosen: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "pixel_values":
+            chosen[name] = torch.cat([images[row] for row in rows]) if len(rows) else value[:0]
+        elif isinstance(value, torch.Tensor) and value.ndim and len(value) == n:
+            chosen[name] = value[list(rows)]
+        else:
+            chosen[name] = [value[row] for row in rows] if isinstance(value, list) else value
+    return chosen
+
+
+def in_passes(
+    batch: Mapping[str, Any], passes: int, loss_type: str, *, drop: bool, empty: bool
+) -> list[dict[str, Any]]:
+    """A batch of rollouts in as many passes of equal size, the rollouts of a prompt together.
+
+    Each has a `share`: what TRL's loss of it must be multiplied by to be that of the whole pass.
+
+    Args:
+        loss_type: TRL's.
+        drop: leave out rollouts without advantage: without a KL term they have no gradient.
+        empty: a pass may have no rollout at all.
+    """
+    size = len(batch["advantages"]) // passes
+    advantages, tokens = batch["advantages"].tolist(), batch["completion_mask"].sum(-1).tolist()
+    made = []
+    for start in range(0, passes * size, size):
+        whole = range(start, start + size)
+        kept = [row for row in whole if not drop or advantages[row]] or ([] if empty else [whole[0]])
+        share = len(kept) / size
+        if loss_type == "bnpo":  # a mean over the tokens of a pass
+            share = sum(tokens[row] for row in kept) / sum(tokens[row] for row in whole)
+        elif loss_type == "dapo":  # a mean over the tokens of the step, which TRL has counted
+            share = 1.0
+        made.append(select_rows(batch, kept) | {"share": share})
+    return made
+
+
+def first_of_runs(
+    prompts: torch.Tensor, mask: torch.Tensor, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
+) -> list[int]:
+    """The rows whose prompt or screenshot is not that of the row before.
+
+    Args:
+        prompts: tokens, (rows, length), with their `mask`.
+        pixel_values: patches of one image for each row, one after the other, (patches, width).
+        image_grid_thw: (rows, 3).
+    """
+    images = torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
+    alike = (prompts[1:] == prompts[:-1]).all(-1) & (mask[1:] == mask[:-1]).all(-1)
+    alike &= (image_grid_thw[1:] == image_grid_thw[:-1]).all(-1)
+    again = [same and torch.equal(images[i + 1], images[i]) for i, same in enumerate(alike.tolist())]
+    return [0] + [i + 1 for i, same in enumerate(again) if not same]
+
+
+def pass_size(config: Grpo, packs: bool, processes: int | None = None) -> int:
+    """Rollouts of a pass: `micro_batch_size`, or as many more as leave groups whole.
+
+    Args:
+        packs: whether a group is one row.
+        processes: that share an optimizer step; None: as many as there are.
+    """
+    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
+    groups, torn = divmod(config.prompts_per_step, processes)
+    if not packs or torn:
+        return config.micro_batch_size
+    wanted = -(-config.micro_batch_size // config.group_size)
+    return config.group_size * min(n for n in range(1, groups + 1) if groups % n == 0 and (n >= wanted or n == groups))
