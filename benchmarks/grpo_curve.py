@@ -1,0 +1,371 @@
+"""How many rollouts GRPO with C-DREM takes to show: greedy Step SR of the sandbox's π_1 over the rollouts of one run, by seed.
+
+Each seed gets its own D_0, π_1 and ϕ_1 as `coepg evolve sandbox` makes them (the same jobs, on the device of this run), then
+GRPO runs from there: one long one at a constant rate that is looked at on the way, and short ones that a laptop has time for.
+What is looked at is Step SR (macro over episodes) with ϕ_1 on `validation` and on the training steps beyond `max_train_steps`,
+which no model of the loop has seen. Test splits are not read.
+
+    python -m benchmarks.grpo_curve --seeds 13,42,1234 --out FOLDER     # seeds side by side; writes FOLDER/curve-SEED.json
+    python -m benchmarks.grpo_curve --collect FOLDER                    # the baseline and docs/images/results/grpo-curve.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import TrainerCallback
+
+from benchmarks import baseline
+from coepg_dagster.evaluation.change import change_of, change_text
+from coepg_dagster.evaluation.score import score_steps
+from coepg_dagster.experiment import Experiment, Grpo, fingerprint
+from coepg_dagster.inference.predict import predict
+from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.pools.selection import select
+from coepg_dagster.project import Project
+from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.training import grpo
+from coepg_dagster.training.launch import ALONE
+from coepg_dagster.workers import (
+    CANDIDATES,
+    DATASET,
+    STEPS,
+    VERDICTS,
+    CandidatesWork,
+    SftWork,
+    VerdictsWork,
+    steps_of,
+    write_steps,
+    write_table,
+)
+
+NAME: Final = "grpo_curve"
+ROOT: Final = Path(__file__).parents[1]
+LOOKS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 98_304)
+"""Rollouts after which the planner is looked at."""
+FIGURE: Final = ROOT / "docs" / "images" / "results" / "grpo-curve.png"
+LONG: Final = "constant 3e-4"
+BATCH: Final = 512
+
+
+def quiet(done: int, of: int, figures: Any) -> None:
+    """A report that nobody reads."""
+
+
+def seed_of(seed: int, asset: str) -> int:
+    """The seed that `coepg evolve` gives to an asset of a loop."""
+    return int(fingerprint([seed, asset]), 16) % (1 << 31)
+
+
+class Loop:
+    """The first steps of a loop of the sandbox, in a folder."""
+
+    def __init__(self, experiment: Experiment, seed: int, folder: Path, device: str) -> None:
+        self.experiment, self.seed, self.folder, self.device = experiment, seed, folder, device
+        folder.mkdir(parents=True, exist_ok=True)
+        table = load_snapshot(ROOT / experiment.benchmark.path)
+        splits = [experiment.benchmark.train, experiment.benchmark.validation]
+        write_steps(table, folder / STEPS, splits)
+        self.train = steps_of(folder / STEPS, splits[0])
+        most = experiment.benchmark.max_eval_steps
+        used = steps_of(folder / STEPS, splits[0], experiment.benchmark.max_train_steps)
+        names = pa.array(used["step_id"].to_pylist())
+        unused = self.train.filter(pa.compute.invert(pa.compute.is_in(self.train["step_id"], names)))
+        self.looked_at = {"validation": steps_of(folder / STEPS, splits[1], most), "unused": unused.slice(0, most)}
+        self.used = used
+
+    def work(self, kind: Any, asset: str, **settings: Any) -> Path:
+        """Runs a job of the loop; the folder of what it made."""
+        out = self.folder / asset.replace("[", "-").rstrip("]")
+        if out.exists():
+            return out
+        draft = out.with_name(out.name + ".draft")
+        draft.mkdir(exist_ok=True)
+        common = {
+            "models": self.experiment.models,
+            "device": self.device,
+            "batch_size": BATCH if self.device == "cuda" else self.experiment.batch_size,
+            "seed": seed_of(self.seed, asset),
+            "out": draft,
+            "scratch": self.folder / "scratch" / asset,
+            "steps": self.folder / STEPS,
+        }
+        (self.folder / "scratch" / asset).mkdir(parents=True, exist_ok=True)
+        kind(**common, **settings).run(quiet)
+        draft.rename(out)
+        return out
+
+    def start(self) -> tuple[Path, Path, Path]:
+        """(D_0, π_1, ϕ_1)."""
+        experiment = self.experiment
+        pools, train = experiment.regeneration, experiment.benchmark.train
+        written = self.work(
+            CandidatesWork,
+            "candidate_plans[0]",
+            members=experiment.models.planners,
+            train_split=train,
+            max_steps=experiment.benchmark.max_train_steps,
+            config=pools,
+            processes=1,
+        )
+        judged = self.work(
+            VerdictsWork,
+            "verdicts[0]",
+            members=experiment.models.verifiers,
+            candidates=written / CANDIDATES,
+            train_split=train,
+            config=pools,
+            shuffled_plans=experiment.quality.shuffled_plans,
+            processes=1,
+        )
+        data = self.folder / DATASET
+        rows, _ = select(
+            self.used, pq.read_table(written / CANDIDATES), pq.read_table(judged / VERDICTS), pools, 0, None
+        )
+        write_table(rows, data)
+        models = [
+            self.work(
+                SftWork,
+                f"{asset}[1]",
+                role=role,
+                init=str(ROOT / init),
+                dataset=data,
+                train_split=train,
+                config=experiment.sft,
+                placement=ALONE,
+            )
+            for asset, role, init in (
+                ("planner_sft", "planner", experiment.models.base_planner),
+                ("grounder", "grounder", experiment.models.base_grounder),
+            )
+        ]
+        return data, models[0], models[1]
+
+
+class Looks(TrainerCallback):  # type: ignore[misc]
+    """Asks the policy greedily about all steps that are looked at, before the first step and after so many rollouts."""
+
+    def __init__(
+        self, loop: Loop, config: Grpo, grounder: TransformersEngine, processor: Any, keep: Callable[[Any], None]
+    ) -> None:
+        self.loop, self.config, self.grounder, self.processor, self.keep = loop, config, grounder, processor, keep
+        self.began = time.perf_counter()
+        self.per_step = config.prompts_per_step * config.group_size
+        self.right: dict[int, dict[str, list[bool]]] = {}
+        self.seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        self.look(0, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        rollouts = state.global_step * self.per_step
+        if rollouts in LOOKS or state.global_step >= state.max_steps:
+            self.look(rollouts, model)
+
+    def look(self, rollouts: int, model: Any) -> None:
+        started, training = time.perf_counter(), model.training
+        engine = TransformersEngine.of(model.eval(), self.processor, batch_size=BATCH)
+        limits = self.config.max_plan_tokens, self.loop.experiment.regeneration.max_point_tokens
+        self.right[rollouts] = {}
+        for split, steps in self.loop.looked_at.items():
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                said = predict(engine, self.grounder, steps, self.loop.experiment.models, *limits)
+            self.right[rollouts][split] = right(steps, said, self.loop)
+        model.train(training)
+        self.seconds += time.perf_counter() - started
+        self.keep(
+            {
+                "settings": self.config.model_dump(mode="json"),
+                "seconds": time.perf_counter() - self.began,
+                "looking": self.seconds,
+                "right": {str(after): values for after, values in self.right.items()},
+            }
+        )
+        means = {split: round(100 * float(np.mean(values)), 1) for split, values in self.right[rollouts].items()}
+        took = time.perf_counter() - self.began
+        print(f"seed {self.loop.seed}, {rollouts} rollouts after {took:.0f} s: {means} (micro)", flush=True)
+
+
+def right(steps: pa.Table, predictions: pa.Table, loop: Loop) -> list[bool]:
+    """Whether each step succeeds by the experiment's protocol."""
+    result = score_steps(loop.experiment.benchmark.protocol, steps, predictions)
+    return [bool(success) for success in result.steps["step_sr"].to_pylist()]
+
+
+def train(loop: Loop, config: Grpo, start: tuple[Path, Path, Path], keep: Callable[[Any], None]) -> None:
+    """One GRPO run from π_1 with all graders; `keep` gets what is known after each look."""
+    data, planner, grounder = start
+    models = loop.experiment.models
+    plain_init = grpo.CdremTrainer.__init__
+    engine = TransformersEngine(grounder, dtype=models.dtype, device=loop.device, batch_size=BATCH)
+
+    def with_looks(self: Any, *args: Any, **settings: Any) -> None:
+        looks = Looks(loop, config, engine, settings["processing_class"], keep)
+        settings["callbacks"] = [*settings["callbacks"], looks]
+        plain_init(self, *args, **settings)
+
+    grpo.CdremTrainer.__init__ = with_looks  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        grpo.train_grpo(
+            str(planner),
+            ("grounder_1", str(grounder)),
+            models.verifiers,
+            pq.read_table(data),
+            loop.train,
+            models,
+            config,
+            loop.experiment.regeneration.max_point_tokens,
+            BATCH if loop.device == "cuda" else loop.experiment.batch_size,
+            seed_of(loop.seed, "planner[1]"),
+            loop.device,
+            out / "model",
+            quiet,
+            scratch=out / "scratch",
+        )
+    grpo.CdremTrainer.__init__ = plain_init  # type: ignore[method-assign]
+
+
+def one(seed: int, out: Path, device: str, steps: int, quick: bool) -> None:
+    """All runs of one seed, from the same π_1."""
+    experiment = Project(ROOT).experiments()["sandbox"]
+    if quick:
+        few = experiment.benchmark.model_copy(update={"max_train_steps": 40, "max_eval_steps": 40})
+        experiment = experiment.model_copy(update={"benchmark": few})
+    loop = Loop(experiment, seed, out / f"seed-{seed}", device)
+    start = loop.start()
+    micro = {"micro_batch_size": BATCH} if device == "cuda" else {}
+    shared = {"prompts_per_step": 64, "group_size": 8, "kl_beta": 0.0, "num_train_epochs": 1000, **micro}
+    runs: dict[str, Any] = {}
+    file = out / f"curve-{seed}.json"
+
+    def keep(name: str, run: Any) -> None:
+        runs[name] = run
+        about = {"seed": seed, "runs": runs, "episodes": episodes(loop), "device": baseline.device_name()}
+        file.write_text(json.dumps(about))
+
+    for name, change in settings_of(steps).items():
+        if quick:
+            change |= {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 16, "max_steps": 2}
+        config = Grpo.model_validate(experiment.grpo.model_dump() | shared | change)
+        train(loop, config, start, partial(keep, name))
+
+
+def settings_of(steps: int) -> dict[str, dict[str, Any]]:
+    """What is tried: the long run at a constant rate, and short ones that a laptop has time for."""
+    constant = {"lr_scheduler_type": "constant_with_warmup"}
+    return {
+        "24 updates, cosine 5e-4": {"max_steps": 24, "learning_rate": 5e-4},
+        "24 updates, cosine 1e-3": {"max_steps": 24, "learning_rate": 1e-3, "adam_beta2": 0.99, "temperature": 1.0},
+        "40 updates, cosine 5e-4": {"max_steps": 40, "learning_rate": 5e-4, "temperature": 1.0},
+        LONG: {"max_steps": steps, "learning_rate": 3e-4, **constant},
+    }
+
+
+def episodes(loop: Loop) -> dict[str, list[str]]:
+    return {split: table["episode_id"].to_pylist() for split, table in loop.looked_at.items()}
+
+
+def collect(folder: Path) -> None:
+    """The baseline and the figure from the curves of all seeds."""
+    say = baseline.Log(NAME)
+    curves = [json.loads(file.read_text()) for file in sorted(folder.rglob("curve-*.json"))]
+    table: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for curve in curves:
+        for name, run in curve["runs"].items():
+            for split, of in curve["episodes"].items():
+                for rollouts, values in run["right"].items():
+                    change = change_of(run["right"]["0"][split], values[split], of)
+                    table.setdefault(name, {}).setdefault(split, {}).setdefault(rollouts, []).append(change)
+    for name, splits in table.items():
+        for split, looks in splits.items():
+            for rollouts, changes in looks.items():
+                say(f"{name}, {split}, {rollouts} rollouts: " + "; ".join(map(change_text, changes)))
+    draw(table)
+    last = table[LONG]["unused"]
+    final = [change["difference"] for change in last[max(last, key=int)]]
+    baseline.write(
+        NAME,
+        command="python -m benchmarks.grpo_curve",
+        value=round(float(np.mean(final)), 2),
+        unit="points of Step SR on unused training steps, after the longest run",
+        against="pi_1",
+        ratio=None,
+        repetitions=table,
+        device=curves[0]["device"],
+        seeds=[curve["seed"] for curve in curves],
+        seconds={str(c["seed"]): {n: round(r["seconds"], 1) for n, r in c["runs"].items()} for c in curves},
+    )
+
+
+def draw(table: dict[str, Any]) -> None:
+    """Step SR over rollouts, one line a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for axis, split in zip(axes, ("validation", "unused"), strict=True):
+        looks = table[LONG][split]
+        rollouts = sorted(map(int, looks))
+        seeds = len(looks["0"])
+        for seed in range(seeds):
+            axis.plot(
+                [max(n, 512) for n in rollouts], [looks[str(n)][seed]["after"] for n in rollouts], color="0.7", lw=1
+            )
+        mean = [float(np.mean([change["after"] for change in looks[str(n)]])) for n in rollouts]
+        axis.plot([max(n, 512) for n in rollouts], mean, color="C0", lw=2, marker="o", label="mean of the seeds")
+        axis.axhline(mean[0], color="0.5", ls=":", lw=1)
+        axis.set_xscale("log")
+        axis.set_xticks([512, *LOOKS], ["0", *(f"{n // 1024}k" for n in LOOKS)])
+        axis.minorticks_off()
+        axis.set_title({"validation": "validation", "unused": "training steps that no model saw"}[split])
+        axis.set_xlabel("rollouts")
+    axes[0].set_ylabel("Step SR with ϕ₁, %")
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    FIGURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURE, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="13,42,1234")
+    parser.add_argument("--out", type=Path, required=False)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=LOOKS[-1] // 512, help="updates of the long run")
+    parser.add_argument("--collect", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a few steps of one seed; proves the code path")
+    options = parser.parse_args()
+    if options.collect:
+        return collect(options.collect)
+    if options.out is None:
+        parser.error("--out: where the models and curves are to lie")
+    options.out.mkdir(parents=True, exist_ok=True)
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    if len(seeds) == 1:
+        return one(seeds[0], options.out, options.device, options.steps, options.quick)
+    command = [sys.executable, "-m", "benchmarks.grpo_curve", "--out", str(options.out), "--device", options.device]
+    command += ["--steps", str(options.steps), *(["--quick"] if options.quick else [])]
+    running = [subprocess.Popen([*command, "--seeds", str(seed)], cwd=ROOT) for seed in seeds]
+    if any([process.wait() for process in running]):
+        raise SystemExit("a seed failed; its traceback is above")
+    return None
+
+
+if __name__ == "__main__":
+    main()
