@@ -54,7 +54,7 @@ from coepg_dagster.workers import (
 
 NAME: Final = "grpo_curve"
 ROOT: Final = Path(__file__).parents[1]
-LOOKS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 98_304)
+LOOKS: Final = (1_024, 2_048, 4_096, 8_192, 12_288, 16_384, 24_576, 49_152, 98_304)
 """Rollouts after which the planner is looked at."""
 FIGURE: Final = ROOT / "docs" / "images" / "results" / "grpo-curve.png"
 LONG: Final = "constant 3e-4"
@@ -268,10 +268,8 @@ def settings_of(steps: int) -> dict[str, dict[str, Any]]:
     """What is tried: the long run at a constant rate, and short ones that a laptop has time for."""
     constant = {"lr_scheduler_type": "constant_with_warmup"}
     return {
-        "24 updates, cosine 5e-4": {"max_steps": 24, "learning_rate": 5e-4},
-        "24 updates, cosine 1e-3": {"max_steps": 24, "learning_rate": 1e-3, "adam_beta2": 0.99, "temperature": 1.0},
-        "40 updates, cosine 5e-4": {"max_steps": 40, "learning_rate": 5e-4, "temperature": 1.0},
         LONG: {"max_steps": steps, "learning_rate": 3e-4, **constant},
+        "24 updates, cosine 5e-4": {"max_steps": 24, "learning_rate": 5e-4},
     }
 
 
