@@ -50,6 +50,7 @@ from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
 from coepg_dagster.training.preflight import preflight
+from coepg_dagster.training.probe import Probe, probed_steps
 from coepg_dagster.training.sampling import (
     compare_prompts,
     difference,
@@ -67,7 +68,7 @@ from coepg_dagster.training.speed import (
     lean_vision,
 )
 from coepg_dagster.training.stops import Stops
-from coepg_dagster.training.validation import KeepBest, requests_of
+from coepg_dagster.training.validation import KeepBest, Questions, requests_of
 from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
 
@@ -341,6 +342,7 @@ def train_grpo(
     scratch: Path,
     placement: Placement = ALONE,
     validation: pa.Table | None = None,
+    probed: pa.Table | None = None,
 ) -> dict[str, Any]:
     """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
 
@@ -351,6 +353,7 @@ def train_grpo(
         max_point_tokens, batch_size: of the grounders' answers and forward passes.
         scratch: where checkpoints and the rollouts so far lie.
         validation: steps on which the weights are chosen (`config.validate_every`); None: the last weights are kept.
+        probed: steps of validation on which π_k and π'_k are compared, beside as many that are trained on; None: they are not.
     Returns:
         The figures of the run; rates in per cent.
     """
@@ -394,6 +397,7 @@ def train_grpo(
             placement,
             serving,
             validation,
+            probed,
         )
 
 
@@ -414,6 +418,7 @@ def _train(
     placement: Placement,
     serving: Serving,
     validation: pa.Table | None,
+    probed: pa.Table | None,
 ) -> dict[str, Any]:
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
@@ -459,13 +464,23 @@ def _train(
         longest=min(found["longest_row"], config.max_tokens or found["longest_row"]),
         seconds=60 * serving.start_minutes,
     )
-    best = None
+    own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
+
+    def asked_of(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
+        shown, judged = reward_on(labelled, own)
+        return Questions(
+            requests_of(labelled, shown, models.prompts, agent), processor, config.micro_batch_size
+        ), judged
+
+    best = probe = None
     if validation is not None:
-        own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
-        shown, validated = reward_on(validation, own)
-        best = KeepBest(
-            requests_of(validation, shown, models.prompts, agent), validated, processor, config, scratch / "best"
-        )
+        best = KeepBest(*asked_of(validation), config, scratch / "best")
+    if probed is not None and placement.sharded:
+        print(f"no probe: with strategy {placement.strategy} no process can answer alone", flush=True)
+    elif probed is not None:
+        asked = probed_steps(steps, prompts.with_format(None)["step_id"], probed, config.probe_steps)
+        questions = asked_of(pa.concat_tables(asked.values()))
+        probe = Probe(asked, *questions, next(iter(own), "labels"), config, seed, scratch / "probe")
     # processes that hold parts of the tower gather them together, and must all call it in each pass
     tower = lean_vision(model, remember=not placement.sharded)
     trainer = CdremTrainer(
@@ -477,7 +492,7 @@ def _train(
         tower=tower,
         whole=None if placement.sharded else model,
         train_dataset=prompts,
-        callbacks=[ReportProgress(report), checkpoints, stops, *([best] if best else [])],
+        callbacks=[ReportProgress(report), checkpoints, stops, *(look for look in (best, probe) if look)],
         args=GRPOConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=1,
@@ -528,6 +543,7 @@ def _train(
     tower.forget()
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
+    learned = probe.end(trainer.state, trainer.model) if probe else {}
     end_sampling(trainer)
     trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, out, models.dtype)
@@ -541,12 +557,11 @@ def _train(
         **found,
         "optimizer_steps": trainer.state.global_step,
         **chosen,
+        **learned,
         **saved,
         "trained_parameters": trained,
         "warnings": stops.warnings,
         **difference(history),
-        "reward_first": history[0]["reward"] if history else None,
-        "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "groups_without_spread": 100 * float(np.mean([e["groups_without_spread"] for e in history]))
         if history

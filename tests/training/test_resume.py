@@ -150,6 +150,9 @@ def test_sft_is_continued_also_in_a_second_epoch(
             scratch=tmp_path / name / "scratch",
             role="planner",
             init=str(random_checkpoint(2)),
+            validation_split="train",
+            max_plan_tokens=16,
+            max_point_tokens=8,
             config=Sft(epochs=3, batch_size=3, micro_batch_size=3, learning_rate=1e-3),
             placement=Placement(save_every=2 if name == "whole" else 1),
         )
@@ -180,6 +183,9 @@ def test_sft_with_lora_is_continued(
             scratch=tmp_path / name / "scratch",
             role="grounder",
             init=str(random_checkpoint(2)),
+            validation_split="train",
+            max_plan_tokens=16,
+            max_point_tokens=8,
             config=Sft(epochs=2, batch_size=3, micro_batch_size=3, learning_rate=1e-2, lora=Lora(rank=4)),
             placement=Placement(save_every=2),
         )
