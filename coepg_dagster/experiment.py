@@ -594,16 +594,16 @@ _NEWER: Final[dict[type[Strict], frozenset[str]]] = {
 """Settings that came later, whose default is what was done before there was a choice."""
 
 
-_LOOK_ON: Final[dict[type[Strict], frozenset[str]]] = {
+ONLY_MEASURED: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"probe_steps"}),
     Grpo: frozenset({"probe_steps", "probe_looks"}),
 }
-"""Settings that change nothing of what is made."""
+"""Settings of what is measured beside training: they change nothing of what is made."""
 
 
 def _as_ever(part: Strict, name: str) -> bool:
     """Whether a setting decides nothing, or is new and has its default: what was made before it stays current."""
-    if name in _LOOK_ON.get(type(part), ()):
+    if name in ONLY_MEASURED.get(type(part), ()):
         return True
     return name in _NEWER.get(type(part), ()) and getattr(part, name) == type(part).model_fields[name].default
 

@@ -172,4 +172,4 @@ def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = 
     for episode in sorted(rows, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if len(chosen) + len(rows[episode]) <= limit:
             chosen += rows[episode]
-    return steps.take(sorted(chosen))
+    return steps.take(pa.array(sorted(chosen), pa.int64()))

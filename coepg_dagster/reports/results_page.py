@@ -203,8 +203,7 @@ def _mechanism(study: Study, results: paper.Results) -> str:
             results.cell(study.root, FULL, k, TRAIN, m) for m in ("purity", "purity_frozen", "diversity", "coverage")
         ]
         cells += [
-            results.cell(study.root, FULL, k, TRAIN, m)
-            for m in ("groups_without_spread", "reward_first", "reward_last")
+            results.cell(study.root, FULL, k, TRAIN, m) for m in ("groups_without_spread", "grpo_before", "grpo_after")
         ]
         if any(cells):
             rows.append((f"{k}", *map(paper.text, cells)))
@@ -217,11 +216,12 @@ def _mechanism(study: Study, results: paper.Results) -> str:
         "diversity",
         "coverage",
         "groups without spread",
-        "reward, first",
-        "reward, last",
+        "before GRPO",
+        "after GRPO",
     )
     table = Table(
-        "D_k and GRPO over the iterations; per cent, but diversity in plans per step",
+        "D_k and GRPO over the iterations; per cent, but diversity in plans per step. Before and after: greedy answers on "
+        "the same training steps, by ϕ_k alone",
         header,
         tuple(rows),
     )

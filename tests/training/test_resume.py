@@ -118,6 +118,12 @@ def validated(folder: Path) -> list[tuple[int, float]]:
     return [(int(line["step"]), line["validation_reward"]) for line in lines if "validation_reward" in line]
 
 
+def probed(folder: Path) -> list[dict[str, float]]:
+    """What the fixed steps said at each look, in the order in which it is logged."""
+    lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "probe_train_greedy" in line]
+
+
 def rollouts(folder: Path) -> list[dict[str, Any]]:
     """Every rollout, less what is measured with a clock."""
     rows: list[dict[str, Any]] = pq.read_table(folder / "rollouts.parquet").to_pylist()
@@ -230,6 +236,7 @@ def test_grpo_is_continued_with_every_rollout_once(
                 learning_rate=3e-3,
                 max_plan_tokens=16,
                 validate_every=1,
+                probe_looks=2,
             ),
             placement=Placement(save_every=2),
         )
@@ -240,6 +247,8 @@ def test_grpo_is_continued_with_every_rollout_once(
     looks = [dict(validated(tmp_path / name / "out")) for name in ("whole", "killed")]
     assert looks[0] == looks[1] and list(looks[0]) == [0, 1, 2, 3, 4]
     assert max(looks[0], key=lambda step: (looks[0][step], step)) < 2, "of little use otherwise"
+    said = [probed(tmp_path / name / "out") for name in ("whole", "killed")]
+    assert said[0] == said[1] and [line["step"] for line in said[0]] == [0, 1, 3, 1], "the last are of the weights kept"
     whole, rows = (rollouts(tmp_path / name / "out") for name in ("whole", "killed"))
     assert whole == rows
     assert [row["optimizer_step"] for row in rows] == [step for step in range(4) for _ in range(6)]
