@@ -134,10 +134,11 @@ class Probe(TrainerCallback):  # type: ignore[misc]
         rewards = self._judged(answers)
         found = {how: changes(self._asked, rewards[steps[0], how], rewards[steps[-1], how]) for how in self._samplings}
         for step in steps:
+            entry = {"step": step}
             for how in self._samplings:
                 at = changes(self._asked, rewards[step, how], rewards[step, how])
-                entry = {f"probe_{split}_{how}": change["after"] for split, change in at.items() if change}
-                state.log_history.append({"step": step, **entry})
+                entry |= {f"probe_{split}_{how}": change["after"] for split, change in at.items() if change}
+            state.log_history.append(entry)
         for split, change in found["greedy"].items():
             if change:
                 print(f"greedy answers on {split} steps, before and after GRPO: {change_text(change)}", flush=True)
