@@ -388,12 +388,14 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
             )
         planner = made.get("planner")
         if planner is not None and (folder(planner) / ROLLOUTS).exists():
-            run.curves[k] = grpo_progress(pq.read_table(folder(planner) / ROLLOUTS), f"grounder_{k}")
+            rollouts = pq.read_table(folder(planner) / ROLLOUTS)
+            run.curves[k] = grpo_progress(rollouts, f"grounder_{k}")
             learned = (planner.figures.get("probe") or {}).get("train") or {}
             for name, value in (
                 ("groups_without_spread", planner.figures.get("groups_without_spread")),
                 ("grpo_before", learned.get("before")),
                 ("grpo_after", learned.get("after")),
+                ("rollouts", rollouts.num_rows),
             ):
                 if value is not None:
                     run.training.setdefault(k, {})[name] = value
