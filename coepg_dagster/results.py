@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from coepg_dagster.evaluation.change import change_text
+from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
 
@@ -66,7 +66,7 @@ def _iteration(
 def _learned(records: Mapping[Ref, Record], k: int, assets: tuple[Asset, ...]) -> dict[str, Any] | None:
     """The Change of each split, of the asset that is there; None where nobody asked."""
     probes = (records[Ref(asset, k)].figures.get("probe") for asset in assets if Ref(asset, k) in records)
-    return next(({split: probe[split] for split in ("train", "validation")} for probe in probes if probe), None)
+    return next(({split: probe[split] for split in PROBED} for probe in probes if probe), None)
 
 
 def learned_text(iteration: Mapping[str, Any]) -> list[str]:

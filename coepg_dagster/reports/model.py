@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from coepg_dagster.evaluation.change import change_text
+from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.reports.calibration import reliability_figure
 from coepg_dagster.reports.figures import dress, figure, png
 from coepg_dagster.reports.html import ScreenFiles, render, shown_steps
@@ -66,7 +66,7 @@ def training_notes(figures: Mapping[str, Any]) -> list[str]:
     for how, changes in (("greedy answers", probe), ("sampled answers", probe.get("sampled") or {})):
         found = [
             f"{split} {change_text(changes[split])} on {probe['steps'][split]} steps"
-            for split in ("train", "validation")
+            for split in PROBED
             if changes.get(split)
         ]
         if found:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from huggingface_hub import ModelCardData
 
-from coepg_dagster.evaluation.change import change_text
+from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.experiment import Benchmark, Models
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.markdown import table
@@ -94,7 +94,7 @@ def card(trained: Trained, *, on_hub: bool) -> str:
     checks += [
         f"Before and after, greedy, on {probe['steps'][split]} steps of {split}, judged by {probe['judge']}, per cent: "
         f"{change_text(probe[split])}."
-        for split in ("train", "validation")
+        for split in PROBED
         if probe.get(split)
     ]
     checks += [f"Warned of in training: {warning}." for warning in figures["warnings"]]

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.evaluation.change import change_of, change_text
+from coepg_dagster.evaluation.change import PROBED, change_of, change_text
 from coepg_dagster.experiment import Grpo, Models
 from coepg_dagster.inference.agents import Grounder, Plan, Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
@@ -33,7 +33,6 @@ from coepg_dagster.training.validation import CHUNK, Questions, Scores
 
 SECONDS: Final = "probe_seconds"
 """What a look leaves in the trainer's log; its answers lie in a file."""
-SPLITS: Final = ("train", "validation")
 
 Rewards = Mapping[str, float]
 """step id → reward of the answer, 0 to 1."""
@@ -41,11 +40,9 @@ Row = TypeVar("Row")
 
 
 def probed_steps(steps: pa.Table, trained_on: Sequence[str], validation: pa.Table, limit: int) -> dict[str, pa.Table]:
-    """The steps of each of SPLITS: whole episodes, at most `limit` steps, of what is trained on and of validation."""
-    return {
-        "train": whole_episodes(steps, limit, frozenset(trained_on)),
-        "validation": whole_episodes(validation, limit),
-    }
+    """The steps of each of PROBED: whole episodes, at most `limit` steps, of what is trained on and of validation."""
+    drawn = whole_episodes(steps, limit, frozenset(trained_on)), whole_episodes(validation, limit)
+    return dict(zip(PROBED, drawn, strict=True))
 
 
 def changes(asked: Mapping[str, pa.Table], before: Rewards, after: Rewards) -> dict[str, dict[str, Any] | None]:
