@@ -78,6 +78,9 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
+        validation_split=experiment.benchmark.validation,
+        max_plan_tokens=experiment.regeneration.max_plan_tokens,
+        max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
     base = _models(work.folder("open_models"))[f"base_{role}"]

@@ -388,11 +388,17 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
             )
         planner = made.get("planner")
         if planner is not None and (folder(planner) / ROLLOUTS).exists():
-            run.curves[k] = grpo_progress(pq.read_table(folder(planner) / ROLLOUTS), f"grounder_{k}")
-            for name, scale in (("groups_without_spread", 1.0), ("reward_first", 100.0), ("reward_last", 100.0)):
-                value = planner.figures.get(name)
+            rollouts = pq.read_table(folder(planner) / ROLLOUTS)
+            run.curves[k] = grpo_progress(rollouts, f"grounder_{k}")
+            learned = (planner.figures.get("probe") or {}).get("train") or {}
+            for name, value in (
+                ("groups_without_spread", planner.figures.get("groups_without_spread")),
+                ("grpo_before", learned.get("before")),
+                ("grpo_after", learned.get("after")),
+                ("rollouts", rollouts.num_rows),
+            ):
                 if value is not None:
-                    run.training.setdefault(k, {})[name] = scale * value
+                    run.training.setdefault(k, {})[name] = value
     for file in sorted((project.store / experiment.name / f"s{loop.seed}" / "play").glob("*/*/play.json")):
         about = json.loads(file.read_text())
         run.live[int(about["made_from"]["iteration"]), about["made_from"]["families of"]] = about

@@ -132,7 +132,8 @@ def main() -> None:
     for name, seconds in medians.items():
         say(f"{name}: {1000 * seconds / groups:.0f} ms a group, {memory[name]:.1f} GB")
     say(
-        f"groups {best['groups']:.2f} s, rows {best['rows']:.2f} s: {best['rows'] / best['groups']:.2f} times; {apart:.1e} nats apart"
+        f"groups {best['groups']:.2f} s, rows {best['rows']:.2f} s: {best['rows'] / best['groups']:.2f} times; "
+        f"{apart:.1e} nats apart"
     )
     baseline.write(
         f"grpo_update_{options.size}",

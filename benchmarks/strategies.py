@@ -55,18 +55,25 @@ def work_of(kind: str, placement: Placement, device: str, folder: Path) -> SftWo
         "init": tiny.PLANNER,
         "dataset": folder / "dataset.parquet",
         "train_split": "train",
+        "validation_split": "",  # nothing is asked there
+        "max_point_tokens": 12,
         "placement": placement,
     }
     if kind == "sft":
         micro = 8 // placement.processes
-        sft = Sft(max_steps=STEPS, batch_size=16, micro_batch_size=micro, learning_rate=1e-4, freeze_vision=True)
-        return SftWork(**common, role="planner", config=sft)
-    grpo = Grpo(prompts_per_step=4, group_size=4, micro_batch_size=4, max_steps=2, max_plan_tokens=48)
+        sft = Sft(
+            max_steps=STEPS,
+            batch_size=16,
+            micro_batch_size=micro,
+            learning_rate=1e-4,
+            freeze_vision=True,
+            probe_steps=0,
+        )
+        return SftWork(**common, role="planner", max_plan_tokens=48, config=sft)
+    grpo = Grpo(prompts_per_step=4, group_size=4, micro_batch_size=4, max_steps=2, max_plan_tokens=48, probe_steps=0)
     verifiers = {name: {"model": str(tiny.GROUNDERS[name])} for name in ("verifier_a", "verifier_b")}
     own = ("base_grounder", str(tiny.GROUNDERS["base_grounder"]))
-    return GrpoWork(
-        **common, own_grounder=own, verifiers=verifiers, validation_split="", max_point_tokens=12, config=grpo
-    )
+    return GrpoWork(**common, own_grounder=own, verifiers=verifiers, config=grpo)
 
 
 def ran(work: SftWork | GrpoWork, limit: float) -> dict[str, Any]:

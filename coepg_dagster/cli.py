@@ -121,6 +121,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
+    from coepg_dagster.results import learned_text
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -137,6 +138,9 @@ def results(
         view.add_row(*row)
     console = Console()
     console.print(view)
+    for iteration in table["iterations"]:
+        for line in learned_text(iteration):
+            console.print(line, highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
             console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False)

@@ -31,10 +31,12 @@ from coepg_dagster.estimates import (
     grpo_seconds,
     look_seconds,
     looks,
+    probe_seconds,
     sft_memory,
     sft_seconds,
 )
 from coepg_dagster.experiment import Experiment, Lora
+from coepg_dagster.training.learned import Exposure, exposure
 
 STEPS: Final[dict[str, dict[str, int]]] = {
     "mind2web": {"train": 7775, "test_task": 1339, "test_website": 1019, "test_domain": 4060},
@@ -181,8 +183,8 @@ class DryRun:
         ]
         if changed.grpo.enabled:
             graders = [grounder, *(self._pool(models.verifiers).values() if changed.grpo.ensemble else ())]
-            steps = min(changed.grpo.max_steps or 10**9, covered // changed.grpo.prompts_per_step)
-            prompts = steps * changed.grpo.prompts_per_step
+            seen_by = self.exposure(changed)
+            steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
             validated = min(self.validation_steps, changed.grpo.validation_steps)
             seen = looks(changed.grpo, steps)
             stages.append(
@@ -206,7 +208,17 @@ class DryRun:
                         planner, graders, changed.grpo, plan, point, prompts, rates, changed.batch_size
                     )
                     + seen
-                    * look_seconds(planner, grounder, changed.grpo, plan, point, validated, rates, changed.batch_size),
+                    * look_seconds(planner, grounder, changed.grpo, plan, point, validated, rates, changed.batch_size)
+                    + probe_seconds(
+                        planner,
+                        grounder,
+                        plan,
+                        point,
+                        self._probed(changed.grpo.probe_steps),
+                        2 * (2 + changed.grpo.probe_looks),  # greedy and sampled
+                        rates,
+                        changed.grpo.micro_batch_size,
+                    ),
                 )
             )
         stages.append(
@@ -221,6 +233,14 @@ class DryRun:
         stages.append(self._evaluation(planner, grounder, plan, point, changed, rates, on, each))
         return stages
 
+    def exposure(self, experiment: Experiment) -> Exposure:
+        """What GRPO sees in an iteration."""
+        return exposure(experiment.grpo, round(COVERED * self.train_steps))
+
+    def _probed(self, limit: int) -> int:
+        """Steps of training and of validation on which a model is compared with what it began as."""
+        return min(limit, self.train_steps) + min(limit, self.validation_steps)
+
     def _sft(
         self,
         asset: str,
@@ -231,7 +251,7 @@ class DryRun:
         hardware: Hardware,
         rates: Rates,
     ) -> Stage:
-        config = experiment.sft
+        config, batch = experiment.sft, experiment.batch_size
         steps = round(rows * config.epochs / config.batch_size)
         steps = min(steps, config.max_steps or steps)
         seen = steps * config.batch_size
@@ -250,7 +270,8 @@ class DryRun:
             disk=2.0 * model.parameters,
             steps=steps,
             tokens=float(seen * example.tokens(model)),
-            gpu_seconds=sft_seconds(model, config, example, seen, rates),
+            gpu_seconds=sft_seconds(model, config, example, seen, rates)
+            + probe_seconds(model, model, example, example, self._probed(config.probe_steps), 2, rates, batch),
         )
 
     def _pool_stage(
@@ -406,6 +427,11 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     hours = sum(stage.gpu_seconds for stage in stages) / 3600
     times = experiment.iterations * len(experiment.seeds)
     disk = sum(stage.disk for stage in stages)
+    if experiment.grpo.enabled and dry.train_steps:
+        seen = dry.exposure(experiment)
+        lines.append(seen.text())
+        few = seen.warning(experiment.grpo)
+        lines += [f"warning: {few}"] if few else []
     lines.append(
         f"an iteration: {hours:.1f} {time}, {disk / GB:.1f} GB; {experiment.iterations} iterations and "
         f"{len(experiment.seeds)} seeds: {times * hours:.0f} {time}, {times * disk / GB:.0f} GB"

@@ -504,3 +504,18 @@ def look_seconds(
     """GPU-seconds of one look at `steps` validation steps: one plan each, by the policy itself, rewarded by ϕ_k alone."""
     plans = generation_seconds(model, example, config.micro_batch_size, 1, steps, rates)
     return plans + generation_seconds(grader, point, batch, 1, steps, rates)
+
+
+def probe_seconds(
+    model: Architecture,
+    grader: Architecture,
+    example: Example,
+    point: Example,
+    steps: int,
+    asked: int,
+    rates: Rates,
+    batch: int,
+) -> float:
+    """GPU-seconds of asking about the same `steps` so often: an answer each time, and one pass over all plans of a step."""
+    answers = generation_seconds(model, example, batch, 1, steps, rates)
+    return asked * answers + generation_seconds(grader, point, max(batch, asked), asked, steps, rates)

@@ -254,6 +254,11 @@ class Sft(Strict):
     attention: Attention = Field(
         "sdpa", description="`sdpa`, `flash_attention_2` or `eager`; another one in use is an error"
     )
+    probe_steps: int = Field(
+        128,
+        ge=0,
+        description="steps of training, and of validation, that base and result are compared on; 0: they are not",
+    )
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -262,6 +267,10 @@ class Sft(Strict):
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
         return self
+
+
+MIN_LR_RATE: Final = 0.1
+"""Where the schedule `cosine_with_min_lr` ends, as a share of the learning rate."""
 
 
 class Grpo(Strict):
@@ -307,6 +316,12 @@ class Grpo(Strict):
         description="steps between two looks at the validation split, whose best weights are kept; null: the last",
     )
     validation_steps: int = Field(256, ge=1, description="how many steps of the validation split, whole episodes")
+    probe_steps: int = Field(
+        128,
+        ge=0,
+        description="steps of training, and of validation, that π_k and π'_k are compared on; 0: they are not",
+    )
+    probe_looks: int = Field(4, ge=0, description="how often they are asked between the first step and the last")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
     )
@@ -598,8 +613,17 @@ _NEWER: Final[dict[type[Strict], frozenset[str]]] = {
 """Settings that came later, whose default is what was done before there was a choice."""
 
 
+ONLY_MEASURED: Final[dict[type[Strict], frozenset[str]]] = {
+    Sft: frozenset({"probe_steps"}),
+    Grpo: frozenset({"probe_steps", "probe_looks"}),
+}
+"""Settings of what is measured beside training: they change nothing of what is made."""
+
+
 def _as_ever(part: Strict, name: str) -> bool:
-    """Whether a setting is new and has its default: what was made before it stays current."""
+    """Whether a setting decides nothing, or is new and has its default: what was made before it stays current."""
+    if name in ONLY_MEASURED.get(type(part), ()):
+        return True
     return name in _NEWER.get(type(part), ()) and getattr(part, name) == type(part).model_fields[name].default
 
 

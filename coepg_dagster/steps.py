@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Final
 
 import pyarrow as pa
@@ -154,3 +155,21 @@ ROLLOUT_SCHEMA: Final = pa.schema(
 
 It lies beside the weights of π'_k and is no part of their data version: seconds differ from run to run.
 """
+
+
+def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = None) -> pa.Table:
+    """At most `limit` steps, in the order of the table: whole episodes, drawn by a hash of their names.
+
+    So the same steps are drawn each time, and every family keeps its share. `among`: only steps with these ids.
+    """
+    rows: dict[str, list[int]] = {}
+    for row, (step_id, episode) in enumerate(
+        zip(steps["step_id"].to_pylist(), steps["episode_id"].to_pylist(), strict=True)
+    ):
+        if among is None or step_id in among:
+            rows.setdefault(episode, []).append(row)
+    chosen: list[int] = []
+    for episode in sorted(rows, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if len(chosen) + len(rows[episode]) <= limit:
+            chosen += rows[episode]
+    return steps.take(pa.array(sorted(chosen), pa.int64()))

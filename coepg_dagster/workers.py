@@ -6,7 +6,6 @@ it returns are figures. Work that was finished before a kill is found again in `
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -26,8 +25,8 @@ from pydantic import Field, TypeAdapter
 
 from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict
 from coepg_dagster.progress import Report
-from coepg_dagster.steps import VERDICT_SCHEMA
-from coepg_dagster.training.launch import Placement
+from coepg_dagster.steps import VERDICT_SCHEMA, whole_episodes
+from coepg_dagster.training.launch import Placement, is_main
 
 STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
 SHUFFLED = "shuffled.parquet"
@@ -59,24 +58,14 @@ def all_steps(path: Path) -> pa.Table:
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
     """The steps of one split, in file order. Raises ValueError where there are none.
 
-    With a `limit`: whole episodes, drawn by a hash of their names, so that every family keeps its share; at most `limit`
-    steps.
+    With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`).
     """
     table = all_steps(path)
     start = pc.index(table["split"], split).as_py()
     if start < 0:
         raise ValueError(f"{path} holds no step of split {split!r}")
     table = table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py())
-    if limit is None or table.num_rows <= limit:
-        return table
-    rows: dict[str, list[int]] = {}
-    for row, episode in enumerate(table["episode_id"].to_pylist()):
-        rows.setdefault(episode, []).append(row)
-    chosen: list[int] = []
-    for episode in sorted(rows, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if len(chosen) + len(rows[episode]) <= limit:
-            chosen += rows[episode]
-    return table.take(sorted(chosen))
+    return table if limit is None or table.num_rows <= limit else whole_episodes(table, limit)
 
 
 class Work(Strict):
@@ -113,22 +102,32 @@ def validation_of(steps: Path, split: str, config: Grpo) -> pa.Table | None:
     return None if config.validate_every is None else steps_of(steps, split, config.validation_steps)
 
 
+def probed_of(steps: Path, split: str, config: Grpo) -> pa.Table | None:
+    """The steps of validation on which GRPO is compared with what it began with; None: it is not."""
+    return steps_of(steps, split, config.probe_steps) if config.probe_steps else None
+
+
 class SftWork(TrainingWork):
     kind: Literal["sft"] = "sft"
     role: Literal["planner", "grounder"]
     init: str
     dataset: Path
     train_split: str
+    validation_split: str
+    max_plan_tokens: int
+    max_point_tokens: int
     config: Sft
 
     def run(self, report: Report) -> dict[str, Any]:
+        from coepg_dagster.training.probe import probe_sft
         from coepg_dagster.training.sft import train_sft
 
-        return train_sft(
+        dataset, steps = pq.read_table(self.dataset), steps_of(self.steps, self.train_split)
+        figures = train_sft(
             self.role,
             self.init,
-            pq.read_table(self.dataset),
-            steps_of(self.steps, self.train_split),
+            dataset,
+            steps,
             self.models,
             self.config,
             self.seed,
@@ -137,6 +136,21 @@ class SftWork(TrainingWork):
             report,
             scratch=self.scratch,
             placement=self.placement,
+        )
+        if not self.config.probe_steps or not is_main():
+            return figures
+        return figures | probe_sft(
+            self.role,
+            self.init,
+            str(self.out),
+            dataset,
+            steps,
+            steps_of(self.steps, self.validation_split),
+            self.models,
+            self.config.probe_steps,
+            (self.max_plan_tokens, self.max_point_tokens),
+            self.device,
+            self.batch_size,
         )
 
 
@@ -172,6 +186,7 @@ class GrpoWork(TrainingWork):
             scratch=self.scratch,
             placement=self.placement,
             validation=validation_of(self.steps, self.validation_split, self.config),
+            probed=probed_of(self.steps, self.validation_split, self.config),
         )
 
 
@@ -201,6 +216,7 @@ class EndToEndWork(TrainingWork):
             report,
             self.placement,
             validation_of(self.steps, self.validation_split, self.grpo),
+            probed_of(self.steps, self.validation_split, self.grpo),
         )
 
 

@@ -238,6 +238,38 @@ def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
     assert any(line.startswith("asset") and line.endswith("hours") for line in on_cpu.lines)
 
 
+def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+    def lines(**changed: Any) -> list[str]:
+        grpo = sandbox.grpo.model_copy(update={"prompts_per_step": 8, "group_size": 8, "max_steps": 16} | changed)
+        dry = DryRun(sandbox.model_copy(update={"grpo": grpo}), ROOT)
+        return report(dry, Hardware(None), rates_of(CPU, Path("nowhere"))).lines
+
+    small = lines()
+    assert any("GRPO: 16 steps see 128 of 1,080 prompts in 1,024 rollouts" in line for line in small)
+    assert any(line.startswith("warning: GRPO is likely to learn nothing") for line in small)
+    for enough in (lines(prompts_per_step=64, max_steps=24), lines(enabled=False)):
+        assert not any(line.startswith("warning") for line in enough)
+
+
+def test_asking_before_and_after_takes_time() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    rates = rates_of(CPU, Path("nowhere"))
+
+    def seconds(probe_steps: int) -> dict[str, float]:
+        parts = {
+            name: getattr(sandbox, name).model_copy(update={"probe_steps": probe_steps}) for name in ("sft", "grpo")
+        }
+        stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates)
+        return {stage.asset: stage.gpu_seconds for stage in stages}
+
+    none, some, more = seconds(0), seconds(64), seconds(128)
+    for asset in none:
+        asked = asset in ("planner_sft", "grounder", "planner")
+        assert (none[asset] < some[asset] < more[asset]) if asked else (none[asset] == some[asset])
+
+
 @given(steps=st.integers(1, 200), every=st.integers(1, 250))
 def test_grpo_looks_before_the_first_step_then_regularly_and_after_the_last(steps: int, every: int) -> None:
     seen = {0, steps, *range(0, steps, every)}

@@ -90,6 +90,9 @@ def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(
         init=there.models.base_planner,
         dataset=tmp_path / "dataset.parquet",
         train_split="train",
+        validation_split="train",
+        max_plan_tokens=16,
+        max_point_tokens=8,
         placement=ALONE,
         config=Sft(max_steps=2, batch_size=2, micro_batch_size=2),
     )

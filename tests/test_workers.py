@@ -47,7 +47,16 @@ COMMON: dict[str, Any] = {
 }
 WORK = [
     SftWork(
-        **COMMON, role="planner", init="a", dataset=Path("d"), train_split="train", config=Sft(), placement=Placement()
+        **COMMON,
+        role="planner",
+        init="a",
+        dataset=Path("d"),
+        train_split="train",
+        validation_split="validation",
+        max_plan_tokens=8,
+        max_point_tokens=8,
+        config=Sft(),
+        placement=Placement(),
     ),
     GrpoWork(
         **COMMON,

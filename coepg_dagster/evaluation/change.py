@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 
+PROBED: Final = ("train", "validation")
+"""Where models are asked before and after: steps that are trained on, and of validation; never a test split."""
 Change = Mapping[str, Any]
 """`before`, `after`, `difference` in per cent, and `ci95`, the interval of the difference; as it is kept in records."""
 

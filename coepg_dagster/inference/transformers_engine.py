@@ -97,10 +97,11 @@ class TransformersEngine:
         self._setup(model, processor, batch_size, str(path))
 
     @classmethod
-    def of(cls, model: Any, processor: Any, *, batch_size: int, shown: Screenshots | None = None) -> TransformersEngine:
-        """An engine around a model that is already loaded (a policy in training); `shown`: those of its `Tower`."""
+    def of(cls, model: Any, processor: Any, *, batch_size: int) -> TransformersEngine:
+        """An engine around a model that is already loaded (a policy in training), and the `Tower` that it may have."""
         engine = cls.__new__(cls)
-        engine._shown = shown
+        tower = vars(model.model.visual).get("forward")
+        engine._shown = tower.shown if isinstance(tower, Tower) else None
         engine._setup(model, processor, batch_size)
         return engine
 

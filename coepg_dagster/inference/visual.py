@@ -239,7 +239,7 @@ class Tower:
     """
 
     def __init__(self, model: Any, shown: Screenshots, store: VisualStore | None) -> None:
-        self._tower, self._shown, self._store = model.model.visual, shown, store
+        self._tower, self.shown, self._store = model.model.visual, shown, store
         self._encode = self._tower.forward
         self._tower.forward = self
 
@@ -266,10 +266,10 @@ class Tower:
         return found
 
     def _encoded(self, each: Sequence[str], device: torch.device, settings: dict[str, Any]) -> list[Embeddings]:
-        pixels, grids = zip(*map(self._shown.pixels, each), strict=True)
+        pixels, grids = zip(*map(self.shown.pixels, each), strict=True)
         grid = torch.cat(grids).to(device)
         output = self._encode(torch.cat(pixels).to(device, self._tower.dtype), grid_thw=grid, **settings)
-        lengths = (grid.prod(-1) // self._shown.merged).tolist()
+        lengths = (grid.prod(-1) // self.shown.merged).tolist()
         parts = {POOLED: torch.split(output.pooler_output, lengths)}
         for i, features in enumerate(getattr(output, DEEPSTACK, None) or ()):
             parts[f"{DEEPSTACK}.{i}"] = torch.split(features, lengths)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from coepg_dagster.experiment import Quality
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import headline
+from coepg_dagster.training.learned import grpo_warning, sft_warning
 
 Figures = Mapping[str, Any]
 
@@ -18,7 +19,9 @@ def warnings(asset: Asset, k: int, records: Mapping[Ref, Record], config: Qualit
     A check whose number is not there passes: what was not measured did not fall.
     """
     now, before = (records[Ref(asset, i)].figures if Ref(asset, i) in records else {} for i in (k, k - 1))
-    return {name: look(now, before, config) for name, look in _LOOKS.get(asset, {}).items()}
+    settings = records[Ref(asset, k)].config if Ref(asset, k) in records else {}
+    found = {name: look(now, before, config) for name, look in _LOOKS.get(asset, {}).items()}
+    return found | {name: learned(now, settings) for name, learned in _LEARNED.get(asset, {}).items()}
 
 
 def _fell(name: str, at_most: Callable[[Quality], float]) -> Callable[[Figures, Figures, Quality], str | None]:
@@ -83,6 +86,19 @@ _LOOKS: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures, Quality], 
     },
     "evaluation": {"success_holds": _success_fell},
 }
+_LEARNED: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures], str | None]]]] = {
+    "planner": {"grpo_learns": grpo_warning},
+    "end_to_end": {"grpo_learns": grpo_warning},
+    "planner_sft": {"sft_learns": sft_warning},
+    "grounder": {"sft_learns": sft_warning},
+}
+"""From a record's figures and the settings that it was trained with."""
+_GRPO_LEARNS: Final = (
+    "Greedy answers on steps of training got better by GRPO: the interval of the difference is above 0."
+)
+_SFT_LEARNS: Final = (
+    "The model does better than its base on steps of validation: the interval of the difference is above 0."
+)
 WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
     "data_quality": {
         "purity_holds": "Purity did not fall since D_{k-1} by more than `quality.purity_may_fall`.",
@@ -92,6 +108,10 @@ WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
         "targets_are_legible": "Targets have `quality.legible_px` in the image that verifiers see.",
         "rows_say_different_things": "Rows of one step say different things.",
     },
+    "planner": {"grpo_learns": _GRPO_LEARNS},
+    "end_to_end": {"grpo_learns": _GRPO_LEARNS},
+    "planner_sft": {"sft_learns": _SFT_LEARNS},
+    "grounder": {"sft_learns": _SFT_LEARNS},
     "evaluation": {"success_holds": "On no split is the success rate below its 95 % interval of the iteration before."},
 }
 """Asset → its warning checks, and what each says."""

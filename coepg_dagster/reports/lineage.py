@@ -87,10 +87,12 @@ def key_number(experiment: Experiment, record: Record) -> str:
     if record.asset == "data_quality":
         value = figures.get("purity")
         return "" if value is None else f"purity {value:.1f} %"
+    learned = (figures.get("probe") or {}).get("train")
+    if record.asset in ("planner", "end_to_end") and learned:
+        return f"GRPO {learned['difference']:+.1f} on train"
     for name, text in (
         ("rows", "{:,} rows"),
         ("models", "{} models"),
-        ("reward_last", "reward {:.3f}"),
         ("loss", "loss {:.3f}"),
     ):
         if isinstance(figures.get(name), int | float):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
+from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.reports.calibration import reliability_figure
 from coepg_dagster.reports.figures import dress, figure, png
 from coepg_dagster.reports.html import ScreenFiles, render, shown_steps
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 CURVES: Final = (
     ("reward", "reward (mean of the batch)"),
     ("validation_reward", "reward on validation, by ϕ_k alone"),
+    ("probe_train_greedy", "greedy, fixed training steps, %"),
+    ("probe_train_sampled", "sampled, the same, %"),
+    ("probe_validation_greedy", "greedy, fixed validation steps, %"),
+    ("probe_validation_sampled", "sampled, the same, %"),
     ("loss", "loss"),
     ("mean_token_accuracy", "token accuracy"),
     ("kl", "KL(π‖π_k)"),
@@ -55,8 +60,17 @@ class ModelOf:
 
 
 def training_notes(figures: Mapping[str, Any]) -> list[str]:
-    """What the figures of a training say in words: which weights were kept, and what it warned of."""
+    """What the figures of a training say in words: what it changed, which weights were kept, and what it warned of."""
     notes = []
+    probe = figures.get("probe") or {}
+    for how, changes in (("greedy answers", probe), ("sampled answers", probe.get("sampled") or {})):
+        found = [
+            f"{split} {change_text(changes[split])} on {probe['steps'][split]} steps"
+            for split in PROBED
+            if changes.get(split)
+        ]
+        if found:
+            notes.append(f"Before and after, {how}, judged by {probe['judge']}, per cent: {'; '.join(found)}.")
     if "kept_step" in figures:
         notes.append(
             f"Kept: the weights of step {figures['kept_step']}, whose greedy answers did best on the validation split "

@@ -11,6 +11,7 @@ from coepg_dagster.evaluation.tables import Table, half_up
 from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.study import FULL, TRAIN, Finding, Study, command
+from coepg_dagster.training.learned import FEW_ROLLOUTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,7 @@ def write_page(
         f"`{root}_no_gap` is the control without that gap. Nothing here says what the paper's numbers would be.\n",
         _deviation(study),
         "## What each claim came to\n\n" + _findings(found).markdown(),
+        _hardly_trained(study),
         _tables(study, results, protocol),
         _figures(study, results, out),
         _live(study),
@@ -74,6 +76,19 @@ def _deviation(study: Study) -> str:
         f"**Departure from the plan.** The plan compares at k = {study.last}. When this page was written, every seed "
         f"had reached k = {_last(study)} only. What is planned at k = {study.last} is compared at the last iteration that both "
         f"sides reached; each text names it. It says what happens in the first iterations, nothing about M_{study.last}.\n"
+    )
+
+
+def _hardly_trained(study: Study) -> str:
+    """What the claims about GRPO are worth where its runs were too small to learn."""
+    seen = [int(of["rollouts"]) for run in study.runs for of in run.training.values() if "rollouts" in of]
+    few = [rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS]
+    if not few:
+        return ""
+    return (
+        f"**GRPO was hardly trained.** {len(few)} of {len(seen)} runs saw fewer than {FEW_ROLLOUTS:,} rollouts (the smallest "
+        f"{min(few):,}), which move a planner by chance ([training.md](training.md)). What is said above of GRPO and of its "
+        "rewards is about such runs: nothing follows for GRPO that is trained.\n"
     )
 
 
@@ -203,8 +218,7 @@ def _mechanism(study: Study, results: paper.Results) -> str:
             results.cell(study.root, FULL, k, TRAIN, m) for m in ("purity", "purity_frozen", "diversity", "coverage")
         ]
         cells += [
-            results.cell(study.root, FULL, k, TRAIN, m)
-            for m in ("groups_without_spread", "reward_first", "reward_last")
+            results.cell(study.root, FULL, k, TRAIN, m) for m in ("groups_without_spread", "grpo_before", "grpo_after")
         ]
         if any(cells):
             rows.append((f"{k}", *map(paper.text, cells)))
@@ -217,11 +231,12 @@ def _mechanism(study: Study, results: paper.Results) -> str:
         "diversity",
         "coverage",
         "groups without spread",
-        "reward, first",
-        "reward, last",
+        "before GRPO",
+        "after GRPO",
     )
     table = Table(
-        "D_k and GRPO over the iterations; per cent, but diversity in plans per step",
+        "D_k and GRPO over the iterations; per cent, but diversity in plans per step. Before and after: greedy answers on "
+        "the same training steps, by ϕ_k alone",
         header,
         tuple(rows),
     )

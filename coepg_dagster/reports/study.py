@@ -52,7 +52,7 @@ class Run:
     data: dict[int, dict[str, Measured]] = field(default_factory=dict)  # k → measure of D_k → by episode
     cost: dict[int, dict[str, float]] = field(default_factory=dict)  # k → `seconds`, `model_calls`
     curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # k → success of GRPO's rollouts
-    training: dict[int, dict[str, float]] = field(default_factory=dict)  # k → rewards, groups without spread
+    training: dict[int, dict[str, float]] = field(default_factory=dict)  # k → what GRPO saw, and did
     stale: list[str] = field(default_factory=list)  # causes, where something of it is stale
     live: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)  # (k, split) → rates of `coepg play`
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from huggingface_hub import ModelCardData
 
+from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.experiment import Benchmark, Models
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.markdown import table
@@ -22,7 +23,7 @@ from coepg_dagster.provenance import Asset, Ref
 CARD: Final = "README.md"
 LIBRARIES: Final = ("coepg-dagster", "torch", "transformers", "trl")
 
-_CHECKED: Final = ("tensors", "parameters", "logits_apart", "warnings")
+_CHECKED: Final = ("tensors", "parameters", "logits_apart", "warnings", "probe")
 
 _WHAT: Final[Mapping[Asset, tuple[str, str, str]]] = {
     "planner_sft": (
@@ -88,6 +89,13 @@ def card(trained: Trained, *, on_hub: bool) -> str:
         f"Loaded again from these files: none missing, none unexpected, each equal to what was trained, {rounded}.",
         "The first token's logits of the loaded model are those of the trained one on an example of the training data "
         f"(largest difference: {figures['logits_apart']:.1g} of their span).",
+    ]
+    probe = figures.get("probe") or {}
+    checks += [
+        f"Before and after, greedy, on {probe['steps'][split]} steps of {split}, judged by {probe['judge']}, per cent: "
+        f"{change_text(probe[split])}."
+        for split in PROBED
+        if probe.get(split)
     ]
     checks += [f"Warned of in training: {warning}." for warning in figures["warnings"]]
     shown = {name: value for name, value in figures.items() if name not in _CHECKED}

@@ -78,6 +78,7 @@ def train_end_to_end(
     report: Report,
     placement: Placement = ALONE,
     validation: pa.Table | None = None,
+    probed: pa.Table | None = None,
 ) -> dict[str, Any]:
     """Trains the end-to-end agent from checkpoint `init` on D_{k-1} and saves it whole under `out`.
 
@@ -98,7 +99,20 @@ def train_end_to_end(
             done.with_suffix(".partial").rename(done)
         PartialState().wait_for_everyone()
     trained = train_grpo(
-        str(before), None, {}, *data, grpo, 1, 1, seed, device, out, report, validation=validation, **stages["grpo"]
+        str(before),
+        None,
+        {},
+        *data,
+        grpo,
+        1,
+        1,
+        seed,
+        device,
+        out,
+        report,
+        validation=validation,
+        probed=probed,
+        **stages["grpo"],
     )
     if is_main():
         shutil.copyfile(before / PREFLIGHT, out / f"sft_{PREFLIGHT}")

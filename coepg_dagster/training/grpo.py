@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from coepg_dagster.experiment import Grpo, Member, Models, Serving
+from coepg_dagster.experiment import MIN_LR_RATE, Grpo, Member, Models, Serving
 from coepg_dagster.geometry import Point, Space
 from coepg_dagster.inference.agents import Asked, Asking, Grounder, Plan, Reading
 from coepg_dagster.inference.attention import fast_vision
@@ -53,6 +53,7 @@ from coepg_dagster.training.examples import NothingToTrainOn, completion_text, g
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
 from coepg_dagster.training.packing import can_pack, in_passes, pack, pass_size, refuse_other_screenshots, select_rows
 from coepg_dagster.training.preflight import preflight
+from coepg_dagster.training.probe import Probe, probed_steps
 from coepg_dagster.training.sampling import (
     DIFFERENCE,
     DIFFERENCE_HIGH,
@@ -71,13 +72,11 @@ from coepg_dagster.training.speed import (
     half_vision,
 )
 from coepg_dagster.training.stops import Stops
-from coepg_dagster.training.validation import KeepBest, requests_of
+from coepg_dagster.training.validation import KeepBest, Questions, requests_of
 from coepg_dagster.training.verified import save_trained
 from coepg_dagster.workers import ROLLOUTS
 
 DEFAULT_SERVING = Serving()
-FLOOR: Final = {"min_lr_rate": 0.1}
-"""Where the schedule `cosine_with_min_lr` ends, as a share of the learning rate."""
 
 
 class CdremReward:
@@ -447,6 +446,7 @@ def train_grpo(
     scratch: Path,
     placement: Placement = ALONE,
     validation: pa.Table | None = None,
+    probed: pa.Table | None = None,
 ) -> dict[str, Any]:
     """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
 
@@ -457,6 +457,7 @@ def train_grpo(
         max_point_tokens, batch_size: of the grounders' answers and forward passes.
         scratch: where checkpoints and the rollouts so far lie.
         validation: steps on which the weights are chosen (`config.validate_every`); None: the last weights are kept.
+        probed: steps of validation on which π_k and π'_k are compared, beside as many that are trained on; None: they are not.
     Returns:
         The figures of the run; rates in per cent.
     """
@@ -500,6 +501,7 @@ def train_grpo(
             placement,
             serving,
             validation,
+            probed,
         )
 
 
@@ -520,6 +522,7 @@ def _train(
     placement: Placement,
     serving: Serving,
     validation: pa.Table | None,
+    probed: pa.Table | None,
 ) -> dict[str, Any]:
     set_seed(seed)
     model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
@@ -565,13 +568,23 @@ def _train(
         longest=min(found["longest_row"], config.max_tokens or found["longest_row"]),
         seconds=60 * serving.start_minutes,
     )
-    best = None
+    own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
+
+    def asked_of(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
+        shown, judged = reward_on(labelled, own)
+        return Questions(
+            requests_of(labelled, shown, models.prompts, agent), processor, config.micro_batch_size
+        ), judged
+
+    best = probe = None
     if validation is not None:
-        own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
-        shown, validated = reward_on(validation, own)
-        best = KeepBest(
-            requests_of(validation, shown, models.prompts, agent), validated, processor, config, scratch / "best"
-        )
+        best = KeepBest(*asked_of(validation), config, scratch / "best")
+    if probed is not None and placement.sharded:
+        print(f"no probe: with strategy {placement.strategy} no process can answer alone", flush=True)
+    elif probed is not None:
+        asked = probed_steps(steps, prompts.with_format(None)["step_id"], probed, config.probe_steps)
+        questions = asked_of(pa.concat_tables(asked.values()))
+        probe = Probe(asked, *questions, next(iter(own), "labels"), config, seed, scratch / "probe")
     shown = Screenshots(processor)
     # processes that hold parts of the tower gather them together, and must all call it in each pass
     store = None if placement.sharded else process_store()
@@ -589,7 +602,7 @@ def _train(
         core=model,
         whole=not placement.sharded,
         train_dataset=prompts,
-        callbacks=[ReportProgress(report), checkpoints, stops, *([best] if best else [])],
+        callbacks=[ReportProgress(report), checkpoints, stops, *(look for look in (best, probe) if look)],
         args=GRPOConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=config.num_train_epochs,
@@ -604,7 +617,9 @@ def _train(
             top_k=0,
             learning_rate=config.learning_rate,
             lr_scheduler_type=config.lr_scheduler_type,
-            lr_scheduler_kwargs=FLOOR if config.lr_scheduler_type == "cosine_with_min_lr" else None,
+            lr_scheduler_kwargs={"min_lr_rate": MIN_LR_RATE}
+            if config.lr_scheduler_type == "cosine_with_min_lr"
+            else None,
             warmup_steps=config.warmup_ratio,
             weight_decay=config.weight_decay,
             adam_beta2=config.adam_beta2,
@@ -643,6 +658,7 @@ def _train(
     checkpoints.train(trainer)
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
+    learned = probe.end(trainer.state, trainer.model) if probe else {}
     end_sampling(trainer)
     trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, out, models.dtype)
@@ -656,12 +672,11 @@ def _train(
         **found,
         "optimizer_steps": trainer.state.global_step,
         **chosen,
+        **learned,
         **saved,
         "trained_parameters": trained,
         "warnings": stops.warnings,
         **difference(history),
-        "reward_first": history[0]["reward"] if history else None,
-        "reward_last": float(np.mean([entry["reward"] for entry in tail])) if tail else None,
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "groups_without_spread": 100 * float(np.mean([e["groups_without_spread"] for e in history]))
         if history

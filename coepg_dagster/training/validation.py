@@ -8,7 +8,8 @@ Looking draws no random numbers and changes nothing of training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Protocol
@@ -38,7 +39,7 @@ CHUNK: Final = 64
 
 
 class Scores(Protocol):
-    """A reward on the validation split."""
+    """A reward of answers on labelled steps."""
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]: ...
 
@@ -57,17 +58,52 @@ def requests_of(steps: pa.Table, screens: Screens, style: Style, agent: Agent) -
     return {task.step_id: ask(task) for task in tasks_of(steps)}
 
 
+class Questions:
+    """Fixed steps that a model is asked about while it is trained; each process asks about its share.
+
+    Asking draws from random generators of its own and leaves the model as it was. The model must be whole in each process.
+
+    Args:
+        ask: how the model is asked on each step.
+        batch_size: requests per forward pass.
+    """
+
+    def __init__(self, ask: Mapping[str, Ask], processor: Any, batch_size: int) -> None:
+        self._ask, self._processor, self._batch_size = ask, processor, batch_size
+
+    def share(self) -> list[str]:
+        """The steps of this process."""
+        processes = PartialState()
+        return list(self._ask)[processes.process_index :: processes.num_processes]
+
+    def answers(self, model: Any, sampling: Sampling) -> Iterator[tuple[list[str], list[str]]]:
+        """(step ids, what the model answers on each), some steps of this process at a time."""
+        mine, number = self.share(), {step_id: i for i, step_id in enumerate(self._ask)}
+        training = model.training
+        # adapters are within the layers of the model that they were added to
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        engine = TransformersEngine.of(base.eval(), self._processor, batch_size=self._batch_size)
+        try:
+            for start in range(0, len(mine), CHUNK):
+                steps = mine[start : start + CHUNK]
+                drawn = replace(sampling, seed=sampling.seed + number[steps[0]])
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                    answers = engine.generate([self._ask[step_id](step_id) for step_id in steps], drawn)
+                yield steps, [said.text for (said,) in answers if not isinstance(said, Failure)]  # it fails on none
+        finally:
+            model.train(training)
+
+
 class KeepBest(TrainerCallback):  # type: ignore[misc]
     """Looks before the first step, after every `validate_every` steps and after the last one; of equals the later one is better.
 
-    Weights are kept in `folder` as long as a continued run may need them. Each process asks about its share of the steps.
+    Weights are kept in `folder` as long as a continued run may need them.
     """
 
-    def __init__(self, ask: Mapping[str, Ask], reward: Scores, processor: Any, config: Grpo, folder: Path) -> None:
+    def __init__(self, questions: Questions, reward: Scores, config: Grpo, folder: Path) -> None:
         assert config.validate_every is not None
-        self._ask, self._reward, self._processor, self._folder = ask, reward, processor, folder
+        self._questions, self._reward, self._folder = questions, reward, folder
         self._every, self._sampling = config.validate_every, Sampling(config.max_plan_tokens)
-        self._batch_size = config.micro_batch_size
         folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(
@@ -100,19 +136,9 @@ class KeepBest(TrainerCallback):  # type: ignore[misc]
             file.with_suffix(".partial").rename(file)
 
     def _mean_reward(self, model: Any) -> float:
-        processes = PartialState()
-        mine = list(self._ask)[processes.process_index :: processes.num_processes]
-        training, rewards = model.training, []
-        # adapters are within the layers of the model that they were added to
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        engine = TransformersEngine.of(base.eval(), self._processor, batch_size=self._batch_size)
-        for start in range(0, len(mine), CHUNK):
-            steps = mine[start : start + CHUNK]
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-                answers = engine.generate([self._ask[step_id](step_id) for step_id in steps], self._sampling)
-            texts = [said.text for (said,) in answers if not isinstance(said, Failure)]  # this engine fails on none
+        rewards: list[float] = []
+        for steps, texts in self._questions.answers(model, self._sampling):
             rewards += self._reward.score(texts, steps)
-        model.train(training)
         return fmean(gather_object(rewards))
 
     def restore(self, state: TrainerState, model: Any) -> dict[str, float]:

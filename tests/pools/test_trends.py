@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coepg_dagster.experiment import Quality
+from coepg_dagster.experiment import Grpo, Quality, Sft
 from coepg_dagster.pools.trends import WARNINGS, warnings
 from coepg_dagster.provenance import Record, Ref
 from tests.test_provenance import whole_loop
@@ -68,3 +68,29 @@ def test_success_below_its_former_interval_is_named_with_its_split() -> None:
     [why] = warnings("evaluation", 1, records("evaluation", before, after), Quality()).values()
     assert why == "easy: 44.9, below 45.0 to 55.0 before"
     assert warnings("verdicts", 1, whole_loop(), Quality()) == {}
+
+
+@pytest.mark.parametrize(
+    ("asset", "check", "split", "settings"),
+    [
+        ("planner", "grpo_learns", "train", Grpo(learning_rate=3e-4)),
+        ("planner_sft", "sft_learns", "validation", Sft(learning_rate=3e-4)),
+        ("grounder", "sft_learns", "validation", Sft(learning_rate=3e-4)),
+    ],
+)
+def test_a_training_that_did_not_learn_is_named_with_the_settings_it_had(
+    asset: Any, check: str, split: str, settings: Any
+) -> None:
+    def why(low: float) -> str | None:
+        change = {"before": 50.0, "after": 54.0, "difference": 4.0, "ci95": [low, 8.0]}
+        others = {"train": None, "validation": None, "steps": {"train": 99, "validation": 99}, "judge": "one"}
+        found = records(asset, {}, {"probe": others | {split: change}, "optimizer_steps": 3, "prompts": 200})
+        found[Ref(asset, 1)] = found[Ref(asset, 1)].model_copy(update={"config": settings.model_dump(mode="json")})
+        assert set(warnings(asset, 1, found, Quality())) == set(WARNINGS[asset]) == {check}
+        assert warnings(asset, 0, found, Quality()) == {check: None}, "iteration 0 trains nothing"
+        return warnings(asset, 1, found, Quality())[check]
+
+    assert why(0.1) is None
+    for low in (0.0, -1.0):
+        said = why(low)
+        assert said is not None and "50.0 → 54.0 (+4.0" in said and "learning_rate (0.0003)" in said

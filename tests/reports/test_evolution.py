@@ -11,7 +11,8 @@ import pytest
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, Member, case_study, write_report
-from coepg_dagster.results import results
+from coepg_dagster.reports.lineage import key_number
+from coepg_dagster.results import learned_text, results
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import png, step, step_table
 from tests.reports.test_lineage import experiment
@@ -70,6 +71,30 @@ def evolution(of: Experiment) -> Evolution:
     made = {1: predictions(), 2: predictions(b1=True)}
     cases = case_study("miniwob/point", STEPS, made, ["test_seed"])
     return Evolution(of, 1, results(of, 1, records, {}), [Member(of, records)], cases=cases)
+
+
+def test_what_each_training_changed_is_among_the_results(tmp_path: Path) -> None:
+    of = experiment(tmp_path)
+    change = {"before": 58.6, "after": 65.7, "difference": 7.1, "ci95": [3.0, 11.2]}
+    probe = {"train": change, "validation": change, "steps": {"train": 9, "validation": 9}, "judge": "grounder_1"}
+    records = {
+        Ref(asset, k): record(asset, k, figures)
+        for asset, k, figures in (
+            ("planner_sft", 0, {}),
+            ("planner_sft", 1, {"probe": probe | {"train": None}}),
+            ("planner", 1, {"probe": probe}),
+        )
+    }
+    first, second = results(of, 1, records, {})["iterations"]
+    assert first["sft_planner"] is None and learned_text(first) == []
+    assert second["grpo"] == {"train": change, "validation": change}
+    assert second["sft_planner"] == {"train": None, "validation": change} and second["sft_grounder"] is None
+    text = "58.6 → 65.7 (+7.1 [+3.0, +11.2])"
+    assert learned_text(second) == [
+        f"k = 1, SFT of the planner: validation {text}",
+        f"k = 1, GRPO: train {text}, validation {text}",
+    ]
+    assert key_number(of, records[Ref("planner", 1)]) == "GRPO +7.1 on train"
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,18 @@ def test_what_training_chose_and_warned_of_is_said() -> None:
     assert warned == "Warned: step 9 of 16: KL runs away"
 
 
+def test_what_training_changed_is_said_and_drawn() -> None:
+    change = {"before": 58.6, "after": 65.7, "difference": 7.1, "ci95": [3.0, 11.2]}
+    probe = {"train": change, "validation": None, "steps": {"train": 128, "validation": 0}, "judge": "grounder_1"}
+    [greedy] = training_notes({"probe": probe})
+    assert (
+        "greedy answers, judged by grounder_1" in greedy and "train 58.6 → 65.7 (+7.1 [+3.0, +11.2]) on 128" in greedy
+    )
+    assert len(training_notes({"probe": probe | {"sampled": {"train": change, "validation": None}}})) == 2
+    drawn = curves_figure([{"step": step, "probe_train_greedy": 50.0 + step} for step in (0, 8, 16)])
+    assert drawn is not None and list(drawn.axes[0].lines[0].get_ydata()) == [50, 58, 66]
+
+
 @pytest.mark.browser
 @NEEDS_CHROMIUM
 def test_a_rollout_lies_on_its_screenshot(tmp_path: Path, tab: Any) -> None:

@@ -167,6 +167,21 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     assert (tmp_path / "images" / "results" / "figure-7.png").stat().st_size > 1000
 
 
+def test_the_page_says_where_grpo_was_hardly_trained(tmp_path: Path) -> None:
+    small, large = run(FULL, 1, {0: 0.2, 1: 0.5}), run(FULL, 2, {0: 0.2, 1: 0.5})
+
+    def said(rollouts: int) -> str:
+        for one, seen in ((small, rollouts), (large, 20_000)):
+            one.training = {1: {"rollouts": seen, "grpo_before": 50.0, "grpo_after": 56.0}}
+        both = study(small, large)
+        return write_page(both, findings(both), [], {}, "miniwob/point", tmp_path).read_text()
+
+    few = said(1024)
+    assert "**GRPO was hardly trained.** 1 of 2 runs saw fewer than 10,000 rollouts (the smallest 1,024)" in few
+    assert "| 50.0 | 56.0 |" in few and "before GRPO" in few
+    assert "hardly trained" not in said(10_000)
+
+
 def test_the_page_has_rows_of_both_sizes_and_a_table_of_live_play_for_each_split(tmp_path: Path) -> None:
     one, large = run(FULL, 1, {0: 0.2, 1: 0.5}), run(FULL, 1, {0: 0.3, 1: 0.6}, "box_large")
     solved = {"solved": 1, "episodes": 4, "success": 25.0}

@@ -54,6 +54,9 @@ def job(
             dataset=tmp_path / "dataset.parquet",
             role="planner",
             init=str(random_checkpoint(2)),
+            validation_split="train",
+            max_plan_tokens=16,
+            max_point_tokens=8,
             config=Sft(max_steps=max_steps, batch_size=6, micro_batch_size=micro, learning_rate=1e-4),
             placement=Placement(processes=processes),
         )

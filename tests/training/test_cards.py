@@ -34,6 +34,12 @@ def trained(models: Models) -> Trained:
             "warnings": ["step 12 of 16: KL runs away"],
             "optimizer_steps": 16,
             "kl_last": None,
+            "probe": {
+                "train": {"before": 50.0, "after": 60.0, "difference": 10.0, "ci95": [4.0, 16.0]},
+                "validation": None,
+                "steps": {"train": 128, "validation": 0},
+                "judge": "grounder_2",
+            },
         },
         seed=13,
         device="cpu",
@@ -55,6 +61,7 @@ def test_a_card_says_what_the_model_is_and_was_made_from(trained: Trained, tmp_p
         "| seconds | 12.3 |",
         "95 tensors with 1,234,567 parameters",
         "rounded to float32",
+        "on 128 steps of train, judged by grounder_2, per cent: 50.0 → 60.0 (+10.0 [+4.0, +16.0]).",
         "Warned of in training: step 12 of 16: KL runs away",
         "`train` split of `data/miniwob`",
     ):

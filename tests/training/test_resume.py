@@ -118,6 +118,12 @@ def validated(folder: Path) -> list[tuple[int, float]]:
     return [(int(line["step"]), line["validation_reward"]) for line in lines if "validation_reward" in line]
 
 
+def probed(folder: Path) -> list[dict[str, float]]:
+    """What the fixed steps said at each look, in the order in which it is logged."""
+    lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "probe_train_greedy" in line]
+
+
 def rollouts(folder: Path) -> list[dict[str, Any]]:
     """Every rollout, less what is measured with a clock."""
     rows: list[dict[str, Any]] = pq.read_table(folder / "rollouts.parquet").to_pylist()
@@ -150,6 +156,9 @@ def test_sft_is_continued_also_in_a_second_epoch(
             scratch=tmp_path / name / "scratch",
             role="planner",
             init=str(random_checkpoint(2)),
+            validation_split="train",
+            max_plan_tokens=16,
+            max_point_tokens=8,
             config=Sft(epochs=3, batch_size=3, micro_batch_size=3, learning_rate=1e-3),
             placement=Placement(save_every=2 if name == "whole" else 1),
         )
@@ -180,6 +189,9 @@ def test_sft_with_lora_is_continued(
             scratch=tmp_path / name / "scratch",
             role="grounder",
             init=str(random_checkpoint(2)),
+            validation_split="train",
+            max_plan_tokens=16,
+            max_point_tokens=8,
             config=Sft(epochs=2, batch_size=3, micro_batch_size=3, learning_rate=1e-2, lora=Lora(rank=4)),
             placement=Placement(save_every=2),
         )
@@ -224,6 +236,7 @@ def test_grpo_is_continued_with_every_rollout_once(
                 learning_rate=3e-3,
                 max_plan_tokens=16,
                 validate_every=1,
+                probe_looks=2,
             ),
             placement=Placement(save_every=2),
         )
@@ -233,7 +246,11 @@ def test_grpo_is_continued_with_every_rollout_once(
     assert "continues from checkpoint-2" in printed[1]
     looks = [dict(validated(tmp_path / name / "out")) for name in ("whole", "killed")]
     assert looks[0] == looks[1] and list(looks[0]) == [0, 1, 2, 3, 4]
-    assert max(looks[0], key=lambda step: (looks[0][step], step)) < 2, "of little use otherwise"
+    said = [probed(tmp_path / name / "out") for name in ("whole", "killed")]
+    assert said[0] == said[1] and [line["step"] for line in said[0]] == [0, 1, 3, 4]
+    kept = max(looks[0], key=lambda step: (looks[0][step], step))
+    assert kept < 2, "of little use otherwise"
+    assert said[0][3] == said[0][kept] | {"step": 4}, "the last are of the weights that are kept"
     whole, rows = (rollouts(tmp_path / name / "out") for name in ("whole", "killed"))
     assert whole == rows
     assert [row["optimizer_step"] for row in rows] == [step for step in range(4) for _ in range(6)]

@@ -130,7 +130,7 @@ def test_it_is_refused_where_no_process_could_answer(train: Any) -> None:
 
 
 def test_a_checkpoint_lets_go_of_weights_that_are_not_needed_again(tmp_path: Path) -> None:
-    keep = KeepBest({}, object(), None, CONFIG.model_copy(update={"validate_every": 1}), tmp_path)  # type: ignore[arg-type]
+    keep = KeepBest(object(), object(), CONFIG.model_copy(update={"validate_every": 1}), tmp_path)  # type: ignore[arg-type]
     for step in (0, 4, 8):
         save_file({"x": torch.zeros(1)}, keep._file(step))
     state = TrainerState(global_step=12)

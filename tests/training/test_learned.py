@@ -1,0 +1,129 @@
+"""What is said of a run that is too small to learn, and of one that did not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import get_cosine_schedule_with_warmup
+
+from coepg_dagster.evaluation.change import change_of
+from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.training.learned import WARMUP, exposure, grpo_warning, schedule, sft_warning
+
+OLD = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=64, max_steps=16, learning_rate=1e-5, kl_beta=0.04)
+
+
+def change(better: int, worse: int, steps: int = 256) -> dict[str, Any]:
+    """Of so many steps, in episodes of two, a fifth of which succeed before."""
+    before = [float(i % 5 == 0) for i in range(steps)]
+    after = list(before)
+    rng = random.Random(better * 1000 + worse)
+    for i in rng.sample([i for i in range(steps) if not before[i]], better):
+        after[i] = 1.0
+    for i in rng.sample([i for i in range(steps) if before[i]], worse):
+        after[i] = 0.0
+    found = change_of(before, after, [f"e{i // 2}" for i in range(steps)])
+    assert found is not None
+    return found
+
+
+def figures(train: dict[str, Any] | None, sampled: dict[str, Any] | None = None, steps: int = 16) -> dict[str, Any]:
+    probe = {
+        "train": train,
+        "validation": None,
+        "sampled": {"train": sampled},
+        "steps": {"train": 256, "validation": 0},
+        "judge": "grounder_1",
+    }
+    return {"optimizer_steps": steps, "prompts": 1066, "groups_without_spread": 60.0, "probe": probe}
+
+
+@given(st.integers(0, 60), st.integers(0, 40))
+def test_grpo_is_red_unless_the_whole_interval_is_above_0(better: int, worse: int) -> None:
+    found = change(better, worse)
+    assert (grpo_warning(figures(found), OLD.model_dump()) is None) == (found["ci95"][0] > 0)
+
+
+def test_a_run_that_learns_by_5_points_is_green_and_one_that_flips_answers_is_red() -> None:
+    """A run of 1,024 rollouts at 1e-5 flips a few answers either way; one that learns gains more than it loses."""
+    for few in (0, 1, 2, 3):
+        assert grpo_warning(figures(change(few, few)), OLD.model_dump())
+    for flips in range(20):
+        found = change(flips + 16, flips)
+        assert found["difference"] >= 5
+        assert grpo_warning(figures(found), OLD.model_dump()) is None, (flips, found)
+
+
+def test_the_warning_names_what_to_change_and_what_it_is_now() -> None:
+    said = grpo_warning(figures(change(2, 3), sampled=change(30, 3)), OLD.model_dump())
+    assert said is not None
+    for words in (
+        "on 256 training steps success by grounder_1 went",
+        "1,024 rollouts of 128 of 1,066 prompts",
+        "Sampled answers did get better",
+        "grpo.max_steps (16)",
+        "grpo.prompts_per_step (8)",
+        "grpo.group_size (8)",
+        "grpo.learning_rate (1e-05)",
+        "60 % of the groups have none",
+        "grpo.temperature (0.9)",
+        "grpo.kl_beta (0.04)",
+    ):
+        assert words in said, words
+    settings = OLD.model_copy(update={"kl_beta": 0.0}).model_dump()
+    fell = grpo_warning(figures(change(0, 30)), settings)
+    assert fell is not None and "a lower grpo.learning_rate" in fell and "kl_beta" not in fell
+
+
+def test_nobody_is_warned_of_what_was_not_asked() -> None:
+    assert grpo_warning({}, {}) is None and sft_warning({}, {}) is None
+    assert grpo_warning(figures(None), OLD.model_dump()) is None
+
+
+def test_sft_is_judged_on_validation() -> None:
+    def said(**changes: Any) -> str | None:
+        probe = {**changes, "steps": {"train": 64, "validation": 64}, "judge": "verifier_a"}
+        return sft_warning({"probe": probe}, Sft(epochs=1, learning_rate=1e-3).model_dump())
+
+    assert said(train=change(1, 9), validation=change(60, 2)) is None
+    worse = said(train=change(60, 0), validation=change(2, 40))
+    assert worse is not None and "made it worse than its base" in worse and "sft.epochs (1)" in worse
+    assert "judged by verifier_a" in worse and "sft.learning_rate (0.001)" in worse
+    same = said(train=None, validation=change(2, 2))
+    assert same is not None and "did not make it better" in same and "sft.probe_steps (128)" in same
+
+
+@pytest.mark.parametrize("steps", [1, 2, 16, 40, 166])
+def test_the_schedule_is_the_trainers(steps: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    warmup = torch.ceil(torch.tensor(WARMUP * steps, dtype=torch.float64)).int().item()
+    scheduler = get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert schedule(Grpo(), steps) == pytest.approx(rates)
+
+
+@given(st.integers(0, 5000), st.integers(1, 64), st.integers(2, 16), st.none() | st.integers(1, 400))
+def test_what_a_run_sees(prompts: int, at_once: int, group: int, max_steps: int | None) -> None:
+    config = Grpo(prompts_per_step=at_once, group_size=group, micro_batch_size=1, max_steps=max_steps)
+    seen = exposure(config, prompts)
+    assert seen.prompts <= min(prompts, seen.steps * at_once) and seen.rollouts == seen.steps * at_once * group
+    assert seen.steps == (0 if prompts < at_once else max_steps or prompts // at_once)
+    assert 0 <= seen.rates <= seen.steps * config.learning_rate
+    warned = seen.warning(config)
+    assert (warned is not None) == (seen.rollouts < 10_000 or 3 * seen.prompts < prompts)
+
+
+def test_the_sandboxs_old_setting_is_warned_of_before_it_runs() -> None:
+    seen = exposure(OLD, 1066)
+    assert "16 steps see 128 of 1,066 prompts in 1,024 rollouts" in seen.text() and seen.rates < 1e-4
+    warned = seen.warning(OLD)
+    assert warned is not None and "fewer than 10,000 rollouts and fewer than a third of the prompts" in warned

@@ -1,0 +1,233 @@
+"""What a model can do before and after training is asked about beside it, and changes nothing of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TrainerState
+
+from coepg_dagster.evaluation.score import score_steps
+from coepg_dagster.experiment import Grpo, Lora, Models
+from coepg_dagster.inference.predict import predict
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.steps import whole_episodes
+from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.launch import Placement
+from coepg_dagster.training.probe import Probe, judge_of, looks_between, probe_sft, probed_steps
+from coepg_dagster.training.validation import Questions, requests_of
+from tests.conftest import beside, quiet, step, step_table
+
+CONFIG = Grpo(
+    prompts_per_step=3,
+    group_size=2,
+    micro_batch_size=6,
+    max_steps=2,
+    learning_rate=3e-3,
+    max_plan_tokens=24,
+    probe_looks=1,
+)
+
+
+@pytest.fixture
+def train(
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> Callable[..., tuple[dict[str, Any], Path]]:
+    """Two steps of GRPO; probed on the training steps, of which those of validation are some."""
+
+    def run(name: str, probed: pa.Table | None, placement: Placement | None = None, **change: Any) -> Any:
+        out = tmp_path / name
+        figures = train_grpo(
+            str(trained("planner", 0)),
+            ("grounder_1", str(trained("grounder", 0))),
+            {"stranger": str(random_checkpoint(3))},
+            *(dataset, steps, models, CONFIG.model_copy(update=change), 8, 8, 5, "cpu", out, quiet),
+            scratch=beside(out),
+            placement=placement or Placement(),
+            probed=probed,
+        )
+        return figures, out
+
+    return run
+
+
+def logged(out: Path) -> list[dict[str, float]]:
+    """What a trainer logged of its looks."""
+    lines = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "probe_train_greedy" in line]
+
+
+def test_a_run_is_the_same_with_and_without_and_the_rates_are_the_agents(
+    train: Any, trained: Callable[[str, int], Path], steps: pa.Table, models: Models
+) -> None:
+    validation = steps.slice(0, 5)
+    figures, out = train("asked", validation)
+    silent, plain = train("plain", None)
+    assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    assert "probe" not in silent and not logged(plain)
+
+    probe = figures["probe"]
+    assert probe["steps"] == {"train": 6, "validation": 5} and probe["judge"] == "grounder_1" and probe["seconds"] > 0
+    for when, planner in (("before", trained("planner", 0)), ("after", out)):
+        agent = [
+            TransformersEngine(folder, dtype="float32", device="cpu", batch_size=6)
+            for folder in (planner, trained("grounder", 0))
+        ]
+        result = score_steps("miniwob/point", validation, predict(*agent, validation, models, 24, 8))
+        assert probe["validation"][when] == pytest.approx(result.metrics["step_sr"].macro), when
+    assert probe["train"]["before"] > probe["train"]["after"], "at this rate it forgets; of little use otherwise"
+    assert set(probe["sampled"]) == {"train", "validation"} and probe["sampled"]["train"]["before"] > 0
+    rates = logged(out)
+    assert [line["step"] for line in rates] == [0, 1, 2]
+    assert rates[0]["probe_train_greedy"] == probe["train"]["before"]
+    assert rates[2]["probe_validation_sampled"] == probe["sampled"]["validation"]["after"]
+
+
+def test_adapters_are_asked_too(train: Any, steps: pa.Table) -> None:
+    figures, _ = train("out", steps, lora=Lora(rank=4), learning_rate=1e-2, probe_looks=0)
+    assert figures["probe"]["train"]["before"] > 50 and figures["probe"]["train"] == figures["probe"]["validation"]
+    assert figures["probe"]["train"]["after"] != figures["probe"]["train"]["before"]
+
+
+def test_where_no_process_can_answer_the_run_says_so_and_goes_on(
+    train: Any, steps: pa.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, _ = train("out", steps, Placement(strategy="zero3"), max_steps=1)
+    assert "probe" not in figures
+    assert "no probe: with strategy zero3 no process can answer alone" in capsys.readouterr().out
+
+
+class LongAnswers:
+    """Rewards half of what is said, by its length; remembers how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def score(self, texts: Any, step_ids: Any) -> list[float]:
+        self.asked += step_ids
+        return [float(len(text) % 2) for text in texts]
+
+
+def ask_alone(checkpoint: Path, steps: pa.Table, models: Models, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """A look before, and the end, of a run that trained nothing; the figures, and whose answers were judged here."""
+    engine = TransformersEngine(checkpoint, dtype="float32", device="cpu", batch_size=2)
+    asked = {"train": steps, "validation": steps.slice(0, 0)}
+    screens = Screens(steps, engine.resize)
+    questions = Questions(requests_of(steps, screens, models.prompts, "decoupled"), engine._processor, 2)
+    reward = LongAnswers()
+    probe = Probe(asked, questions, reward, "nobody", CONFIG, 7, folder)
+    state = TrainerState(global_step=0, max_steps=2)
+    with torch.no_grad():
+        probe.on_train_begin(None, state, None, engine._model)  # type: ignore[arg-type]
+        state.global_step = 2
+        return probe.end(state, engine._model)["probe"], reward.asked
+
+
+def one_of_two(rank: int, meet: Path, checkpoint: Path, steps: pa.Table, models: Models, folder: Path) -> None:
+    from accelerate import PartialState
+
+    torch.distributed.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=2)
+    PartialState._reset_state()
+    processes = PartialState(cpu=True)
+    assert (processes.num_processes, processes.process_index) == (2, rank)
+    found = ask_alone(checkpoint, steps, models, folder)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_each_process_asks_about_its_share(
+    trained: Callable[[str, int], Path],
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = trained("planner", 0)
+    alone, all_steps = ask_alone(planner, steps, models, tmp_path / "alone")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    arguments = (tmp_path / "meet", planner, steps, models, tmp_path)
+    torch.multiprocessing.start_processes(one_of_two, arguments, 2, start_method="fork")
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for figures, judged in found:
+        assert figures["train"] == alone["train"] and figures["validation"] is None
+        assert len(judged) == len(all_steps) / 2
+    assert found[0][0]["sampled"] == found[1][0]["sampled"]
+    assert sorted(found[0][1] + found[1][1]) == sorted(all_steps)
+
+
+def test_what_sft_changed_is_asked_of_the_checkpoints(
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+) -> None:
+    """A random base, and what learnt the answers by heart."""
+    learnt = {role: str(trained(role, 0)) for role in ("planner", "grounder")}
+    able = Models.model_validate(
+        models.model_dump() | {"verifiers": {"able": learnt["grounder"]}, "base_planner": learnt["planner"]}
+    )
+    data = (dataset, steps, steps.slice(0, 3), able, 5, (24, 8), "cpu", 4)
+    base = str(random_checkpoint(0))
+
+    planner = probe_sft("planner", base, learnt["planner"], *data)["probe"]
+    assert planner["judge"] == "able" and planner["steps"] == {"train": 5, "validation": 3}
+    assert planner["train"]["before"] == 0 and planner["train"]["after"] > 50 and planner["train"]["ci95"][0] > 0
+    assert probe_sft("planner", learnt["planner"], base, *data)["probe"]["train"]["difference"] < -50
+
+    grounder = probe_sft("grounder", base, learnt["grounder"], *data)["probe"]
+    assert grounder["judge"] == "labels" and grounder["steps"]["train"] == 5, "a step without a target is not asked"
+    assert 0 < grounder["steps"]["validation"] <= 3, "those whose plan passes the gate"
+    assert grounder["train"]["after"] > 50 > grounder["train"]["before"]
+    same = probe_sft("grounder", learnt["grounder"], learnt["grounder"], *data)["probe"]
+    assert same["train"]["difference"] == same["validation"]["difference"] == 0
+
+
+def test_the_judge_of_plans_is_a_checkpoint() -> None:
+    far = {"model": "tiny", "engine": "openai", "base_url": "http://10.0.0.7:8000/v1"}
+
+    def of(verifiers: dict[str, Any]) -> tuple[str, str]:
+        return judge_of(Models(base_planner="p", base_grounder="g", planners={"p": "p"}, verifiers=verifiers))
+
+    assert of({"far": far, "near": "n", "last": "l"}) == ("near", "n")
+    assert of({"far": far}) == ("base_grounder", "g")
+
+
+@given(st.integers(1, 500), st.integers(0, 12))
+def test_looks_between_are_spread_and_never_the_ends(steps: int, looks: int) -> None:
+    at = sorted(looks_between(steps, looks))
+    assert len(at) <= looks and all(0 < step < steps for step in at)
+    if steps > looks:
+        assert len(at) == looks
+        gaps = [b - a for a, b in zip([0, *at], [*at, steps], strict=True)]
+        assert max(gaps) - min(gaps) <= 1
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 20), st.sets(st.integers(0, 29)))
+def test_probed_steps_are_whole_episodes_of_what_is_trained_on(
+    episodes: list[int], limit: int, trained_on: set[int]
+) -> None:
+    table = step_table(*(step(f"s{i}", episode_id=f"e{episode}") for i, episode in enumerate(episodes)))
+    names = [f"s{i}" for i in sorted(trained_on)]
+    found = probed_steps(table, names, table, limit)
+    assert found == probed_steps(table, [*reversed(names), *names], table, limit), "the order decides nothing"
+    assert found["validation"] == whole_episodes(table, limit)
+    for split, among in (("train", set(names)), ("validation", {f"s{i}" for i in range(len(episodes))})):
+        chosen = found[split].to_pylist()
+        assert len(chosen) <= limit
+        whole = {row["episode_id"] for row in chosen}
+        there = [row for row in table.to_pylist() if row["episode_id"] in whole and row["step_id"] in among]
+        assert chosen == there
