@@ -1,4 +1,4 @@
-r"""Where a model's answer lies in its text, and which point a grounder's answer names: one table of notations.
+"""Where a model's answer lies in its text, and which point a grounder's answer names: one table of notations.
 
 Reading goes in this order. Reasoning is cut: the answer follows the last `</think>`, and a `<think>` without its end has no
 answer; of `<answer>` the last counts. In the answer every group of two numbers (a point) or four (a box, read as its centre) is
@@ -134,7 +134,7 @@ _BEFORE: Final = re.compile(
 """What a group of numbers follows; searched in the BEFORE characters before it."""
 BEFORE: Final = 64
 MOST_GROUPS: Final = 1000
-"""Groups of numbers of one answer that are looked at; what has more is no answer."""
+"""The first groups of numbers of an answer, which are looked at; no answer needs more."""
 _TWO_PLACES: Final = re.compile("and|or", re.IGNORECASE)
 _AFTER: Final = re.compile(r"[\s\"']{0,8}+[\])<]")
 
