@@ -643,19 +643,26 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
+    from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE
     from coepg_dagster.evaluation.score import score_file
 
     result = _scored(lambda: score_file(file, format, protocol, labels=labels, answers=answers))
     if as_json:
         typer.echo(result.to_json())
         return
-    view = Table("metric", "micro", "macro", "95 % of macro", "n", title=f"{protocol}: {result.scored} scored")
+    lacking = {what: result.notes[what] for what in (NO_PREDICTION, UNREADABLE) if what in result.notes}
+    view = Table(
+        *("metric", "micro", "macro", "95 % of macro", "n"),
+        title=f"{protocol}: {result.scored} scored",
+        caption="\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,
+    )
     for name, metric in result.metrics.items():
         interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
         view.add_row(name, _two(metric.micro), _two(metric.macro), interval, str(metric.n))
     Console().print(view)
     for reason, count in (*result.skipped.items(), *result.notes.items()):
-        typer.echo(f"{reason}: {count}")
+        if reason not in lacking:
+            typer.echo(f"{reason}: {count}")
 
 
 @app.command()

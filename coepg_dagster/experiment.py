@@ -390,6 +390,9 @@ class Quality(Strict):
     blank_screens_at_most: float = Field(
         0, ge=0, le=100, description="steps with a screenshot of one colour; more fail D_k"
     )
+    unreadable_at_most: float = Field(
+        5, ge=0, le=100, description="answers of a verifier that name no point; more are warned of"
+    )
     legible_px: float = Field(8, gt=0, description="smaller side of a target in the image that a verifier sees")
     illegible_at_most: float = Field(5, ge=0, le=100, description="rows with smaller targets; more are warned of")
     duplicates_at_most: float = Field(1, ge=0, le=100, description="rows that say the same as another of their step")
@@ -598,7 +601,7 @@ CODE: Final[dict[str, int]] = {
     "candidate_plans": 2,
     "verdicts": 2,
     "dataset": 2,
-    "data_quality": 2,
+    "data_quality": 3,
     "evaluation": 1,
     "end_to_end": 1,
     "evolution_report": 2,

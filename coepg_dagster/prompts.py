@@ -9,12 +9,13 @@ The grounder sees screenshot and plan only, never type, value or label.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Literal
 
+from coepg_dagster.notations import after_reasoning, locate
 from coepg_dagster.steps import NO_VALUE
 
 Style = Literal["compact", "web", "mobile"]
@@ -148,11 +149,10 @@ class EndToEndAnswer:
 
 
 _EMPTY_VALUES: Final = frozenset({"", "none", "no input text"})
-_JSON: Final = json.JSONDecoder()
-# ASCII: the answer is searched as text and, for its tokens, as bytes.
-# Possessive, and not from within a number: linear time.
-_NUMBER: Final = r"(?<!\d)-?\d++(?:\.\d++)?"
-_POINT: Final = re.compile(rf"({_NUMBER})\s*+,\s*+({_NUMBER})", re.ASCII)
+_JSON: Final = json.JSONDecoder(strict=False)  # models write line ends into strings as they are
+_OBJECT: Final = re.compile(r'\{\s*+"')
+MOST_OBJECTS: Final = 32
+"""Places of an answer where a JSON object may begin that are tried, so that reading takes linear time."""
 
 
 def normal_value(value: str) -> str:
@@ -162,12 +162,12 @@ def normal_value(value: str) -> str:
 
 
 def parse_planner(text: str) -> PlannerAnswer | None:
-    """The planner's answer, or None where the first JSON object does not hold a plan and an action type.
+    """The planner's answer: the first JSON object with the keys `plan` and `action_type`; None where it is no plan.
 
-    The object starts at the first "{"; text around it (a code fence, a sentence) is passed over. Never evaluates
+    Reasoning is cut (`notations`); other text around the object, braces and code fences too, is passed over. Never evaluates
     anything, and never raises.
     """
-    answer = _object(text)
+    answer = _object(text, "plan", "action_type")
     plan = answer.get("plan") if answer else None
     action = _action(answer) if answer else None
     if action is None or not (isinstance(plan, str) and plan.strip() and _can_be_kept(plan)):
@@ -176,24 +176,31 @@ def parse_planner(text: str) -> PlannerAnswer | None:
 
 
 def parse_end_to_end(text: str) -> EndToEndAnswer | None:
-    """An end-to-end agent's answer, or None where the first JSON object holds no action type; as `parse_planner`."""
-    answer = _object(text)
+    """An end-to-end agent's answer: the first JSON object with an `action_type`, as `parse_planner`; None without one.
+
+    Its `point` is read as a grounder's answer is.
+    """
+    answer = _object(text, "action_type")
     action = _action(answer) if answer else None
     if answer is None or action is None:
         return None
     point = answer.get("point")
-    return EndToEndAnswer(*action, parse_grounder(point) if isinstance(point, str) else None)
+    return EndToEndAnswer(*action, parse_grounder(point if isinstance(point, str) else json.dumps(point)))
 
 
-def _object(text: str) -> Any:
-    """The first JSON object of a text; None where there is none."""
-    start = text.find("{")
-    if start < 0:
+def _object(text: str, *keys: str) -> dict[str, Any] | None:
+    """The first JSON object of a text that has all of `keys`, also within another one; None where there is none."""
+    start = after_reasoning(text)
+    if start is None:
         return None
-    try:
-        return _JSON.raw_decode(text, start)[0]
-    except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
-        return None
+    for brace in islice(_OBJECT.finditer(text, start), MOST_OBJECTS):
+        try:
+            answer: dict[str, Any] = _JSON.raw_decode(text, brace.start())[0]
+        except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
+            continue
+        if answer.keys() >= set(keys):
+            return answer
+    return None
 
 
 def _action(answer: Any) -> tuple[str, str] | None:
@@ -216,21 +223,16 @@ def _can_be_kept(text: str) -> bool:
     return True
 
 
-def _pair(text: str) -> re.Match[str] | None:
-    found = _POINT.search(text)
-    return found if found and math.isfinite(float(found[1])) and math.isfinite(float(found[2])) else None
-
-
 def parse_grounder(text: str) -> tuple[float, float] | None:
-    """The first pair of numbers of a grounder's answer, in the grounder's own space; None where there is none.
+    """The point that a grounder's answer names, of a box its centre, in the grounder's own space; None: it names none.
 
-    A pair whose digits overflow to infinity is none.
+    `notations` says what is read.
     """
-    found = _pair(text)
-    return (float(found[1]), float(found[2])) if found else None
+    found = locate(text)
+    return (found.x, found.y) if found else None
 
 
 def coordinate_span(text: str) -> list[tuple[int, int]]:
-    """The character spans of x and of y, in the pair that `parse_grounder` reads; empty where there is none."""
-    found = _pair(text)
-    return [found.span(1), found.span(2)] if found else []
+    """The character spans of the numbers that `parse_grounder` reads: of a point two, of a box four, else none."""
+    found = locate(text)
+    return list(found.spans) if found else []

@@ -16,6 +16,7 @@ from coepg_dagster.prompts import (
     grounder_answer,
     grounder_messages,
     normal_value,
+    parse_end_to_end,
     parse_grounder,
     parse_planner,
     planner_answer,
@@ -32,11 +33,61 @@ def test_a_planner_answer_is_read_back(plan: str, action_type: str, value: str) 
     assert answer == PlannerAnswer(plan.strip(), action_type.strip().upper(), normal_value(value))
 
 
-@given(FILLED, WRITTEN, st.text("abc `\n}", max_size=20), st.text(max_size=20))
+@given(FILLED, WRITTEN, st.text("abc `\n{}:,[", max_size=20), st.text(max_size=20))
 def test_text_around_the_object_is_passed_over(plan: str, value: str, before: str, after: str) -> None:
     answer = planner_answer(plan, "CLICK", value)
     assert parse_planner(before + answer + after) == parse_planner(answer)
     assert parse_planner(f"```json\n{answer}\n```") == parse_planner(answer)
+
+
+@given(FILLED, WRITTEN, st.sampled_from("\n\r\t\x00\x1f\u2028"))
+def test_line_ends_and_control_characters_stand_in_strings_as_they_are(plan: str, value: str, mark: str) -> None:
+    raw = json.dumps("x" + mark + plan, ensure_ascii=False).replace(json.dumps(mark)[1:-1], mark)
+    read = parse_planner(f'{{"plan": {raw}, "action_type": "TYPE", "value": {json.dumps(value)}}}')
+    assert read == PlannerAnswer(("x" + mark + plan).strip(), "TYPE", normal_value(value))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        "{I think} %s",
+        "{} {%s}",
+        '{"thought": "the button", "at": [1, 2]} %s',
+        '{"answer": %s, "sure": true}',
+        '{"plan": "only thought of"} %s',
+        '{"plan": "cut %s',
+        '<think>Not {"plan": "y", "action_type": "TYPE"}</think>%s',
+        'Not {"plan": "y", "action_type": "TYPE"}</think>```json\n%s\n```',
+        "<answer>%s</answer>",
+    ],
+)
+def test_the_first_object_with_the_keys_is_the_answer(around: str) -> None:
+    answer = planner_answer("x", "CLICK", "") + "}" * around.count("{%s}")
+    assert parse_planner(around % answer) == PlannerAnswer("x", "CLICK", "")
+
+
+def test_reasoning_without_an_end_has_no_answer() -> None:
+    assert parse_planner("<think>" + planner_answer("x", "CLICK", "")) is None
+
+
+@pytest.mark.parametrize(
+    ("point", "read"),
+    [
+        ('"(12,34)"', (12, 34)),
+        ("[12, 34]", (12, 34)),
+        ('{"x": 12, "y": 34}', (12, 34)),
+        ("[12, 34, 56, 78]", (34, 56)),
+        ('""', None),
+        ("null", None),
+        ("[]", None),
+        ("[NaN, 1]", None),
+        ("[1e999, 1]", None),
+        ("[" * 900 + "]" * 900, None),
+    ],
+)
+def test_the_point_of_an_end_to_end_agent_is_read_as_a_grounders(point: str, read: tuple[float, float] | None) -> None:
+    answer = parse_end_to_end(f'{{"action_type": "CLICK", "value": "", "point": {point}}}')
+    assert answer is not None and answer.point == read
 
 
 @given(st.text() | st.text('{}[]":,plan\\action_typevalue 1', max_size=60))
@@ -78,6 +129,7 @@ def test_an_object_is_a_plan_only_with_texts_where_they_belong(answer: dict[str,
         '{"plan": "half a pair \\ud800", "action_type": "CLICK", "value": ""}',
         '{"plan": "x", "action_type": "CLICK", "value": ' + "9" * 5000 + "}",
         '{"plan": "x", "action_type": "CLICK", "value": "cut off',
+        '{"plan": " ", "action_type": "CLICK"} {"plan": "x", "action_type": "CLICK"}',  # the first with the keys
     ],
 )
 def test_what_is_no_plan(text: str) -> None:
@@ -95,41 +147,17 @@ def test_every_way_of_saying_no_value(value: str) -> None:
     assert normal_value(value) == ""
 
 
-@pytest.mark.parametrize(
-    "unit", ["{", '{"a":', '{"plan": "', "[", "1", "1 ", "1,", "1.", "-", "- ,", "(1", '"', "\\", "\n", "é"]
-)
+@pytest.mark.parametrize("unit", ["{", '{"a":', '{"plan": "', '{"a":[', "[", "1,", '"', "\\", "\n", "é"])
 def test_huge_answers_are_read_in_linear_time(unit: str) -> None:
     text = unit * (400_000 // len(unit))
     started = time.process_time()
     parse_planner(text)
-    parse_grounder(text)
     assert time.process_time() - started < 2
 
 
 @given(st.integers(-9999, 9999), st.integers(-9999, 9999))
 def test_a_grounder_answer_is_read_back(x: int, y: int) -> None:
     assert parse_grounder(grounder_answer(x, y)) == (x, y)
-
-
-@pytest.mark.parametrize(
-    ("text", "pair"),
-    [
-        ("(12,34)", (12, 34)),
-        ("The element is at (12.5, 34.25).", (12.5, 34.25)),
-        ("[12, 34, 56, 78]", (12, 34)),
-        ("-3 , 4", (-3, 4)),
-        ("step 1: (12,34)", (12, 34)),
-        ("1.2.3,4", (2.3, 4)),
-        ("(12;34)", None),
-        ("(12,)", None),
-        ("", None),
-        ("١٢,٣٤", None),  # digits, but not those of a coordinate token
-        ("9" * 400 + ",1", None),  # not finite
-    ],
-)
-def test_grounder_answers(text: str, pair: tuple[float, float] | None) -> None:
-    assert parse_grounder(text) == pair
-    assert [float(text[a:b]) for a, b in coordinate_span(text)] == list(pair or ())
 
 
 @pytest.mark.parametrize("style", ["compact", "web", "mobile"])

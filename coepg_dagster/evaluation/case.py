@@ -7,13 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
 
 
 class ScoringError(ValueError):
     """Predictions that cannot be scored; the message names file, row or step, and what to do."""
+
+
+FARTHEST: Final = 1e9
+"""Pixels beyond which a coordinate is on no screen; the rules of the protocols can compute with all up to it."""
+
+
+def point_of(x: float, y: float) -> Point | None:
+    """(x, y), or None where that is no place: not finite, or beyond FARTHEST."""
+    # comparisons with NaN are false
+    return (float(x), float(y)) if abs(x) <= FARTHEST and abs(y) <= FARTHEST else None
+
+
+NO_PREDICTION: Final = "rows without a prediction"
+UNREADABLE: Final = "rows with an unreadable prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,7 @@ class Case:
     group: str = ""  # ScreenSpot's "mobile_text" and so on
     step_index: int | None = None
     episode_steps: int | None = None  # how many steps the task has in the source
+    lacks: str = field(default="", compare=False)  # NO_PREDICTION or UNREADABLE, which a file's result counts
     padding: bool = False  # stands for a step that the source lost: always 0 / 0 / 0
     facts: Mapping[str, Any] = field(default_factory=dict)  # what single protocols need besides; see their docstrings
 

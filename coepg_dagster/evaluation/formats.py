@@ -1,26 +1,34 @@
 """Files of predictions, by other people and our own, as `Case`s.
 
 A row that the format does not allow is an error with file, row and field: a score over fewer rows than the file has
-would be another number. What a *model* got wrong (no answer, no coordinates) is a case like any other, and the protocol
-judges it.
+would be another number. What a *model* got wrong, whatever it wrote, is a case like any other, and the protocol judges it:
+what of it cannot be read counts as not said, and `Case.lacks` says so.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import json
+import math
+import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from reprlib import repr as shown
+from typing import IO, Any, Final, cast
 
+from coepg_dagster import jsonlines
 from coepg_dagster.evaluation.android_control import POINTED, Node, canonical
-from coepg_dagster.evaluation.case import Action, Case, ScoringError
+from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, Action, Case, ScoringError, point_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.prompts import normal_value
 
 Notes = dict[str, int | str]
+MOST_STEPS: Final = 10_000
+"""Steps that a task may have: each that a file lacks becomes a row (`mind2web/uground`)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,13 @@ class Row:
     data: Mapping[str, Any]
 
     def fail(self, message: str) -> ScoringError:
-        return ScoringError(f"{self.where}: {message}")
+        return ScoringError(f"{self.where}: {message}".encode(errors="backslashreplace").decode())
+
+    def inner(self, what: str, value: Any) -> Row:
+        """An object within this row."""
+        if not isinstance(value, dict):
+            raise self.fail(f"{what} must be an object, not {shown(value)}")
+        return Row(f"{self.where}: {what}", value)
 
     def get(self, key: str, *types: type, optional: bool = False) -> Any:
         """The field, of one of `types` (a bool is never a number); None where it is absent or null and `optional`."""
@@ -41,38 +55,41 @@ class Row:
         if key not in self.data:
             raise self.fail(f"field {key!r} is missing (there are {', '.join(sorted(self.data))})")
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise self.fail(f"field {key!r} must be {' or '.join(t.__name__ for t in types)}, not {value!r}")
+            raise self.fail(f"field {key!r} must be {' or '.join(t.__name__ for t in types)}, not {shown(value)}")
         return value
 
-    def text(self, key: str) -> str:
-        return str(self.get(key, str))
+    def text(self, key: str, *, optional: bool = False) -> str:
+        """The field's text; empty where it is absent or null and `optional`."""
+        value = str(self.get(key, str, optional=optional) or "")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.fail(f"field {key!r} holds {shown(value)}, which is no text in UTF-8") from error
+        return value
 
-    def answer(self, key: str) -> str:
-        """What a model wrote; empty where the file has null, because there was nothing to read."""
-        return str(self.get(key, str, optional=True) or "")
+    def whole(self, key: str, most: int = 2**31 - 1, *, optional: bool = False) -> int | None:
+        value: int | None = self.get(key, int, optional=optional)
+        if value is not None and abs(value) > most:
+            raise self.fail(f"field {key!r} must be at most {most}, not {value}")
+        return value
 
-    def numbers(self, key: str, n: int, *, optional: bool = False) -> tuple[float, ...] | None:
+    def numbers(self, what: str, value: Any, n: int) -> tuple[float, ...]:
+        """`value` as n coordinates."""
+        if not (isinstance(value, list) and len(value) == n and all(map(_is_coordinate, value))):
+            raise self.fail(f"{what} must be {n} numbers, not {shown(value)}")
+        return tuple(map(float, value))
+
+    def point(self, key: str, *, optional: bool = False) -> Point | None:
+        """The field's two coordinates; None where it is absent or null and `optional`."""
         value = self.get(key, list, optional=optional)
         if value is None:
             return None
-        return _numbers(value, n, lambda: self.fail(f"field {key!r} must be {n} numbers, not {value!r}"))
-
-    def point(self, key: str, *, optional: bool = False) -> Point | None:
-        xy = self.numbers(key, 2, optional=optional)
-        return None if xy is None else (xy[0], xy[1])
-
-    def leading_point(self, key: str) -> Point | None:
-        """The first two of a list of numbers; None where the file has null."""
-        value = self.get(key, list, optional=True)
-        if value is None:
-            return None
-        xy = _numbers(value[:2], 2, lambda: self.fail(f"field {key!r} must start with two numbers, not {value!r}"))
-        return xy[0], xy[1]
+        x, y = self.numbers(f"field {key!r}", value, 2)
+        return x, y
 
     def size(self, key: str) -> tuple[int, int]:
-        pair = self.numbers(key, 2)
-        assert pair is not None
-        return self._positive(key, int(pair[0]), int(pair[1]))
+        width, height = self.numbers(f"field {key!r}", self.get(key, list), 2)
+        return self._positive(key, int(width), int(height))
 
     def _positive(self, key: str, width: int, height: int) -> tuple[int, int]:
         if width <= 0 or height <= 0:
@@ -84,76 +101,119 @@ class Row:
 
     def xywh_boxes(self, value: Any, key: str) -> tuple[BoxTuple, ...]:
         """[[x, y, width, height], …] as corners."""
-        if not isinstance(value, list):
-            raise self.fail(f"field {key!r} must be a list of boxes [x, y, width, height], not {value!r}")
-        boxes = []
-        for box in value:
-            x, y, w, h = _numbers(box, 4, lambda: self.fail(f"field {key!r}: {box!r} is no box [x, y, width, height]"))  # noqa: B023
-            boxes.append((x, y, x + w, y + h))
-        return tuple(boxes)
+        boxes = (self.numbers(f"field {key!r}: a box [x, y, width, height]", box, 4) for box in self._list(value, key))
+        return tuple((x, y, x + w, y + h) for x, y, w, h in boxes)
 
     def xyxy_boxes(self, value: Any, key: str) -> tuple[BoxTuple, ...]:
-        if not isinstance(value, list):
-            raise self.fail(f"field {key!r} must be a list of boxes [x1, y1, x2, y2], not {value!r}")
-        boxes = []
-        for box in value:
-            x1, y1, x2, y2 = _numbers(box, 4, lambda: self.fail(f"field {key!r}: {box!r} is no box [x1, y1, x2, y2]"))  # noqa: B023
+        """[[x1, y1, x2, y2], …]"""
+        boxes: list[BoxTuple] = []
+        for box in self._list(value, key):
+            x1, y1, x2, y2 = self.numbers(f"field {key!r}: a box [x1, y1, x2, y2]", box, 4)
             if not (x1 <= x2 and y1 <= y2):
-                raise self.fail(f"field {key!r}: the corners of {box!r} are not in order")
+                raise self.fail(f"field {key!r}: the corners of {shown(box)} are not in order")
             boxes.append((x1, y1, x2, y2))
         return tuple(boxes)
 
-
-def _numbers(value: Any, n: int, error: Callable[[], ScoringError]) -> tuple[float, ...]:
-    if not isinstance(value, list) or len(value) != n:
-        raise error()
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and v == v for v in value):
-        raise error()
-    return tuple(float(v) for v in value)
+    def _list(self, value: Any, key: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.fail(f"field {key!r} must be a list of boxes, not {shown(value)}")
+        return value
 
 
-def _open(path: Path) -> Iterator[str]:
+def _is_coordinate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and point_of(value, value) is not None
+
+
+class _Said:
+    """What a model said in a row, field by field: what cannot be read is as if it were not there, and noted."""
+
+    def __init__(self) -> None:
+        self._something = self._unreadable = False
+
+    def text(self, value: Any) -> str:
+        """A text, or a number as one; empty where there is none."""
+        if value is None:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            self._unreadable = True
+            return ""
+        self._something = self._something or bool(normal_value(str(value)))
+        return str(value)
+
+    def point(self, value: Any) -> Point | None:
+        """A pair of numbers; None where there is none."""
+        if value is None or value == []:
+            return None
+        if not (isinstance(value, list) and len(value) == 2 and all(map(_is_coordinate, value))):
+            self._unreadable = True
+            return None
+        self._something = True
+        return float(value[0]), float(value[1])
+
+    def unreadable(self) -> None:
+        """Notes that there was something else."""
+        self._unreadable = True
+
+    @property
+    def lacks(self) -> str:
+        """For `Case.lacks`."""
+        return UNREADABLE if self._unreadable else "" if self._something else NO_PREDICTION
+
+
+@contextmanager
+def _opened(path: Path, where: Callable[[], str]) -> Iterator[IO[bytes]]:
+    """The file, gzipped or not; ScoringError where it cannot be read, which `where` says."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            yield from lines
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ScoringError(f"{path}: damaged or cut-short gzip file ({error}); fetch it again") from error
-    except UnicodeDecodeError as error:
-        raise ScoringError(f"{path}: not UTF-8 text ({error})") from error
+        with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ScoringError(f"{where()}: damaged or cut-short gzip file ({error}); fetch it again") from error
     except OSError as error:
         raise ScoringError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _text(content: bytes) -> str:
+    """Bytes that are no UTF-8 stay apart, as half surrogates: they spoil the field in which they are, no other."""
+    return content.decode(errors="surrogateescape")
 
 
 def read_jsonl(path: Path) -> list[Row]:
     """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are passed over."""
     rows: list[Row] = []
-    for i, line in enumerate(_open(path), start=1):
-        if i == 1 and line.lstrip().startswith("["):
-            entries = read_json(path)
-            if not all(isinstance(entry, dict) for entry in entries):
-                raise ScoringError(f"{path}: a JSON list must hold objects only")
-            rows = [Row(f"{path}: row {n}", entry) for n, entry in enumerate(entries, start=1)]
-            break
-        if not line.strip():
-            continue
-        where = f"{path}: row {i}"
-        try:
-            data = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ScoringError(f"{where}: invalid JSON ({error})") from error
-        if not isinstance(data, dict):
-            raise ScoringError(f"{where}: must be a JSON object")
-        rows.append(Row(where, data))
+    where = f"{path}: row 1"
+    try:
+        with _opened(path, lambda: where) as file:
+            for i, line in jsonlines.lines(file):
+                if not rows and _text(line).removeprefix("\ufeff").lstrip().startswith("["):
+                    return _rows(path, read_json(path))
+                where = f"{path}: row {i + 1}"
+                data = jsonlines.parse(_text(line))
+                if not isinstance(data, dict):
+                    raise ScoringError(f"{where}: must be a JSON object")
+                rows.append(Row(where, data))
+                where = f"{path}: row {i + 2}"  # which may be damaged
+    except jsonlines.NotJson as error:
+        raise ScoringError(f"{where}: {error}") from error
     if not rows:
         raise ScoringError(f"{path}: holds no rows")
     return rows
 
 
+def _rows(path: Path, entries: Any) -> list[Row]:
+    """The objects of a JSON list."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ScoringError(f"{path}: must be a JSON list that holds objects only")
+    if not entries:
+        raise ScoringError(f"{path}: holds no rows")
+    return [Row(f"{path}: row {n}", entry) for n, entry in enumerate(entries, start=1)]
+
+
 def read_json(path: Path) -> Any:
     try:
-        return json.loads("".join(_open(path)))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ScoringError(f"{path}: invalid JSON ({error})") from error
+        with _opened(path, lambda: str(path)) as file:
+            return jsonlines.parse(_text(file.read()))
+    except jsonlines.NotJson as error:
+        raise ScoringError(f"{path}: {error}") from error
 
 
 def _family(protocol: str) -> str:
@@ -186,7 +246,8 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         instruction = row.text("instruction")
         label_fields = ("instruction", "history", "gt_action", "gt_bbox", "gt_input_text", "group", "ui_type")
         step_id = _content_id(row, label_fields, ids)
-        predicted = row.leading_point("pred_coord")
+        said, place = _Said(), row.data.get("pred_coord")
+        predicted = said.point(place[:2] if isinstance(place, list) else place)
         if _family(protocol) == "screenspot":
             (box,) = row.xyxy_boxes([row.get("gt_bbox", list)], "gt_bbox")
             cases.append(
@@ -197,20 +258,23 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
                     prediction=Action("click", "", predicted),
                     boxes=(box,),
                     group=f"{row.text('group')}_{row.text('ui_type')}",
+                    lacks=said.lacks,
                 )
             )
             continue
-        label, action = (_GUI_R1_NAMES.get(name, name) for name in (row.text("gt_action"), row.answer("pred_action")))
+        names = row.text("gt_action"), said.text(row.data.get("pred_action"))
+        label, action = (_GUI_R1_NAMES.get(name, name) for name in names)
         truth = row.point("gt_bbox") if label in POINTED else None
         cases.append(
             Case(
                 step_id=step_id,
                 episode_id=instruction if "history" in row.data else None,
                 label=Action(label, row.text("gt_input_text"), truth),
-                prediction=Action(action, row.answer("pred_input_text"), predicted),
+                prediction=Action(action, said.text(row.data.get("pred_input_text")), predicted),
                 size=row.width_height("orig_w", "orig_h") if "orig_w" in row.data else None,
                 seen_size=row.size("image_size"),
                 group=row.text("group"),
+                lacks=said.lacks,
             )
         )
     return cases, {}
@@ -219,24 +283,19 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 # --- ui_genie ---------------------------------------------------------------------------------------------------------
 
 
-def _genie_action(row: Row, text: str) -> Action | None:
+def _genie_action(text: str, said: _Said) -> Action | None:
     """UI-Genie's `{"action": …}` object, bare or as the arguments of a tool call; None where it cannot be parsed."""
     body = text.split("<tool_call>")[-1].split("</tool_call>")[0].strip()
     try:
-        data = json.loads(body)
-    except (json.JSONDecodeError, RecursionError):
-        return None
+        data = jsonlines.parse(body)
+    except jsonlines.NotJson:
+        data = None
     arguments = data.get("arguments", data) if isinstance(data, dict) else None
     if not isinstance(arguments, dict) or not isinstance(arguments.get("action"), str):
+        said.unreadable()
         return None
-    name = arguments["action"].lower()
-    xy = arguments.get("coordinate")
-    points: list[Point | None] = []
-    for value in (xy, arguments.get("coordinate2")):
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(v, int | float) for v in value):
-            points.append((float(value[0]), float(value[1])))
-        else:
-            points.append(None)
+    name = said.text(arguments["action"]).lower()
+    points = [said.point(arguments.get(key)) for key in ("coordinate", "coordinate2")]
     value = next((arguments[k] for k in ("text", "direction", "button", "status") if k in arguments), "")
     if name == "swipe" and "direction" not in arguments:
         value = _swipe_direction(points[0], points[1])
@@ -269,27 +328,31 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     data = read_json(path)
     if not isinstance(data, dict):
         raise ScoringError(f"{path}: must be one JSON object")
+    whole = Row(f"{path}", data)
     cases, notes = [], {k: v for k, v in data.items() if isinstance(v, int)}
     for part, details in (
         ("actiontype_notmatch_gt", "actiontype_notmatch_details"),
         ("actiontype_match_gt", "actiontype_match_details"),
     ):
-        listed = Row(f"{path}", data).get(part, dict)
-        for i, entry in enumerate(Row(f"{path}: {part}", listed).get(details, list), start=1):
-            row = Row(f"{path}: {details} {i}", entry)
-            label = _genie_action(row, row.text("gt"))
-            if label is None:
-                raise row.fail("field 'gt' holds no action")
+        listed = whole.inner(part, whole.get(part, dict))
+        for i, entry in enumerate(listed.get(details, list), start=1):
+            row = listed.inner(f"{details} {i}", entry)
+            label_said, said = _Said(), _Said()
+            label = _genie_action(row.text("gt"), label_said)
+            if label is None or label_said.lacks:
+                raise row.fail("field 'gt' holds no action, or one that cannot be read")
             step_id = row.text("questionID")
             episode, _, index = step_id.rpartition("_")
+            answer = said.text(row.data.get("answer"))
             cases.append(
                 Case(
                     step_id=step_id,
                     episode_id=episode,
-                    step_index=int(index) if index.isdigit() else None,
+                    step_index=int(index) if re.fullmatch("[0-9]{1,9}", index) else None,
                     label=label,
-                    prediction=_genie_action(row, row.text("answer")),
+                    prediction=_genie_action(answer, said) if answer else None,
                     facts={"listed_wrong": True},
+                    lacks=said.lacks,
                 )
             )
     return cases, {f"owner's {key}": value for key, value in notes.items()}
@@ -300,22 +363,21 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 ORACLE: Final = "oracle: no grounder's answers were given; an element counts as right wherever a grounding query exists"
 
 
-def _output_point(row: Row) -> Point | None:
-    """The grounder's "(x, y)" divided by `scale`: pixels of the block or screenshot. None where there is no output."""
-    output = row.get("output", str, list, optional=True)
-    if not output:
-        return None
-    if isinstance(output, str):
+def _output_point(row: Row, said: _Said) -> Point | None:
+    """The grounder's "(x, y)" divided by `scale`: pixels of the block or screenshot. None where there is no such output."""
+    scale = row.get("scale", int, float, optional=True)
+    scale = 1.0 if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise row.fail(f"field 'scale' must be positive, not {scale}")
+    output = row.data.get("output")
+    if isinstance(output, str) and output:
         try:
             output = [float(v) for v in output.strip().strip("()").split(",")]
         except ValueError:
-            raise row.fail(f"field 'output' must be \"(x, y)\", not {output!r}") from None
-    x, y = _numbers(output, 2, lambda: row.fail(f"field 'output' must be two numbers, not {output!r}"))
-    scale = row.get("scale", int, float, optional=True)
-    scale = 1.0 if scale is None else float(scale)
-    if scale <= 0:
-        raise row.fail(f"field 'scale' must be positive, not {scale}")
-    return x / scale, y / scale
+            said.unreadable()
+            return None
+    point = said.point(output or None)
+    return None if point is None else point_of(point[0] / scale, point[1] / scale)
 
 
 def read_uground(
@@ -341,14 +403,15 @@ def read_uground(
 
 def _uground_screenspot_case(row: Row, ids: Counter[str]) -> Case:
     boxes = row.xywh_boxes([row.get("bbox", list)], "bbox")
-    image = row.get("img_filename" if "img_filename" in row.data else "image", str)
+    image, said = row.text("img_filename" if "img_filename" in row.data else "image"), _Said()
     return Case(
         step_id=f"{image}-{_content_id(row, ('image', 'img_filename', 'instruction', 'bbox'), ids)}",
         episode_id=None,
         label=Action("click"),
-        prediction=Action("click", "", _output_point(row)),
+        prediction=Action("click", "", _output_point(row, said)),
         boxes=boxes,
         group=f"{row.text('platform')}_{row.text('data_type')}",
+        lacks=said.lacks,
     )
 
 
@@ -379,16 +442,17 @@ def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: P
     for sample in samples:
         step_id = _mind2web_id(sample)
         plan = by_id.get(step_id)
-        prediction, boxes = None, tuple[BoxTuple, ...]()
+        prediction, boxes, said = None, tuple[BoxTuple, ...](), _Said()
         facts = {"no_label_boxes": not sample.get("bbox", list)}
         if oracle:
             facts["oracle"] = plan is not None and (step_id in answer_rows if answers is not None else _has_query(plan))
         if plan is not None:
             answer = plan if embedded else answer_rows.get(step_id)
-            point = None if answer is None else _output_point(answer)
+            point = None if answer is None else _output_point(answer, said)
             boxes = () if answer is None else answer.xywh_boxes(answer.get("bbox", list), "bbox")
-            value = plan.text("gpt_value")
-            prediction = Action(plan.text("gpt_action"), "" if value.lower() == "none" else value, point)
+            value = said.text(plan.data.get("gpt_value"))
+            action = said.text(plan.data.get("gpt_action"))
+            prediction = Action(action, "" if value.lower() == "none" else value, point)
         cases.append(
             Case(
                 step_id=step_id,
@@ -396,9 +460,10 @@ def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: P
                 label=Action(sample.text("operation"), sample.text("value")),
                 prediction=prediction,
                 boxes=boxes,
-                step_index=sample.get("step", int),
-                episode_steps=sample.get("total_steps", int),
+                step_index=sample.whole("step"),
+                episode_steps=sample.whole("total_steps", MOST_STEPS),
                 facts=facts,
+                lacks=said.lacks,
             )
         )
     return cases, notes | ({"grounder": ORACLE} if oracle else {})
@@ -406,21 +471,24 @@ def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: P
 
 def _has_query(plan: Row) -> bool:
     """Whether UGround asks its grounder: the chosen block holds a target and the plan describes an element."""
-    description = plan.get("description", str, optional=True)
-    chosen = str(plan.data.get("ans_block"))
-    return chosen in plan.get("target_blocks", dict) and bool(description) and description != "None"
+    description, chosen = plan.data.get("description"), str(plan.data.get("ans_block"))
+    described = isinstance(description, str) and description not in ("", "None")
+    return chosen in plan.get("target_blocks", dict) and described
 
 
 _UGROUND_VALUES: Final = ("text", "app_name", "direction", "goal_status")
 
 
-def _uground_action(row: Row, data: Any) -> Action:
-    if not isinstance(data, dict) or not isinstance(data.get("action_type"), str):
-        raise row.fail(f"field 'action' must be an object with an action_type, not {data!r}")
+def _uground_action(data: Any, said: _Said) -> Action:
+    """An action of a sample or a plan; one without a type where there is none."""
+    if data is not None and not (isinstance(data, dict) and isinstance(data.get("action_type"), str)):
+        said.unreadable()
+    if not isinstance(data, dict):
+        return Action("")
     value = next((str(data[key]) for key in _UGROUND_VALUES if data.get(key) is not None), "")
     x, y = data.get("x"), data.get("y")
-    point = (float(x), float(y)) if isinstance(x, int | float) and isinstance(y, int | float) else None
-    return canonical(Action(data["action_type"], value, point))
+    point = None if x is None and y is None else said.point([x, y])
+    return canonical(Action(said.text(data.get("action_type")), value, point))
 
 
 def _nodes(row: Row, tree: Any) -> list[Node]:
@@ -436,19 +504,21 @@ def _nodes(row: Row, tree: Any) -> list[Node]:
             if not isinstance(box, dict):
                 raise row.fail("a node of the accessibility tree has no bbox_pixels")
             corners = [box.get(key) for key in ("x_min", "y_min", "x_max", "y_max")]
-            x1, y1, x2, y2 = _numbers(corners, 4, lambda: row.fail(f"bbox_pixels {box!r} are not numbers"))  # noqa: B023
-            out.append(Node((x1, y1, x2, y2), item.get("text") or "", item.get("content_description") or ""))
+            x1, y1, x2, y2 = row.numbers("bbox_pixels of a node", corners, 4)
+            node = row.inner("node", item)
+            texts = (node.text(key, optional=True) for key in ("text", "content_description"))
+            out.append(Node((x1, y1, x2, y2), *texts))
+        else:
+            raise row.fail(f"a node of the accessibility tree must be an object, not {shown(item)}")
     return out
 
 
 def _read_uground_android_control(plans: Sequence[Row], labels: Path, answers: Path) -> list[Case]:
-    def key(row: Row) -> tuple[str, int]:
-        return str(row.get("episode_id", int, str)), row.get("step", int)
+    def key(row: Row) -> tuple[str, int | None]:
+        episode = row.data.get("episode_id")
+        return str(episode) if isinstance(episode, int) else row.text("episode_id"), row.whole("step")
 
-    data = read_json(labels)
-    if not isinstance(data, list):
-        raise ScoringError(f"{labels}: must be one JSON list of steps")
-    samples = _by_id((Row(f"{labels}: entry {i}", entry) for i, entry in enumerate(data, start=1)), key)
+    samples = _by_id(_rows(labels, read_json(labels)), key)
     answered = _by_id(read_jsonl(answers), key)
     if not any(row.data.get("output") for row in answered.values()):
         raise ScoringError(f"{answers}: no row has an output; give the grounder's answers, not its queries")
@@ -457,17 +527,22 @@ def _read_uground_android_control(plans: Sequence[Row], labels: Path, answers: P
         sample, answer = samples.get(key(plan)), answered.get(key(plan))
         if sample is None:
             continue
-        predicted = _uground_action(plan, plan.data.get("action"))
-        point = None if answer is None else _output_point(answer)
+        label_said, said = _Said(), _Said()
+        label = _uground_action(sample.data.get("action"), label_said)
+        if label_said.lacks:
+            raise sample.fail("field 'action' must be an object with an action_type, and numbers where it has x and y")
+        predicted = _uground_action(plan.data.get("action"), said)
+        point = None if answer is None else _output_point(answer, said)
         episode, step = key(plan)
         cases.append(
             Case(
                 step_id=f"{episode}_{step}",
                 episode_id=episode,
                 step_index=step,
-                label=_uground_action(sample, sample.data.get("action")),
+                label=label,
                 prediction=Action(predicted.type, predicted.value, point),
                 facts={"nodes": _nodes(sample, sample.get("accessibility_tree", list))},
+                lacks=said.lacks,
             )
         )
     return cases
@@ -495,13 +570,12 @@ _LABEL_KEYS: Final = frozenset(["action_type", "value", "point", "boxes", "posit
 _PREDICTION_KEYS: Final = frozenset(["action_type", "value", "point", "element"])
 
 
-def _own_action(row: Row, keys: frozenset[str], mobile: bool) -> Action:
-    if strange := set(row.data) - keys:
-        raise row.fail(f"field {min(strange)!r} is not known; the fields are {', '.join(sorted(keys))}")
-    action = Action(
-        row.text("action_type"), row.get("value", str, optional=True) or "", row.point("point", optional=True)
-    )
-    return canonical(action) if mobile else action
+def _unknown(row: Row, keys: frozenset[str]) -> ScoringError | None:
+    """What is wrong with a row that has other fields than these."""
+    strange = set(row.data) - keys
+    if not strange:
+        return None
+    return row.fail(f"field {min(strange)!r} is not known; the fields are {', '.join(sorted(keys))}")
 
 
 def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
@@ -510,47 +584,63 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     {"step_id": "…", "episode_id": "…" or null, "step_index": 0, "width": 1080, "height": 2400,
      "label": {"action_type": "click", "value": "", "point": [x, y] or null, "boxes": [[x1, y1, x2, y2]]},
      "prediction": {"action_type": "click", "value": "", "point": [x, y] or null} or null}
-    Besides, where a protocol needs them: `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding),
-    `seen_width`, `seen_height`, label `positives` [[backend_node_id, rank]] and prediction `element` (mind2web/seeact),
-    `nodes` [{"box", "text", "content_description"}] (android_control/uground500). Unknown fields are errors.
+    What of a prediction has another type is as if it were not there (`Case.lacks`). Besides, where a protocol needs them:
+    `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding), `seen_width`, `seen_height`, label `positives`
+    [[backend_node_id, rank]] and prediction `element` (mind2web/seeact), `nodes` [{"box", "text", "content_description"}]
+    (android_control/uground500). Unknown fields are errors; in predictions only where all have some, for then it was no
+    model that wrote them.
     """
     mobile = "android_control" in protocol
-    cases = []
+    cases, strange, predictions = [], list[ScoringError](), 0
     for row in read_jsonl(path):
-        if strange := set(row.data) - _OWN_KEYS:
-            raise row.fail(f"field {min(strange)!r} is not known; the fields are {', '.join(sorted(_OWN_KEYS))}")
-        label_row = Row(f"{row.where}: label", row.get("label", dict))
-        answer = row.get("prediction", dict, optional=True)
+        truth = row.inner("label", row.get("label", dict))
+        if error := _unknown(row, _OWN_KEYS) or _unknown(truth, _LABEL_KEYS):
+            raise error
+        label = Action(
+            truth.text("action_type"), truth.text("value", optional=True), truth.point("point", optional=True)
+        )
+        prediction, answer, said = None, row.data.get("prediction"), _Said()
+        if isinstance(answer, dict):
+            predictions += 1
+            if error := _unknown(row.inner("prediction", answer), _PREDICTION_KEYS):
+                strange.append(error)
+                said.unreadable()
+            action_type, value = (said.text(answer.get(key)) for key in ("action_type", "value"))
+            prediction = Action(action_type, value, said.point(answer.get("point")))
+        elif answer is not None:
+            said.unreadable()
+        if mobile:
+            label, prediction = canonical(label), prediction and canonical(prediction)
         facts: dict[str, Any] = {}
-        if "positives" in label_row.data:
+        if "positives" in truth.data:
             facts["positives"] = [
                 (str(pair[0]), pair[1])
-                for pair in label_row.get("positives", list)
+                for pair in truth.get("positives", list)
                 if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int)
             ]
-            if len(facts["positives"]) != len(label_row.data["positives"]):
-                raise label_row.fail("field 'positives' must be a list of [backend_node_id, rank]")
-            facts["element"] = None if answer is None else answer.get("element")
+            if len(facts["positives"]) != len(truth.data["positives"]):
+                raise truth.fail("field 'positives' must be a list of [backend_node_id, rank]")
+            facts["element"] = said.text(answer.get("element")) or None if isinstance(answer, dict) else None
         if "nodes" in row.data:
-            facts["nodes"] = [_own_node(Row(f"{row.where}: nodes", node)) for node in row.get("nodes", list)]
-        seen = None if row.data.get("seen_width") is None else row.width_height("seen_width", "seen_height")
+            facts["nodes"] = [_own_node(row.inner("nodes", node)) for node in row.get("nodes", list)]
         cases.append(
             Case(
                 step_id=row.text("step_id"),
-                episode_id=row.get("episode_id", str, optional=True),
-                label=_own_action(label_row, _LABEL_KEYS, mobile),
-                prediction=None
-                if answer is None
-                else _own_action(Row(f"{row.where}: prediction", answer), _PREDICTION_KEYS, mobile),
-                boxes=label_row.xyxy_boxes(label_row.get("boxes", list, optional=True) or [], "boxes"),
+                episode_id=None if row.data.get("episode_id") is None else row.text("episode_id"),
+                label=label,
+                prediction=prediction,
+                boxes=truth.xyxy_boxes(truth.get("boxes", list, optional=True) or [], "boxes"),
                 size=None if row.data.get("width") is None else row.width_height("width", "height"),
-                seen_size=seen,
-                group=row.get("group", str, optional=True) or "",
-                step_index=row.get("step_index", int, optional=True),
-                episode_steps=row.get("episode_steps", int, optional=True),
+                seen_size=None if row.data.get("seen_width") is None else row.width_height("seen_width", "seen_height"),
+                group=row.text("group", optional=True),
+                step_index=row.whole("step_index", optional=True),
+                episode_steps=row.whole("episode_steps", MOST_STEPS, optional=True),
                 facts=facts,
+                lacks=said.lacks,
             )
         )
+    if strange and len(strange) == predictions:
+        raise strange[0]
     return cases, {}
 
 
@@ -577,9 +667,7 @@ def own_row(case: Case) -> dict[str, Any]:
 
 def _own_node(row: Row) -> Node:
     (box,) = row.xyxy_boxes([row.get("box", list)], "box")
-    return Node(
-        box, row.get("text", str, optional=True) or "", row.get("content_description", str, optional=True) or ""
-    )
+    return Node(box, row.text("text", optional=True), row.text("content_description", optional=True))
 
 
 FORMATS: Final = ("coepg", "gui_r1", "ui_genie", "uground")

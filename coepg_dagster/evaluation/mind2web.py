@@ -119,7 +119,9 @@ def pad(cases: Sequence[Case]) -> list[Case]:
         for i in range(counts[case.episode_id], case.episode_steps or 0):
             step_id = f"{case.episode_id}/lost_{i}"
             padded.append(
-                replace(case, step_id=step_id, padding=True, prediction=None, boxes=(), label=Action(""), facts={})
+                replace(
+                    case, step_id=step_id, padding=True, prediction=None, lacks="", boxes=(), label=Action(""), facts={}
+                )
             )
     return padded
 

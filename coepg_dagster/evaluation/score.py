@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from coepg_dagster.evaluation.android_control import canonical
-from coepg_dagster.evaluation.case import Action, Case, ScoringError
+from coepg_dagster.evaluation.case import NO_PREDICTION, Action, Case, ScoringError, point_of
 from coepg_dagster.evaluation.formats import Notes, read_predictions
 from coepg_dagster.evaluation.mind2web import pad
 from coepg_dagster.evaluation.protocols import FAMILIES, PROTOCOLS, SOP_PREFIX, find_protocol
@@ -56,10 +57,11 @@ def score_file(
 ) -> Result:
     """Score a file of predictions in one of `formats.FORMATS` (`coepg score`).
 
-    `labels` and `answers` are UGround's other files, see `formats.read_uground`.
+    `labels` and `answers` are UGround's other files, see `formats.read_uground`. The notes count rows without a prediction
+    and those that cannot be read; ScoringError where no row has one.
     """
     find_protocol(protocol)
-    cases, notes = read_predictions(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)
+    cases, notes = _read(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)
     return _score(protocol, cases, notes, seed)
 
 
@@ -68,8 +70,21 @@ def score_under_all(path: Path, format: str, family: str, *, seed: int = 0) -> d
     names = [name for name, rule in PROTOCOLS.items() if name.split("/")[0] == family and not rule.needs]
     if not names:
         raise ScoringError(f"there is no protocol of family {family!r}; families are {', '.join(FAMILIES)}")
-    cases, notes = read_predictions(path, format, names[0])
+    cases, notes = _read(path, format, names[0])
     return {name: _score(name, cases, notes, seed) for name in names}
+
+
+def _read(
+    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
+) -> tuple[list[Case], Notes]:
+    cases, notes = read_predictions(path, format, protocol, labels=labels, answers=answers)
+    lacking = Counter(case.lacks for case in cases if case.lacks)
+    if cases and lacking[NO_PREDICTION] == len(cases):
+        raise ScoringError(
+            f"{path}: none of its {len(cases)} rows has a prediction; give the file with the model's answers, in the fields "
+            "that docs/protocols.md names"
+        )
+    return cases, notes | dict(sorted(lacking.items()))
 
 
 def _score(protocol: str, cases: list[Case], notes: Notes, seed: int) -> Result:
@@ -101,7 +116,7 @@ def _case(step: dict[str, Any], answer: dict[str, Any], protocol: str) -> Case:
     x, y = answer["x"], answer["y"]
     if (x is None) != (y is None):
         raise ScoringError(f"predictions: step {step['step_id']!r} has x = {x}, y = {y}; give both or neither")
-    point = None if x is None else (float(x), float(y))
+    point = None if x is None else point_of(x, y)
     prediction = None
     if answer["action_type"] is not None:
         prediction = Action(answer["action_type"], answer["value"] or "", point)

@@ -228,9 +228,10 @@ class _Away:
 
 
 def coordinate_tokens(pieces: Sequence[bytes]) -> list[int]:
-    """Positions of the tokens that hold a digit of the first coordinate pair ("digit tokens of x and y only")."""
-    # latin-1 keeps one character per byte, so that character offsets are byte offsets
-    spans = coordinate_span(b"".join(pieces).decode("latin-1"))
+    """Positions of the tokens that hold a digit of the answer's point or box ("digit tokens of x and y only")."""
+    # every byte that is no UTF-8 becomes a character of its own, so that characters can be counted back to bytes
+    text = b"".join(pieces).decode(errors="surrogateescape")
+    spans = [tuple(len(text[:i].encode(errors="surrogateescape")) for i in span) for span in coordinate_span(text)]
     chosen, start = [], 0
     for position, piece in enumerate(pieces):
         end = start + len(piece)

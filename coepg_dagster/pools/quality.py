@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from coepg_dagster.experiment import Quality, Regeneration
 from coepg_dagster.pools.candidates import jaccard, plan_tokens
@@ -53,6 +54,8 @@ def data_quality(
     - plans: `raw` (generated), `distinct` (that could be read, different after normalising) and `verified` (different ones,
       before the cap) plans per step and per task (episode), over all of them, verified plans or not.
     - coverage: share of the training steps that have a row in D_k.
+    - hit_rate_by_verifier, unreadable_by_verifier: of its answers, those that hit and those that name no point.
+      failed_by_verifier: how often it gave no answer at all.
     - verifier_agreement: share of pairs of verifiers that agree on a plan; verifier_kappa: the same beyond chance (Fleiss).
     - plan_words: mean length of a plan of D_k. specificity: mean information of a plan about its step, log(steps / steps with
       that plan) / log(steps); 100: no plan occurs at two steps, 0: all steps have the same one.
@@ -156,8 +159,17 @@ def _by_verifier(verdicts: pa.Table) -> dict[str, Any]:
             failed[name] += 1
     return {
         "hit_rate_by_verifier": {name: _per_cent(hits[name], n) for name, n in sorted(answered.items())},
+        "unreadable_by_verifier": unreadable_by_verifier(verdicts),
         "failed_by_verifier": dict(sorted(failed.items())),
     }
+
+
+def unreadable_by_verifier(verdicts: pa.Table) -> dict[str, float]:
+    """Verifier → per cent of its answers that name no point (`notations`). Each counts as a vote "no"."""
+    answers = verdicts.filter(pc.is_null(verdicts["failure"])).select(["verifier", "x"])
+    counted = answers.group_by("verifier").aggregate([("x", "count"), ("verifier", "count")])
+    rows = zip(*(counted[name].to_pylist() for name in ("verifier", "x_count", "verifier_count")), strict=True)
+    return {name: 100 * (answered - read) / answered for name, read, answered in sorted(rows)}
 
 
 def _agreement(votes: Votes) -> dict[str, float | None]:

@@ -51,6 +51,15 @@ def _unread(now: Figures, before: Figures, config: Quality) -> str | None:
     return "; ".join(bad) or None
 
 
+def _unreadable(now: Figures, before: Figures, config: Quality) -> str | None:
+    bad = [
+        f'{share:.1f} % of the answers of {name} name no point that can be read, each a vote "no": see docs/engines.md'
+        for name, share in (now.get("unreadable_by_verifier") or {}).items()
+        if share > config.unreadable_at_most
+    ]
+    return "; ".join(bad) or None
+
+
 def _illegible(now: Figures, before: Figures, config: Quality) -> str | None:
     share = now.get("illegible")
     if share is None or share <= config.illegible_at_most:
@@ -81,6 +90,7 @@ _LOOKS: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures, Quality], 
         "coverage_holds": _fell("coverage", lambda config: config.coverage_may_fall),
         "no_planner_dominates": _dominates,
         "plans_are_read": _unread,
+        "answers_are_read": _unreadable,
         "targets_are_legible": _illegible,
         "rows_say_different_things": _duplicates,
     },
@@ -105,6 +115,7 @@ WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
         "coverage_holds": "Coverage did not fall since D_{k-1} by more than `quality.coverage_may_fall`.",
         "no_planner_dominates": "No planner wrote more of D_k than `quality.planner_share_at_most`.",
         "plans_are_read": "Given another step's plan, no verifier finds a target much more often than by chance.",
+        "answers_are_read": "Of no verifier more answers than `quality.unreadable_at_most` name no point.",
         "targets_are_legible": "Targets have `quality.legible_px` in the image that verifiers see.",
         "rows_say_different_things": "Rows of one step say different things.",
     },

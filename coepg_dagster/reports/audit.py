@@ -17,6 +17,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from coepg_dagster.experiment import Regeneration
+from coepg_dagster.pools.quality import unreadable_by_verifier
 from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP
 from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script, shown_steps
 from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
@@ -146,6 +147,7 @@ def write_audit(
             steps=shown,
             made_from=about.made_from,
             members=about.members,
+            unreadable=unreadable_by_verifier(verdicts),
             rule=_rule(config),
             cap=config.max_plans_per_step,
             folder=about.name,

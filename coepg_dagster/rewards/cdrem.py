@@ -7,6 +7,7 @@ Departures from the paper, each with its reason in docs/paper_map.md:
 3. Two empty values are equal (Eq. 8): F1 of two empty strings would otherwise refuse every click.
 4. A grounder that failed has no vote; the others' weights are renormalised. If all failed, an error, and no reward.
 5. Groups whose rewards spread less than SPREAD_FLOOR have advantage 0 (Eq. 10 divides by the spread).
+6. Types and values are compared as normal text (`characters`): the same text in two forms of Unicode is one value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from coepg_dagster.characters import normal_text
 
 Floats = npt.NDArray[np.float64]
 Confidence = Literal["probability", "log_probability", "constant"]
@@ -87,12 +90,12 @@ def plan_reward(weights: npt.ArrayLike, hits: npt.ArrayLike) -> Floats:
 
 
 def token_f1(predicted: str, label: str) -> float:
-    """F1 over the sets of whitespace tokens, lower-cased (GUI-R1's F1 without its containment rule).
+    """F1 over the sets of whitespace tokens of the normal texts, lower-cased (GUI-R1's F1 without its containment rule).
 
     Two empty values are equal: 1. One empty value: 0. Not `evaluation.metrics.set_f1`: that keeps the rounding of its
     owners, by which an F1 of exactly 0.5 (4 common of 5 and 11 words) is above 0.5; this form is exact there.
     """
-    p, q = set(predicted.lower().split()), set(label.lower().split())
+    p, q = (set(normal_text(text).lower().split()) for text in (predicted, label))
     if not p and not q:
         return 1.0
     common = len(p & q)
@@ -100,8 +103,8 @@ def token_f1(predicted: str, label: str) -> float:
 
 
 def type_reward(predicted: str, label: str) -> float:
-    """Eq. 7: 1 if the action type is exactly right."""
-    return float(predicted == label)
+    """Eq. 7: 1 if the action type is exactly right, as normal text."""
+    return float(normal_text(predicted) == normal_text(label))
 
 
 def value_reward(predicted: str, label: str) -> float:

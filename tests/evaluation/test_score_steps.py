@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.steps import STEP_SCHEMA
 
@@ -87,6 +88,16 @@ def test_point_type_and_value_decide() -> None:
 def test_wrong_prediction_tables_name_the_step(predictions: pa.Table, message: str) -> None:
     with pytest.raises(ScoringError, match=message):
         score_steps("miniwob/point", steps_of(step("a")), predictions)
+
+
+@pytest.mark.parametrize("far", [float("inf"), float("nan"), 1e200, -1e308])
+@pytest.mark.parametrize("protocol", [name for name, rule in PROTOCOLS.items() if not rule.needs])
+def test_a_point_on_no_screen_is_a_miss_under_every_protocol(protocol: str, far: float) -> None:
+    steps = steps_of(step("a", family="web_text", boxes=[[50, 50, 60, 60]]))
+    steps = steps.append_column("point", pa.array([[55.0, 55.0]], pa.list_(pa.float32())))
+    result = score_steps(protocol, steps, predict(("a", "CLICK", "", far, 55)))
+    [metric] = {"acc", "ele_acc", "step_acc"} & result.metrics.keys()
+    assert not result.steps[metric][0].as_py()
 
 
 def test_unknown_protocol_lists_the_known_ones() -> None:

@@ -32,12 +32,14 @@ def read(steps: pa.Table, answer: Generation | Failure, space: Space = Space.RES
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[str, list[bytes]]:
-    """A text around a pair of numbers, cut into byte pieces anywhere, characters of several bytes included."""
+    """A text around a point or a box, cut into byte pieces anywhere, characters of several bytes included."""
     number = st.integers(-999, 9999).map(str) | st.from_regex(r"-?[0-9]{1,3}\.[0-9]{1,2}", fullmatch=True)
     noise = st.text("ab(é漢 .;x-,", max_size=6)
-    text = (
-        draw(noise) + "(" + draw(number) + draw(st.sampled_from([",", ", ", " , "])) + draw(number) + ")" + draw(noise)
-    )
+    low, high = sorted((draw(number), draw(number)), key=float)
+    numbers = draw(st.sampled_from([[low, high], [high, low], [low, low, high, high]]))
+    shape = draw(st.sampled_from(["({})", "（{}）", "[[{}]]"]))
+    comma = draw(st.sampled_from([",", ", ", " , ", "，"]))
+    text = draw(noise) + shape.format(comma.join(numbers)) + draw(noise)
     raw = text.encode()
     cuts = sorted(draw(st.sets(st.integers(0, len(raw)))) | {0, len(raw)})
     return text, [raw[a:b] for a, b in itertools.pairwise(cuts)]
@@ -56,13 +58,21 @@ def test_coordinate_tokens_are_exactly_those_with_a_digit_of_x_or_y(split: tuple
     assert coordinate_tokens(pieces) == chosen
 
 
+def test_the_numbers_of_a_box_are_four() -> None:
+    box = [b"[[", b"3", b"00", b", ", b"100", b", ", b"400", b", 1", b"40", b"]]"]
+    assert coordinate_tokens(box) == [1, 2, 4, 6, 7, 8]
+    assert coordinate_tokens(["（１".encode()[:4], "（１".encode()[4:], "，２）".encode()]) == [0, 1, 2]
+
+
 def test_brackets_commas_and_later_numbers_are_no_coordinate_tokens() -> None:
     assert coordinate_tokens([b"(", b"12", b",", b"34", b")", b" 5", b"6"]) == [1, 3]
     assert coordinate_tokens([b"(1", b"2, ", b"3", b"4)", b"<stop>"]) == [0, 1, 2, 3]
     assert coordinate_tokens([b"(", b"1", b"2", b"", b",", b"7", b")"]) == [1, 2, 5]
 
 
-@given(st.binary(max_size=40) | st.text("0123456789,. -é٣\xa0", max_size=30).map(str.encode), st.integers(1, 4))
+@given(
+    st.binary(max_size=40) | st.text("0123456789,. -é٣\xa0（１，\u200b", max_size=30).map(str.encode), st.integers(1, 4)
+)
 def test_text_and_tokens_agree_on_whether_there_is_a_pair(raw: bytes, size: int) -> None:
     """Also where the bytes are not UTF-8, or hold digits and blanks of other scripts."""
     pieces = [raw[i : i + size] for i in range(0, len(raw), size)]
@@ -83,6 +93,12 @@ def test_the_point_is_read_in_the_grounders_own_space(
 ) -> None:
     reading = read(steps, generation("(", "500", ",", "500", ")"), space)
     assert reading.point == Point(*point, Space.ORIGINAL)
+
+
+def test_a_box_is_its_centre_and_the_confidence_that_of_its_four_numbers(steps: pa.Table) -> None:
+    pieces = ("[", "10", ",", "20", ",", "30", ",", "40", "]")
+    reading = read(steps, generation(*pieces, logprobs=[-9, -0.1, -9, -0.2, -9, -0.3, -9, -0.4, -9]))
+    assert reading == Reading(Point(20, 30, Space.ORIGINAL), pytest.approx(-0.25), 4, "[10,20,30,40]")
 
 
 def test_an_answer_without_coordinates_is_a_miss_with_the_confidence_of_all_its_tokens(steps: pa.Table) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.experiment import Quality, Regeneration
-from coepg_dagster.pools.quality import data_quality, jensen_shannon
+from coepg_dagster.pools.quality import data_quality, jensen_shannon, unreadable_by_verifier
 from coepg_dagster.pools.selection import select
 from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates, row, rows, verdict, verdicts
@@ -85,6 +85,7 @@ def test_by_hand() -> None:
         "type_accuracy": 87.5,  # 7 of 8 that could be read
         "value_accuracy": pytest.approx(200 / 3),  # three and four, not five
         "hit_rate_by_verifier": {"grounder_1": 75.0, "open": pytest.approx(100 / 3)},
+        "unreadable_by_verifier": {"grounder_1": 0.0, "open": 0.0},
         "failed_by_verifier": {"open": 1},
         "diversity": 1.5,  # one, two for s; three for t
         "diversity_kept": 1.25,  # 5 rows over 4 steps
@@ -120,6 +121,19 @@ def test_by_hand() -> None:
         "illegible": 100.0,  # all have 10 px
         "smallest_target_px": 10.0,
     }
+
+
+def test_answers_that_name_no_point_are_counted_for_each_verifier() -> None:
+    """A failure is no answer, so it is not unreadable."""
+    votes = verdicts(
+        verdict("s#p#0", "chatty", False, x=None, y=None, text="I cannot see it"),
+        verdict("s#q#0", "chatty", True),
+        verdict("t#p#0", "chatty", None),
+        verdict("s#p#0", "broken", None),
+        verdict("s#p#0", "sound", True),
+    )
+    assert unreadable_by_verifier(votes) == {"chatty": 50.0, "sound": 0.0}
+    assert unreadable_by_verifier(verdicts()) == {}
 
 
 def test_an_open_planner_has_the_same_candidate_ids_in_every_iteration() -> None:

@@ -19,6 +19,7 @@ SOUND = {
     "share_by_planner": {"a": 60.0, "b": 40.0},
     "plan_shuffle": {"v": {"pairs": 50, "own": 90.0, "shuffled": 25.0, "chance": 20.0}},
     "illegible": 1.0,
+    "unreadable_by_verifier": {"v": 5.0, "w": 0.0},
 }
 
 
@@ -43,6 +44,11 @@ def score(macro: float, low: float, high: float) -> dict[str, Any]:
             {"plan_shuffle": {"v": {"pairs": 50, "own": 90.0, "shuffled": 35.1, "chance": 20.0}}},
             "plans_are_read",
             "v hits 35.1 % of targets when given another step's plan; chance is 20.0 %",
+        ),
+        (
+            {"unreadable_by_verifier": {"v": 5.0, "w": 97.3}},
+            "answers_are_read",
+            "97.3 % of the answers of w name no point that can be read",
         ),
         ({"illegible": 5.1}, "targets_are_legible", "5.1 % of the rows have a target of less than 8 px"),
         ({"duplicates": 2}, "rows_say_different_things", "2.0 % of the rows say the same"),

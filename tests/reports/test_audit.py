@@ -43,7 +43,7 @@ def write(folder: Path) -> Path:
         )
         plans.append(candidate(name, "open", 0, f"press the {i}th button" if i else BAD))
         votes.append(verdict(f"{name}#open#0", "verifier_a", True, x=45.0, y=50.0))
-        votes.append(verdict(f"{name}#open#0", "verifier_b", None if i == 2 else False, x=None if i == 2 else 5.0))
+        votes.append(verdict(f"{name}#open#0", "verifier_b", None if i == 2 else False, x=None if i in (2, 4) else 5.0))
         plans.append(candidate(name, "planner_2", 0, "type it", action_type="TYPE", gate="wrong_type"))
         if i % 3 == 2:
             plans.append(candidate(name, "planner_2", 1, f"Press the {i}th button", duplicate_of=f"{name}#open#0"))
@@ -59,7 +59,7 @@ def write(folder: Path) -> Path:
         2,
         CONFIG,
         made_from=[("verdicts[2]", "0123abcd", "run1")],
-        members=[Member("open", "planner", BAD, "9876")],
+        members=[Member("open", "planner", BAD, "9876"), Member("verifier_b", "verifier", "b", "5432")],
     )
     return write_audit(folder, about, *tables, decisions, dataset)
 
@@ -90,6 +90,11 @@ def test_every_candidate_is_in_the_data_with_its_reason(page: Path) -> None:
     assert by_candidate["s02#planner_2#1"]["votes"] == by_candidate["s02#open#0"]["votes"]
     assert by_candidate["s02#open#0"]["why"] == "1 of 1 verifiers hit"
     assert next(entry for entry in found if entry["madeIn"] == 1)["row"] == f"light/s1@2#{STEPS}"
+
+
+def test_a_verifier_is_listed_with_the_share_of_its_answers_that_name_no_point(page: Path) -> None:
+    rows = page.read_text().split("<tr>")
+    assert ["0.7 %" in row for row in rows if "verifier_b" in row] == [True]  # 1 of 149 answers
 
 
 def test_a_table_of_other_steps_is_refused(tmp_path: Path) -> None:

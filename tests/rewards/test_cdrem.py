@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,9 @@ def test_type_is_exact() -> None:
         ("a b c", "a b d", 2 / 3, 1),
         ("york new", "new york", 1, 1),
         ("new-york", "new york", 0, 0),
+        ("cafe\u0301", "CAF\u00c9", 1, 1),  # é in two forms
+        ("“１２３”\u00a0\u200bOK", '"123" ok', 1, 1),
+        ("\u200b", "", 1, 1),
     ],
 )
 def test_value(predicted: str, label: str, f1: float, reward: float) -> None:
@@ -203,6 +207,13 @@ def test_value(predicted: str, label: str, f1: float, reward: float) -> None:
 
 
 TEXT = st.text("ab c", max_size=8)
+
+
+@given(st.text(max_size=9), st.text(max_size=9))
+def test_the_form_of_unicode_decides_nothing(predicted: str, label: str) -> None:
+    other = unicodedata.normalize("NFD", label)
+    assert value_reward(other, label) == type_reward(other, label) == 1
+    assert value_reward(predicted, other) == value_reward(predicted, label)
 
 
 @given(TEXT, TEXT)

@@ -1,0 +1,248 @@
+"""Where a model's answer lies in its text, and which point a grounder's answer names: one table of notations.
+
+Reading goes in this order. Reasoning is cut: the answer follows the last `</think>`, and a `<think>` without its end has no
+answer; of `<answer>` the last counts. In the answer every group of two numbers (a point) or four (a box, read as its centre) is
+a candidate, in one of three ranks: named (a tag, a call, a key, x and y), in brackets, bare. The first of the highest
+rank is what the model said. What is refused names no point, as if it were not there: better no answer, which is counted, than
+a place that the model did not mean.
+
+All patterns take linear time: quantifiers are possessive or bounded, and a number does not begin within another.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import Final
+
+from coepg_dagster.characters import SAME, WITHOUT_WIDTH
+from coepg_dagster.markdown import table
+
+NOTATIONS: Final[Mapping[str, str]] = {
+    "(X, Y)": "this project, UGround, GTA1",
+    "[X, Y]": "ShowUI (0 to 1), Aria-UI, UI-Venus",
+    "X, Y": "",
+    "（X，Y）": "full-width brackets, commas and digits",
+    "(Xpx, Ypx)": "",
+    "x=X, y=Y": "",
+    "x: X\ny: Y": "",
+    "<point>X Y</point>": "UI-TARS 1.5, Seed1.5-VL",
+    "<point>[[X, Y]]</point>": "OS-Atlas",
+    '<point x="X" y="Y" alt="Save">Save</point>': "Molmo (per cent of the image)",
+    "<click>X, Y</click>": "",
+    "<|box_start|>(X,Y)<|box_end|>": "UI-TARS",
+    "click(start_box='(X,Y)')": "UI-TARS",
+    "click(start_box='<|box_start|>(X,Y)<|box_end|>')": "UI-TARS",
+    "click(point='<point>X Y</point>')": "UI-TARS 1.5",
+    "Thought: the second of (1, 2).\nAction: click(start_box='(X,Y)')": "UI-TARS",
+    "pyautogui.click(X, Y)": "Aguvis, OpenCUA",
+    "pyautogui.click(x=X, y=Y, clicks=1, button='left')": "Aguvis, OpenCUA, Jedi",
+    '{"x": X, "y": Y}': "",
+    '{"point": [X, Y]}': "",
+    '{"POINT": [X, Y], "to": "up"}': "AgentCPM-GUI",
+    '[{"point_2d": [X, Y], "label": "Save"}]': "Qwen2.5-VL, Qwen3-VL, InfiGUI-G1",
+    "{'action': 'CLICK', 'value': None, 'position': [X, Y]}": "ShowUI",
+    "<answer>[{'action': 'click', 'point': [X, Y], 'input_text': 'no input text'}]</answer>": "GUI-R1",
+    '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [X, Y]}}\n</tool_call>': (
+        "Qwen2.5-VL, Qwen3-VL, Jedi, GUI-Owl"
+    ),
+    "<think>Not (1, 2).</think>(X, Y)": "any model that thinks aloud",
+    "[X1, Y1, X2, Y2]": "",
+    "[[X1, Y1, X2, Y2]]": "CogAgent, SeeClick",
+    "CLICK(box=[[X1,Y1,X2,Y2]], element_info='Save')": "CogAgent",
+    "[[X1, Y1], [X2, Y2]]": "",
+    "(X1,Y1),(X2,Y2)": "Qwen2-VL, OS-Atlas, where special tokens are left out",
+    "(X1, Y1) to (X2, Y2)": "",
+    "<|object_ref_start|>Save<|object_ref_end|><|box_start|>(X1,Y1),(X2,Y2)<|box_end|>": "Qwen2-VL, OS-Atlas",
+    "<ref>Save</ref><box>[[X1, Y1, X2, Y2]]</box>": "InternVL",
+    "<|ref|>Save<|/ref|><|det|>[[X1, Y1, X2, Y2]]<|/det|>": "DeepSeek-VL2",
+    "<|begin_of_box|>[[X1,Y1,X2,Y2]]<|end_of_box|>": "GLM-4.5V",
+    "<bbox>X1 Y1 X2 Y2</bbox>": "Seed1.5-VL",
+    '```json\n[{"bbox_2d": [X1, Y1, X2, Y2], "label": "Save"}]\n```': "Qwen2.5-VL, Qwen3-VL",
+    '{"x1": X1, "y1": Y1, "x2": X2, "y2": Y2}': "",
+}
+"""How a point (X, Y) or a box with the corners (X1, Y1) and (X2, Y2) may be written → who is known to write so."""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "<think>(12, 34) or": "reasoning that does not end",
+    "[12, 34, 56]": "neither two numbers nor four",
+    "[[12, 34], [56, 34], [56, 78], [12, 78]]": "a polygon",
+    "[[56, 78, 12, 34]]": "corners out of order, perhaps x, y, width, height",
+    '{"x": 12, "y": 34, "width": 56, "height": 78}': "a corner or a centre: it does not say",
+    '[{"box_2d": [12, 34, 56, 78], "label": "Save"}]': "Gemini: y comes first",
+    '<points x1="12" y1="34" x2="56" y2="78" alt="rows">rows</points>': "Molmo: several points",
+    "<loc0012><loc0034><loc0056><loc0078>": "PaliGemma, Florence-2: tokens with bins of their own",
+    "(12%, 34%)": "per cent",
+    "(12; 34)": "no comma",
+    "(12, 34) or (56, 78)": "two places",
+    '{"top_left": [12, 34], "bottom_right": [56, 78]}': "corners apart",
+    "image_size: [1920, 1080]": "a size",
+    "1920x1080": "a size",
+    "(1e999, 34)": "not finite",
+    "(1.2.3, 4)": "not a number",
+    "١٢, ٣٤": "digits that are neither ASCII nor full-width",
+}
+"""What is not read → why."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """The point that an answer names, in the space in which its model answers, and the characters that say so.
+
+    `spans` are the (start, end) of each number in the text: two of a point, four of a box.
+    """
+
+    x: float
+    y: float
+    spans: tuple[tuple[int, int], ...]
+
+
+_REASONING: Final = re.compile(r"[<\[◁](/?)(?:think|thinking|thought|reasoning|seed:think)[>\]▷]", re.IGNORECASE)
+_ANSWER: Final = re.compile(r"<(/?)answer>", re.IGNORECASE)
+
+_DIGITS: Final = r"[-+]?(?:[0-9]++(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][-+]?[0-9]++)?+"
+# not within a word, a date, a time or another number, and no per cent
+_NUMBER: Final = rf"(?<![\w.+-])(?<![0-9][:/*])({_DIGITS})(?:\ ?px)?+(?![\w%])(?!\.[0-9])"
+_BETWEEN_PAIRS: Final = r"(?:\s*+(?:[,;–—→-]|->|to\b|and\b|or\b)\s*+|\ *+)"
+_JOIN: Final = (  # "1, 2"  "1), (2"  "1 2"
+    rf"(?:\s*+[\"']?+\s*+(?:[\])]{{1,2}}+{_BETWEEN_PAIRS}[\[(]{{1,2}}+|,)\s*+[\"']?+|[\ \t]++)"
+)
+_NAME: Final = r"(?:point|point_2d|bbox|bbox_2d|box|start_box|start_point|coordinates?|position|location|centre|center)"
+_GROUP: Final = re.compile(rf"{_NUMBER}(?:{_JOIN}{_NUMBER})++", re.IGNORECASE)
+_EACH: Final = re.compile(_NUMBER, re.IGNORECASE)
+_BEFORE: Final = re.compile(
+    rf"""
+    (?:
+        (?P<refused>
+            (?<!\w)["']?(?:box_2d|\w{{0,20}}size|resolution)["']?\ {{0,4}}[:=]
+          | ["'](?:x|y|(?:top|upper|bottom|lower)[ _-]?(?:left|right))["']\ {{0,4}}:
+        )
+      | (?P<named>
+            <\|?(?:{_NAME}|click|box_start|begin_of_box|det)\|?>
+          | (?<!\w)(?:(?:left|right|middle|double|triple|long)?_?click|tap|press|long_?press|move_?to)\(
+          | (?<!\w)["']?{_NAME}["']?\ {{0,4}}[:=]
+        )
+      | (?P<open>[>\[(])
+    )
+    [\s"'\[(]{{0,16}}+\Z
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What a group of numbers follows; searched in the BEFORE characters before it."""
+BEFORE: Final = 64
+MOST_GROUPS: Final = 1000
+"""The first groups of numbers of an answer, which are looked at; no answer needs more."""
+_TWO_PLACES: Final = re.compile("and|or", re.IGNORECASE)
+_AFTER: Final = re.compile(r"[\s\"']{0,8}+[\])<]")
+
+
+def _labelled(*names: str) -> str:
+    """Numbers with these labels, in this order: x=1, y=2."""
+    between = r"[\"']?+\s*+(?:[,;]|and\b)?+\s*+"
+    return between.join(rf"(?<!\w)[\"']?{name}[\"']?\s*+[:=]\s*+[\"']?+{_NUMBER}" for name in names)
+
+
+_LABELS: Final = (
+    ("x1", "y1", "x2", "y2"),
+    ("x_?min", "y_?min", "x_?max", "y_?max"),
+    ("left", "top", "right", "bottom"),
+    (r"x(?:[ _-]coord(?:inate)?)?", r"y(?:[ _-]coord(?:inate)?)?"),
+)
+_LABELLED: Final = re.compile(
+    rf"(?<!<points )(?:{'|'.join(_labelled(*names) for names in _LABELS)})"
+    r"(?![\"']?\s*+[,;]?+\s*+[\"']?(?:w|h|width|height)[\"']?\s*+[:=])",
+    re.IGNORECASE,
+)
+_NAMED, _BRACKETED, _BARE = range(3)
+
+# one character for each, so that the rest keeps its place
+_PUNCTUATION: Final = SAME | {ord("、"): ",", ord("【"): "[", ord("】"): "]"}
+
+Span = tuple[int, int]
+
+
+def after_reasoning(text: str) -> int | None:
+    """Where the answer begins: after the last end of reasoning. None where reasoning begins and does not end."""
+    start, open_ = 0, False
+    for tag in _REASONING.finditer(text):
+        open_ = not tag[1]
+        if not open_:
+            start = tag.end()
+    return None if open_ else start
+
+
+def locate(text: str) -> Location | None:
+    """What a grounder's answer names, by the rules above; None where it names no place. Never raises."""
+    folded, places = text.translate(_PUNCTUATION), None
+    if not WITHOUT_WIDTH.isdisjoint(folded):
+        places = [i for i, character in enumerate(folded) if character not in WITHOUT_WIDTH]
+        folded = "".join(folded[i] for i in places)
+    best: tuple[int, int] | None = None
+    found: Location | None = None
+    for rank, spans in _candidates(folded):
+        if best is None or (rank, spans[0][0]) < best:
+            location = _place([float(folded[a:b]) for a, b in spans], spans)
+            if location is not None:
+                best, found = (rank, spans[0][0]), location
+    if found is None or places is None:
+        return found
+    return replace(found, spans=tuple((places[a], places[b - 1] + 1) for a, b in found.spans))
+
+
+def _candidates(text: str) -> Iterator[tuple[int, list[Span]]]:
+    """(rank, spans of the numbers) of each point or box of an answer."""
+    start, end = after_reasoning(text), len(text)
+    if start is None:
+        return
+    tags = list(_ANSWER.finditer(text, start))
+    opened = [i for i, tag in enumerate(tags) if not tag[1]]
+    if opened:
+        start = tags[opened[-1]].end()
+        end = tags[opened[-1] + 1].start() if opened[-1] + 1 < len(tags) else end
+    for match in islice(_LABELLED.finditer(text, start, end), MOST_GROUPS):
+        yield _NAMED, [span for span in match.regs[1:] if span[0] >= 0]
+    answer = text[start:end]
+    first, last = start + len(answer) - len(answer.lstrip()), start + len(answer.rstrip())
+    for match in islice(_GROUP.finditer(text, start, end), MOST_GROUPS):
+        a, b = match.span()
+        numbers = list(islice(_EACH.finditer(text, a, b), 5))
+        if len(numbers) not in (2, 4):
+            continue
+        before = _BEFORE.search(text, max(start, a - BEFORE), a)
+        if before and before["refused"]:
+            continue
+        closed = _AFTER.match(text, b, end)
+        gaps = [text[left.end() : right.start()] for left, right in pairwise(numbers)]
+        if any(map(_TWO_PLACES.search, gaps)):
+            continue
+        blanks = [gap.isspace() for gap in gaps]
+        # without commas only where nothing else is there: in a tag, in brackets, or alone
+        alone = all(blanks) and (before or a == first) and (closed or b == last)
+        if any(blanks) and not alone:
+            continue
+        rank = _BARE if before is None else _NAMED if before["named"] else _BRACKETED if closed else _BARE
+        yield rank, [number.span(1) for number in numbers]
+
+
+def _place(numbers: Sequence[float], spans: Sequence[Span]) -> Location | None:
+    """A point, or the centre of a box; None where a number is not finite or the corners are out of order."""
+    if not all(map(math.isfinite, numbers)):
+        return None
+    if len(numbers) == 2:
+        return Location(numbers[0], numbers[1], tuple(spans))
+    x1, y1, x2, y2 = numbers
+    return Location(x1 / 2 + x2 / 2, y1 / 2 + y2 / 2, tuple(spans)) if x1 <= x2 and y1 <= y2 else None
+
+
+def notations_markdown() -> str:
+    """The two tables of notations, as docs/engines.md shows them."""
+
+    def code(written: str) -> str:
+        return f"`` {written} ``".replace("\n", " ⏎ ")
+
+    read = table(("Read", "Written so by"), [(code(text), by or "–") for text, by in NOTATIONS.items()])
+    refused = table(("Not read", "Why"), [(code(text), why) for text, why in REFUSED.items()])
+    return f"{read}\n\n{refused}\n"
