@@ -34,7 +34,7 @@ from coepg_dagster.estimates import (
     sft_seconds,
 )
 from coepg_dagster.experiment import Experiment, Lora, Models
-from coepg_dagster.inference.files import IncompleteCheckpoint, check
+from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
 from coepg_dagster.inference.hub import described, split
 from coepg_dagster.inference.weights import is_local
 
@@ -124,6 +124,8 @@ def broken(models: Models, root: Path) -> list[str]:
         try:
             if is_local(root, checkpoint):
                 check(root / checkpoint, weights=weights)
+                if weights:
+                    check_size(root / checkpoint)
             elif split(checkpoint)[0] not in KNOWN:
                 described(checkpoint, weights=weights)
         except IncompleteCheckpoint as error:

@@ -6,6 +6,7 @@ Reads headers and bytes alone, so that `coepg plan` can ask without a model libr
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from coepg_dagster.architecture import UnknownModel, read
 from coepg_dagster.progress import Ended
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -112,6 +114,28 @@ def check(folder: Path, *, weights: bool = True) -> Path:
     if found := faults(folder, weights=weights):
         raise IncompleteCheckpoint("; ".join(found))
     return folder
+
+
+def check_size(folder: Path) -> None:
+    """Raises IncompleteCheckpoint where config.json describes another kind of model, or more weights than there are.
+
+    The folder is whole. Quantized weights, which are packed, are not counted.
+    """
+    try:
+        wanted = read(folder).parameters
+    except UnknownModel as error:
+        raise IncompleteCheckpoint(str(error)) from None
+    if "quantization_config" in json.loads((folder / "config.json").read_bytes()):
+        return
+    held = 0
+    for name in weight_names(folder):
+        with safe_open(folder / name, framework="np") as tensors:
+            held += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+    if held < wanted:
+        raise IncompleteCheckpoint(
+            f"{folder}: config.json describes {wanted:,} parameters, the weights hold {held:,}: some are missing, or it is the "
+            "config.json of another model; copy or download the checkpoint again"
+        )
 
 
 _NO_NUMBER: Final = {

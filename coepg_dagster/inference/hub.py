@@ -105,11 +105,11 @@ def _explained(checkpoint: str) -> Iterator[None]:
     except HFValidationError as error:
         why = f"there is no such folder, and this cannot be a name of the hub ({_short(error)}): correct it in `models`"
     except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        off = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the hub cannot be reached"
+        off = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"the hub cannot be reached ({_short(error)})"
         why = (
-            f"there is no such folder, the hub's cache {constants.HF_HUB_CACHE} lacks this model or a part of it, and {off} "
-            f"({_short(error)}): download it where there is a network (`hf download {checkpoint.partition('@')[0]}`), or name "
-            "a local folder"
+            f"there is no such folder, the hub's cache {constants.HF_HUB_CACHE} lacks this model or a part of it, and {off}: "
+            f"download the model where there is a network (`hf download {checkpoint.partition('@')[0]}`), or name a local "
+            "folder"
         )
     except HfHubHTTPError as error:
         why = f"the hub answered {_short(error)}: {again}"

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from coepg_dagster.inference import hub
-from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_finite, weight_faults, weight_names
+from coepg_dagster.inference.files import (
+    IncompleteCheckpoint,
+    check,
+    check_finite,
+    check_size,
+    weight_faults,
+    weight_names,
+)
 
 HERE: Final = Path()
 
@@ -72,6 +79,7 @@ def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, 
                     f"{file} is not what the hub has: delete {blob} and run the same command again"
                 )
     if weights:
+        check_size(folder)
         check_finite(folder)
     return found
 

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_finite, faults, not_finite, weight_names
+from coepg_dagster.inference.files import (
+    IncompleteCheckpoint,
+    check,
+    check_finite,
+    check_size,
+    faults,
+    not_finite,
+    weight_names,
+)
 from coepg_dagster.inference.weights import folder_version, local_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -133,6 +141,22 @@ def test_all_faults_are_said_at_once(single: Path) -> None:
     assert len(faults(single, weights=False)) == 1, "a processor needs neither configuration nor weights"
     [missing] = faults(single / "nowhere")
     assert "there is no checkpoint folder" in missing
+
+
+def test_fewer_weights_than_the_configuration_describes(single: Path, shards: Path, either_checkpoint: Path) -> None:
+    for folder in (shards, either_checkpoint):
+        check_size(folder)
+    weights = load_file(single / WEIGHTS)
+    lost = sorted(weights)[-1]
+    save_file({name: weights[name] for name in weights if name != lost}, single / WEIGHTS, metadata={"format": "pt"})
+    check(single)
+    with pytest.raises(
+        IncompleteCheckpoint, match=r"config\.json describes [\d,]+ parameters, the weights hold [\d,]+: some"
+    ):
+        check_size(single)
+    (shards / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(IncompleteCheckpoint, match="'llama' is not known here"):
+        check_size(shards)
 
 
 def test_a_chat_template_may_be_part_of_another_file(single: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -16,15 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.dryrun import broken, size_of
-from coepg_dagster.experiment import Member, Models
+from coepg_dagster.experiment import Member, Models, Serving
 from coepg_dagster.inference.engine import Generation, Request, Sampling
 from coepg_dagster.inference.files import IncompleteCheckpoint
+from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.weights import identify, is_local, local_folder, local_version, pinned
 from coepg_dagster.prompts import planner_messages
 from tests.conftest import HEIGHT, WIDTH
 from tests.hub import Hub, served
+from tests.project import REPOSITORY, make_project, tell
 
 NAME, NOWHERE, WEIGHTS = "acme/tiny", Path("/nowhere"), "model.safetensors"
 
@@ -80,6 +84,25 @@ def test_a_name_is_one_commit_whatever_the_hub_has_later(hub: Hub, random_checkp
     assert hub.asked == [], "what is in the cache is not asked for"
     assert same_weights(local_folder(f"{NAME}@{second}"), random_checkpoint(1))
     assert local_version(f"{NAME}@{second}") == second
+
+
+def test_vllm_is_given_the_folder_of_that_commit(
+    hub: Hub, random_checkpoint: Callable[[int], Path], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.publish(NAME, random_checkpoint(0))
+    started: list[dict[str, Any]] = []
+
+    @contextmanager
+    def server(path: str, **settings: Any) -> Iterator[None]:
+        started.append({"path": path, "weights": settings["weights"]})
+        yield None
+
+    monkeypatch.setattr("coepg_dagster.inference.opening.vllm_server", server)
+    member = Member(model=f"{NAME}@{commit}", engine="vllm")
+    place: dict[str, Any] = {"device": "cpu", "batch_size": 1, "serving": Serving(), "logs": tmp_path}
+    with opened(member, models, **place, beside_training=True):
+        pass
+    assert started == [{"path": str(local_folder(NAME)), "weights": commit}]
 
 
 def test_a_branch_and_a_tag_are_pinned_too(hub: Hub, random_checkpoint: Callable[[int], Path]) -> None:
@@ -205,6 +228,32 @@ def test_a_plan_downloads_no_weights(hub: Hub, random_checkpoint: Callable[[int]
     models = Models(base_planner=NAME, base_grounder=NAME, planners={"p": NAME}, verifiers={"v": endpoint})
     assert broken(models, NOWHERE) == [] and size_of(NAME, NOWHERE).source == "hub"
     assert hub.asked and not any(WEIGHTS in line for line in hub.asked)
+
+
+def test_a_plan_refuses_what_a_later_step_would(hub: Hub, copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    shutil.copy(copy / "config.json", tmp_path / "bin")
+    (tmp_path / "bin" / "pytorch_model.bin").write_bytes(b"0")
+    (copy / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n")
+    project = make_project(tmp_path / "project", REPOSITORY / "tests" / "experiments" / "tiny.yaml")
+    (project / "experiments" / "broken.yaml").write_text(
+        f"""parent: tiny
+description: models that are not whole
+models: {{base_planner: models/nothere, planners: {{p: {tmp_path / "bin"}}}, verifiers: {{v: {copy}, good: models/verifier-a}}}}
+"""
+    )
+    code, _, err = tell(project, "plan", "broken")
+    assert code == 2 and hub.asked == []
+    for words in (
+        "base_planner: there is no checkpoint folder",
+        "planners/p: ",
+        "holds no tokenizer",
+        "no *.safetensors but pytorch_model.bin",
+        "verifiers/v: ",
+        "git lfs pull",
+    ):
+        assert words in err
+    assert "verifiers/good" not in err
 
 
 def test_every_broken_model_is_named_at_once(
