@@ -105,10 +105,13 @@ def _explained(checkpoint: str) -> Iterator[None]:
     except HFValidationError as error:
         why = f"there is no such folder, and this cannot be a name of the hub ({_short(error)}): correct it in `models`"
     except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        off = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"the hub cannot be reached ({_short(error)})"
+        cause = _short(error.__cause__ or error)
+        off = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"the hub cannot be reached ({cause})"
+        name, _, revision = checkpoint.partition("@")
+        command = f"hf download {name} --revision {revision}" if revision else f"hf download {name}"
         why = (
             f"there is no such folder, the hub's cache {constants.HF_HUB_CACHE} lacks this model or a part of it, and {off}: "
-            f"download the model where there is a network (`hf download {checkpoint.partition('@')[0]}`), or name a local "
+            f"download the model where there is a network (`{command}`), or name a local "
             "folder"
         )
     except HfHubHTTPError as error:
