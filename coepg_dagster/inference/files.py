@@ -222,8 +222,13 @@ def _no_weights(folder: Path) -> str:
     shards = sorted(file.name for file in folder.glob("*.safetensors"))
     if shards:
         return f"{folder} holds neither {WEIGHTS} nor {INDEX}, only {_some(shards)}: copy or download the index too"
-    instead = f" but {_some(pickled)}" if pickled else ""
-    return f"{folder} holds no *.safetensors{instead}: other weight formats are refused; convert it first"
+    if pickled:
+        return (
+            f"{folder} holds no *.safetensors but {_some(pickled)}: other weight formats are refused; convert it first"
+        )
+    return (
+        f"{folder} holds no *.safetensors: copy or download the weights too (other formats are refused: convert them)"
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -175,6 +175,24 @@ def test_what_another_download_left_half_done_is_completed(hub: Hub, random_chec
         assert (local_folder(NAME) / name).is_file()
 
 
+def test_a_cache_without_the_weights_and_without_a_network_says_so(
+    hub: Hub,
+    offline: Callable[[], None],
+    random_checkpoint: Callable[[int], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.publish(NAME, random_checkpoint(0))
+    local_folder(NAME, weights=False)
+    offline()
+    with pytest.raises(IncompleteCheckpoint, match=r"lacks this model or a part of it, and HF_HUB_OFFLINE is set"):
+        local_folder(NAME)
+    shutil.rmtree(tmp_path / "cache" / "models--acme--tiny" / "trees")  # as something older fills a cache
+    monkeypatch.setattr("huggingface_hub._tree_cache._IN_MEMORY_TREE_CACHE", {})
+    with pytest.raises(IncompleteCheckpoint, match=r"copy or download the weights too"):
+        local_folder(NAME)
+
+
 def test_a_file_that_changed_in_the_cache_is_refused(hub: Hub, random_checkpoint: Callable[[int], Path]) -> None:
     hub.publish(NAME, random_checkpoint(0))
     file = local_folder(NAME) / WEIGHTS
