@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from coepg_dagster.assets.making import Maker, Making, Outcome
 from coepg_dagster.assets.shared import (
     WEIGHTS,
+    as_recorded,
     benchmark_steps,
     checkpoint_of,
     copy_base,
@@ -24,6 +25,7 @@ from coepg_dagster.assets.shared import (
 
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.experiment import Member, Strict
+from coepg_dagster.inference.weights import pinned
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import data_quality as measure_quality
@@ -68,13 +70,14 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
     experiment = work.loop.experiment
     if work.k == 0:
         return register_base(work, f"base_{role}")
+    base = _models(work.folder("open_models"))[f"base_{role}"]
     resource = work.context.resources.sft
     config = resource.resolve(experiment.sft)
     result = work.launch(
         resource,
         SftWork,
         role=role,
-        init=experiment.models.base_planner if role == "planner" else experiment.models.base_grounder,
+        init=pinned(base),
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
@@ -83,7 +86,6 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
-    base = _models(work.folder("open_models"))[f"base_{role}"]
     return _trained(work, result, config, _model("base", base))
 
 
@@ -99,7 +101,8 @@ def planner(work: Making) -> Outcome:
     config = resource.resolve(experiment.grpo)
     if not config.enabled:
         return same_model(work, "planner_sft", config)
-    verifiers = _chosen(experiment.models.verifiers, resource.verifiers)
+    models = _models(work.read_by("planner_sft", "open_models"))
+    verifiers = _recorded(_chosen(experiment.models.verifiers, resource.verifiers), "verifiers", models)
     result = work.launch(
         resource,
         GrpoWork,
@@ -113,7 +116,6 @@ def planner(work: Making) -> Outcome:
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
-    models = _models(work.read_by("planner_sft", "open_models"))
     graders = [_artifact("rewarded by", work.record("grounder"))]
     graders += [_model("rewarded by", models[f"verifiers/{name}"]) for name in verifiers if config.ensemble]
     return _trained(work, result, config, _artifact("base", work.record("planner_sft")), *graders)
@@ -130,10 +132,11 @@ def end_to_end(work: Making) -> Outcome:
         return register_base(work, "base_planner")
     resource = work.context.resources.grpo_cdrem
     grpo = resource.resolve(experiment.grpo)
+    base = _models(work.folder("open_models"))["base_planner"]
     result = work.launch(
         resource,
         EndToEndWork,
-        init=experiment.models.base_planner,
+        init=pinned(base),
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
@@ -141,7 +144,6 @@ def end_to_end(work: Making) -> Outcome:
         sft=experiment.sft,
         grpo=grpo,
     )
-    base = _models(work.folder("open_models"))["base_planner"]
     return _trained(work, result, grpo, _model("base", base))
 
 
@@ -150,10 +152,11 @@ def candidate_plans(work: Making) -> Outcome:
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
+    open_planners = _recorded(experiment.models.planners, "planners", _models(work.folder("open_models")))
     result = work.launch(
         resource,
         CandidatesWork,
-        members=pool_members(experiment.models.planners, _trained_members(work, "planner")),
+        members=pool_members(open_planners, _trained_members(work, "planner")),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
         max_steps=experiment.benchmark.max_train_steps,
@@ -167,7 +170,8 @@ def verdicts(work: Making) -> Outcome:
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
-    open_verifiers = _chosen(experiment.models.verifiers, resource.verifiers)
+    chosen = _chosen(experiment.models.verifiers, resource.verifiers)
+    open_verifiers = _recorded(chosen, "verifiers", _models(work.folder("open_models")))
     result = work.launch(
         resource,
         VerdictsWork,
@@ -303,6 +307,11 @@ def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Me
     if unknown:
         raise ValueError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
     return {name: member for name, member in members.items() if names is None or name in names}
+
+
+def _recorded(members: dict[str, Member], pool: str, models: dict[str, Any]) -> dict[str, Member]:
+    """The members of a pool as the list `models` of an `open_models` artifact has them."""
+    return {name: as_recorded(member, models[f"{pool}/{name}"]) for name, member in members.items()}
 
 
 def _trained(work: Making, result: dict[str, Any], config: Strict, base: Source, *others: Source) -> Outcome:

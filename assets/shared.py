@@ -10,12 +10,12 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
-from safetensors import SafetensorError, safe_open
 
 from coepg_dagster.auditing.archive import BASE, MODELS
-from coepg_dagster.experiment import Benchmark, Member, Strict, fingerprint
+from coepg_dagster.experiment import Benchmark, Member, Models, Strict, fingerprint
 from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
-from coepg_dagster.inference.weights import weights_version
+from coepg_dagster.inference.files import IncompleteCheckpoint
+from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
 from coepg_dagster.provenance import Asset
 from coepg_dagster.readers.importing import Options, load_benchmark
 from coepg_dagster.readers.miniwob import load_snapshot
@@ -54,15 +54,9 @@ def read_benchmark(config: Benchmark, root: Path, imports: Path) -> tuple[pa.Tab
 
 
 def open_models(work: Making) -> Outcome:
-    """The base pair and the open members of both pools, each with the hash of its weights."""
+    """The base pair and the open members of both pools: whole, and each with the hash of its weights or its commit."""
     models = work.models
-    named = {
-        "base_planner": Member(model=models.base_planner),
-        "base_grounder": Member(model=models.base_grounder),
-        **{f"planners/{name}": member for name, member in models.planners.items()},
-        **{f"verifiers/{name}": member for name, member in models.verifiers.items()},
-    }
-    found = {name: identity(work.loop.root, member) for name, member in named.items()}
+    found = identities(work.loop.root, models)
     (work.draft / MODELS).write_text(json.dumps(found, indent=1, sort_keys=True))
     return Outcome(
         [MODELS],
@@ -100,18 +94,43 @@ def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
     )
 
 
+def identities(root: Path, models: Models) -> dict[str, dict[str, Any]]:
+    """Which model each one is. Raises dg.Failure with everything that is wrong with any: nothing was computed yet."""
+    found: dict[str, dict[str, Any]] = {}
+    wrong: dict[str, list[str]] = {}
+    for name, member in models.named().items():
+        try:
+            found[name] = identity(root, member)
+        except IncompleteCheckpoint as error:
+            wrong.setdefault(str(error), []).append(name)
+    if wrong:
+        raise dg.Failure(
+            "\n".join(f"models: {', '.join(names)}: {why}" for why, names in wrong.items()), allow_retries=False
+        )
+    return found
+
+
 def identity(root: Path, member: Member) -> dict[str, Any]:
-    """Which model a member is: the version of its weights, or of what its endpoint says of them, since those are unseen."""
-    found: dict[str, Any] = {"checkpoint": member.model}
-    if member.engine is not None:
-        found["engine"] = member.engine
+    """Which model a member is: the version of its weights, or of what its endpoint says of them, since those are unseen.
+
+    Raises IncompleteCheckpoint where its files are not whole.
+    """
     if member.engine == "openai":
         told = served_model(endpoint_of(member))
-        return found | {"version": served_version(told), "server": told}
-    found["version"] = weights_version(root, member.model)
-    if (root / member.model).is_dir():  # of a hub model the commit says it all
+        found = {"checkpoint": member.model, "version": served_version(told), "server": told}
+        processor = identify(root, member.checkpoint, weights=False)
+        return found | {"engine": member.engine, "processor": pinned(processor)}
+    found = dict[str, Any](identify(root, member.model))
+    if is_local(root, member.model):  # of a hub model the commit says it all
         found["files"] = digests(root / member.model)
-    return found
+    return found if member.engine is None else found | {"engine": member.engine}
+
+
+def as_recorded(member: Member, entry: dict[str, Any]) -> Member:
+    """A member as jobs load it: at the commit that `open_models` found."""
+    if member.engine == "openai":
+        return member.model_copy(update={"processor": entry.get("processor", member.processor)})
+    return member.model_copy(update={"model": pinned(entry)})
 
 
 def register_base(work: Making, model: str) -> Outcome:
@@ -136,20 +155,16 @@ def same_model(work: Making, asset: Asset, config: Strict) -> Outcome:
 
 
 def _base(work: Making, entry: dict[str, str]) -> Outcome:
-    checkpoint = entry["checkpoint"]
+    checkpoint, why = pinned(entry), None
     (work.draft / BASE).write_text(json.dumps(entry, sort_keys=True))
-    why = None
-    for file in sorted((work.loop.root / checkpoint).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="np") as tensors:  # checks the header against the file's size
-                why = None if tensors.keys() else f"{file} holds no tensors"
-        except SafetensorError as error:
-            why = f"{file}: {error}"
+    try:
+        local_folder(checkpoint, root=work.loop.root)
+    except IncompleteCheckpoint as error:
+        why = str(error)
     return Outcome([BASE], {}, {WEIGHTS: why}, config={"checkpoint": checkpoint}, metadata={"checkpoint": checkpoint})
 
 
 def checkpoint_of(folder: Path) -> str:
     """What to load for a model artifact: its own folder, or the base model that it stands for."""
     base = folder / BASE
-    checkpoint: str = json.loads(base.read_text())["checkpoint"] if base.exists() else str(folder)
-    return checkpoint
+    return pinned(json.loads(base.read_text())) if base.exists() else str(folder)

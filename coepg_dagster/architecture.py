@@ -235,7 +235,12 @@ def read(folder: Path) -> Architecture:
         raise UnknownModel(f"{folder}: there is no config.json; name a checkpoint's folder or a hub model") from None
     except ValueError as error:
         raise UnknownModel(f"{file}: not valid JSON: {error}") from None
-    return Architecture.of(config, str(file))
+    try:
+        return Architecture.of(config, str(file))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnknownModel(
+            f"{file}: not the configuration of a model ({type(error).__name__}: {error}): copy or download it again"
+        ) from None
 
 
 def _qwen2_5_vl(hidden: int, mlp: int, layers: int, heads: int, kv: int, vocabulary: int, tower_mlp: int) -> Any:

@@ -205,6 +205,10 @@ def _dry_run(
     card, count = here or (None, 1)
     hardware = dryrun.Hardware(card, gpus or count, cast(Strategy, strategy))
     benchmark = records.get(Ref("benchmark_steps"))
+    for line in (wrong := dryrun.broken(experiment.models, project.root)):
+        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    if wrong:
+        raise typer.Exit(2)
     try:
         dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
     except UnknownModel as error:

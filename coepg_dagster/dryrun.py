@@ -1,13 +1,12 @@
 """`coepg plan` as a dry run: every stage of an iteration on given GPUs, what cannot fit, and what would help most.
 
 Sizes come from a checkpoint's config.json: in a local folder, in a small table of known hub models, in the hub's cache, or
-from the hub. Numbers of steps come from the imported benchmark, else from a table of known benchmarks. What is assumed is
-said (`ASSUMED`).
+from the hub; whether its files are whole is looked at too (`broken`). Numbers of steps come from the imported benchmark, else
+from a table of known benchmarks. What is assumed is said (`ASSUMED`).
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +34,10 @@ from coepg_dagster.estimates import (
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Experiment, Lora
+from coepg_dagster.experiment import Experiment, Lora, Models
+from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
+from coepg_dagster.inference.hub import described, split
+from coepg_dagster.inference.weights import is_local
 from coepg_dagster.training.learned import Exposure, exposure
 
 STEPS: Final[dict[str, dict[str, int]]] = {
@@ -102,21 +104,35 @@ def found_card() -> tuple[Card, int] | None:
 
 def size_of(model: str, root: Path) -> Sized:
     """The size of a checkpoint. Raises UnknownModel with what to do."""
-    if (root / model).is_dir():
+    if is_local(root, model):
         return Sized(read(root / model), "config.json")
-    if model in KNOWN:
-        return Sized(Architecture.of(KNOWN[model]), "built-in table")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+    name, _ = split(model)
+    if name in KNOWN:
+        return Sized(Architecture.of(KNOWN[name]), "built-in table")
     try:
-        file = Path(hf_hub_download(model, "config.json", etag_timeout=5))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UnknownModel(
-            f"{model}: no such folder, no model of the built-in table, and the hub gave no config.json "
-            f"({type(error).__name__}): correct the name, or download the model first"
-        ) from None
-    return Sized(Architecture.of(json.loads(file.read_text()), model), "hub")
+        return Sized(read(described(model)), "hub")
+    except IncompleteCheckpoint as error:
+        raise UnknownModel(str(error)) from None
+
+
+def broken(models: Models, root: Path) -> list[str]:
+    """What is wrong with the files of the checkpoints, as `open_models` would find; one line for each fault.
+
+    Of a hub model that is not in the built-in table, what describes it is downloaded, and no weights.
+    """
+    wrong: dict[str, list[str]] = {}
+    for name, member in models.named().items():
+        checkpoint, weights = member.checkpoint, member.engine != "openai"
+        try:
+            if is_local(root, checkpoint):
+                check(root / checkpoint, weights=weights)
+                if weights:
+                    check_size(root / checkpoint)
+            elif split(checkpoint)[0] not in KNOWN:
+                described(checkpoint, weights=weights)
+        except IncompleteCheckpoint as error:
+            wrong.setdefault(str(error), []).append(name)
+    return [f"models: {', '.join(names)}: {why}" for why, names in wrong.items()]
 
 
 def examples_of(experiment: Experiment) -> tuple[Example, Example]:

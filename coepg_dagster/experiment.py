@@ -87,7 +87,10 @@ class Benchmark(Strict):
 class Member(Strict):
     """An open model of a pool, and the engine that answers for it. Plain text is the model alone."""
 
-    model: str = Field(min_length=1, description="local folder or hub name; for `openai`, its name at the endpoint")
+    model: str = Field(
+        min_length=1,
+        description="local folder or hub model (`OWNER/NAME`, or `OWNER/NAME@REVISION`); for `openai`, its name at the endpoint",
+    )
     engine: EngineName | None = Field(None, description="null: as `models.engine` says")
     processor: str | None = Field(
         None, description="openai: folder or hub name of the served model's processor; null: `model`"
@@ -121,6 +124,11 @@ class Member(Strict):
             raise ValueError("api_key_env is the *name* of an environment variable, not the key")
         return self
 
+    @property
+    def checkpoint(self) -> str:
+        """The folder or hub model whose files are read here: of a model behind an endpoint, those of its processor."""
+        return self.processor or self.model
+
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> Any:
         default = {name: field.default for name, field in type(self).model_fields.items()}
@@ -137,7 +145,7 @@ ENDPOINT: Final = PLACE | {"processor"}
 
 
 class Models(Strict):
-    """The checkpoints that an experiment starts from: local folders or hub names, safetensors only."""
+    """The checkpoints that an experiment starts from: local folders or hub models (`OWNER/NAME@REVISION`), safetensors only."""
 
     base_planner: str
     base_grounder: str
@@ -182,11 +190,18 @@ class Models(Strict):
         """What answers for a member of a pool."""
         return member.engine or self.engine
 
+    def named(self) -> dict[str, Member]:
+        """Every model by its name in the record: the base pair, `planners/NAME` and `verifiers/NAME`."""
+        return {
+            "base_planner": Member(model=self.base_planner),
+            "base_grounder": Member(model=self.base_grounder),
+            **{f"planners/{name}": member for name, member in self.planners.items()},
+            **{f"verifiers/{name}": member for name, member in self.verifiers.items()},
+        }
+
     def checkpoints(self) -> list[str]:
-        """Every checkpoint that is loaded here: local folders and hub names, each once."""
-        members = (*self.planners.values(), *self.verifiers.values())
-        loaded = [member.model for member in members if member.engine != "openai"]
-        return list(dict.fromkeys([self.base_planner, self.base_grounder, *loaded]))
+        """Every checkpoint that is loaded here: local folders and hub models, each once."""
+        return list(dict.fromkeys(member.model for member in self.named().values() if member.engine != "openai"))
 
     def without_places(self) -> Models:
         """The same models, wherever endpoints are."""

@@ -80,5 +80,9 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UnknownModel, match="llama"):
         read(tmp_path)
+    for damaged in ({"model_type": "qwen2_5_vl"}, {"model_type": "qwen3_vl", "text_config": None, "vision_config": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(damaged))
+        with pytest.raises(UnknownModel, match="not the configuration of a model"):
+            read(tmp_path)
     with pytest.raises(UnknownModel, match=r"no config\.json"):
         read(tmp_path / "none")

@@ -14,7 +14,7 @@ from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.openai_engine import OpenAIEngine
 from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.vllm_server import vllm_server
-from coepg_dagster.inference.weights import local_version
+from coepg_dagster.inference.weights import local_folder, local_version
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def opened(
     """
     kind = models.engine_of(member)
     if kind == "openai":
-        engine = OpenAIEngine(endpoint_of(member), load_processor(member.processor or member.model))
+        engine = OpenAIEngine(endpoint_of(member), load_processor(member.checkpoint))
         with closing(engine):
             engine.check()
             yield engine
@@ -47,15 +47,16 @@ def opened(
 
         yield TransformersEngine(member.model, dtype=models.dtype, device=device, batch_size=batch_size)
     else:
-        weights = local_version(member.model)
+        # a folder, so that vLLM, perhaps another interpreter's, finds the very files that the version names
+        folder, weights = str(local_folder(member.model)), local_version(member.model)
         common: Any = {"dtype": models.dtype, "device": device, "serving": serving, "share": share, "weights": weights}
         if beside_training or serving.python is not None:
             logs.mkdir(parents=True, exist_ok=True)
             log = logs / f"vllm-{os.getpid()}-{len(list(logs.glob('vllm-*')))}.log"
-            with vllm_server(member.model, log=log, **common) as served:
+            with vllm_server(folder, log=log, **common) as served:
                 yield served
         else:
             from coepg_dagster.inference.vllm_engine import VllmEngine
 
-            with closing(VllmEngine(member.model, **common)) as own:
+            with closing(VllmEngine(folder, **common)) as own:
                 yield own

@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coepg_dagster.geometry import Size, smart_resize
 from coepg_dagster.inference.engine import Request
+from coepg_dagster.inference.weights import local_folder
 from coepg_dagster.prompts import grounder_messages
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
@@ -22,9 +23,9 @@ VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 VISION_END = "<|vision_end|>"
 
 
-def load_processor(path: str) -> Any:
-    """The processor of a local folder or hub name; no remote code."""
-    return AutoProcessor.from_pretrained(path, trust_remote_code=False)
+def load_processor(checkpoint: str) -> Any:
+    """The processor of a local folder or hub model; no remote code. Raises IncompleteCheckpoint."""
+    return AutoProcessor.from_pretrained(local_folder(checkpoint, weights=False), trust_remote_code=False)
 
 
 def vision_token_ids(tokenizer: Any) -> list[int]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from coepg_dagster.inference.attention import decode, fast_vision, prefill, with_room
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling, Usage
+from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.processing import (
     Prompt,
     load_processor,
@@ -24,26 +25,22 @@ from coepg_dagster.inference.processing import (
     vision_token_ids,
 )
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
-from coepg_dagster.inference.weights import local_version
-from coepg_dagster.progress import Ended
+from coepg_dagster.inference.weights import local_folder, local_version
 
 Dtype = Literal["float32", "bfloat16"]
 
 
-class IncompleteCheckpoint(Ended):
-    """A checkpoint with weights missing, unexpected, not finite or not what they should be."""
-
-
 def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str = "sdpa") -> tuple[Any, Any]:
-    """(model in eval mode, processor) of a local folder or hub name; safetensors only, no remote code.
+    """(model in eval mode, processor) of a local folder or hub model; safetensors only, no remote code.
 
     Raises IncompleteCheckpoint where weights are missing, unexpected or not finite: transformers would otherwise start
     with random weights after a renamed key.
     """
-    processor = load_processor(str(path))
+    folder = local_folder(str(path))
+    processor = load_processor(str(folder))
     processor.tokenizer.padding_side = "left"
     model, info = AutoModelForImageTextToText.from_pretrained(
-        path,
+        folder,
         dtype=getattr(torch, dtype),
         attn_implementation=attention,
         use_safetensors=True,
@@ -57,7 +54,8 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
     bad = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
     if bad:
         raise IncompleteCheckpoint(
-            f"{path}: not finite: {', '.join(bad[:5])}; training diverged, lower the learning rate"
+            f"{path}: not finite: {', '.join(bad[:5])}; copy or download the checkpoint again. If it was trained here, "
+            "training diverged: lower the learning rate"
         )
     return model.eval(), processor
 

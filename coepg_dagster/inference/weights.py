@@ -1,45 +1,94 @@
-"""Which weights a model has: the version that is kept with what it answered."""
+"""Checkpoints by name: the folder that is loaded, and the version that is kept with what the model answered.
+
+A checkpoint is a folder, or a model of the hub: `OWNER/NAME`, or `OWNER/NAME@REVISION` with a branch, a tag or a commit.
+`identify` says once which commit that is; every job is then given `OWNER/NAME@COMMIT`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
+from coepg_dagster.inference import hub
+from coepg_dagster.inference.files import (
+    IncompleteCheckpoint,
+    check,
+    check_finite,
+    check_size,
+    weight_faults,
+    weight_names,
+)
 
-def folder_version(folder: Path) -> str:
-    """A hash of the weights of a checkpoint folder. Raises FileNotFoundError where it holds no safetensors."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no *.safetensors: other weight formats are refused; convert it first")
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()[:16]
+HERE: Final = Path()
 
 
 def is_local(root: Path, checkpoint: str) -> bool:
     """Whether a checkpoint is a folder below `root`, there or not, and no name on the hub."""
-    return checkpoint.startswith((".", "/")) or checkpoint.count("/") != 1 or (root / checkpoint).parent.is_dir()
+    name = checkpoint.partition("@")[0]
+    return checkpoint.startswith((".", "/", "~")) or name.count("/") != 1 or (root / name).parent.is_dir()
 
 
-def weights_version(root: Path, checkpoint: str) -> str:
-    """A hash of the weights of a local folder below `root`; of a hub model, its commit. Raises FileNotFoundError."""
-    folder = root / checkpoint
-    if folder.is_dir():
-        return folder_version(folder)
+def local_folder(checkpoint: str, *, weights: bool = True, root: Path = HERE) -> Path:
+    """The folder of a checkpoint, whole: its own below `root`, or that of its commit in the hub's cache.
+
+    What the cache lacks is downloaded. Raises IncompleteCheckpoint.
+
+    Args:
+        weights: a model will be loaded; else its processor alone.
+    """
     if is_local(root, checkpoint):
-        raise FileNotFoundError(f"there is no checkpoint folder {checkpoint}: make it, or correct `models` in the file")
-    from huggingface_hub import HfApi
+        return check(root / checkpoint, weights=weights)
+    return check(hub.snapshot(hub.split(checkpoint)[0], hub.resolve(checkpoint), weights=weights), weights=weights)
 
-    return str(HfApi().model_info(checkpoint).sha)
+
+def folder_version(folder: Path) -> str:
+    """A hash of the weights of a checkpoint folder. Raises IncompleteCheckpoint where they are not whole."""
+    if found := weight_faults(folder):
+        raise IncompleteCheckpoint("; ".join(found))
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(_sha256(file))
+    return digest.hexdigest()[:16]
 
 
 def local_version(checkpoint: str) -> str:
-    """The version of a checkpoint that is on this machine: a hash of a folder's weights; of a hub model, its commit."""
-    folder = Path(checkpoint)
-    if folder.is_dir():
-        return folder_version(folder)
-    from transformers import AutoConfig
+    """The version of a checkpoint: a hash of a folder's weights; of a hub model, its commit."""
+    return folder_version(Path(checkpoint)) if is_local(Path(), checkpoint) else hub.resolve(checkpoint)
 
-    return str(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)._commit_hash)
+
+def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, str]:
+    """Which model a checkpoint is, once all of it was looked at: {"checkpoint", "version"}, of a hub model its "revision" too.
+
+    A hub model is downloaded, and its weights are compared with the hashes of the hub. Raises IncompleteCheckpoint where
+    anything is missing, damaged, or not finite.
+    """
+    if is_local(root, checkpoint):
+        folder = local_folder(checkpoint, weights=weights, root=root)
+        found = {"checkpoint": checkpoint, "version": folder_version(folder) if weights else ""}
+    else:
+        name, revision = hub.split(checkpoint)
+        found = {"checkpoint": name, "version": hub.resolve(checkpoint), "revision": revision or "main"}
+        folder = local_folder(pinned(found), weights=weights)
+        for file in [folder / name for name in weight_names(folder)] if weights else []:
+            blob = file.resolve()  # the cache names it by what the hub says of its content
+            if re.fullmatch(r"[0-9a-f]{64}", blob.name) and _sha256(file).hex() != blob.name:
+                raise IncompleteCheckpoint(
+                    f"{file} is not what the hub has: delete {blob} and run the same command again"
+                )
+    if weights:
+        check_size(folder)
+        check_finite(folder)
+    return found
+
+
+def pinned(entry: Mapping[str, Any]) -> str:
+    """What a job loads for a model that `identify` found: the folder, or the hub model at its commit."""
+    return f"{entry['checkpoint']}@{entry['version']}" if "revision" in entry else str(entry["checkpoint"])
+
+
+def _sha256(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()

@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 from transformers.integrations import unset_hf_deepspeed_config
 
-from coepg_dagster.inference.transformers_engine import Dtype, IncompleteCheckpoint, load_checkpoint
+from coepg_dagster.inference.files import IncompleteCheckpoint
+from coepg_dagster.inference.transformers_engine import Dtype, load_checkpoint
 
 ROUNDING: Final[Mapping[Dtype, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """How far two ways to compute the same logits may lie apart, as a share of their span. A GPU computes in bf16 here."""

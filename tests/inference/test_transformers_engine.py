@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from coepg_dagster.inference.engine import Generation, Request, Sampling, Usage
+from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.processing import VISION_TOKENS, token_bytes, vision_token_ids
 from coepg_dagster.inference.transformers_engine import (
-    IncompleteCheckpoint,
     TransformersEngine,
     load_checkpoint,
     nucleus,
@@ -241,5 +241,5 @@ def test_pickled_weights_are_not_opened(copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     torch.save(weights, copy / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(IncompleteCheckpoint, match=r"no \*\.safetensors but pytorch_model\.bin"):
         load_checkpoint(copy, "float32", "cpu")

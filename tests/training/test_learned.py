@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import get_cosine_schedule_with_warmup
+from transformers import get_scheduler
 
 from coepg_dagster.evaluation.change import change_of
-from coepg_dagster.experiment import Grpo, Sft
-from coepg_dagster.training.learned import WARMUP, exposure, grpo_warning, schedule, sft_warning
+from coepg_dagster.experiment import MIN_LR_RATE, Grpo, Sft
+from coepg_dagster.training.learned import exposure, grpo_warning, schedule, sft_warning
 
 OLD = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=64, max_steps=16, learning_rate=1e-5, kl_beta=0.04)
 
@@ -99,16 +99,19 @@ def test_sft_is_judged_on_validation() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 16, 40, 166])
-def test_the_schedule_is_the_trainers(steps: int) -> None:
+@pytest.mark.parametrize("kind", ["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"])
+def test_the_schedule_is_the_trainers(steps: int, kind: Any) -> None:
+    config = Grpo(lr_scheduler_type=kind)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    warmup = torch.ceil(torch.tensor(WARMUP * steps, dtype=torch.float64)).int().item()
-    scheduler = get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+    warmup = torch.ceil(torch.tensor(config.warmup_ratio * steps, dtype=torch.float64)).int().item()
+    special = {"min_lr_rate": MIN_LR_RATE} if kind == "cosine_with_min_lr" else None
+    scheduler = get_scheduler(kind, optimizer, warmup, steps, special)
     rates = []
     for _ in range(steps):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert schedule(Grpo(), steps) == pytest.approx(rates)
+    assert schedule(config, steps) == pytest.approx(rates)
 
 
 @given(st.integers(0, 5000), st.integers(1, 64), st.integers(2, 16), st.none() | st.integers(1, 400))

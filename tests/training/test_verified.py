@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.inference.transformers_engine import IncompleteCheckpoint, load_checkpoint
+from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training.examples import planner_examples
 from coepg_dagster.training.verified import first_logits, save_whole
 
