@@ -20,6 +20,8 @@ from coepg_dagster.provenance import SHARED, Asset, Ref
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
+WHY_AT_MOST = 2000
+"""Characters of a reason in an alert."""
 REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
 
 
@@ -255,21 +257,28 @@ def alert(seconds: int) -> dg.SensorDefinition:
     )
     def sensor(context: dg.RunFailureSensorContext) -> None:
         run = context.dagster_run
-        failed = [{"step": event.step_key, "why": _first_line(event)} for event in context.get_step_failure_events()]
+        failed = [
+            {"step": event.step_key, "why": why_failed(event).partition("\n\n")[0][:WHY_AT_MOST]}
+            for event in context.get_step_failure_events()
+        ]
         name = run.tags.get(EXPERIMENT_TAG, run.job_name)
         iteration = run.tags.get(ITERATION_TAG)
-        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed"
+        why = (
+            f"{failed[0]['step']}: {failed[0]['why']}" if failed else context.failure_event.message or "before any step"
+        )
+        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed: {why}"
         post({"text": text, "run_id": run.run_id, "tags": dict(run.tags), "failed": failed})
 
     return sensor
 
 
-def _first_line(event: dg.DagsterEvent) -> str:
+def why_failed(event: dg.DagsterEvent) -> str:
+    """Why a step failed, in the first paragraph; then the end of its log, where it ran in a process of its own."""
     data = event.step_failure_data
     if data.user_failure_data and data.user_failure_data.description:
-        return data.user_failure_data.description.splitlines()[0]
+        return data.user_failure_data.description.strip()
     error = data.error.cause or data.error if data.error else None
-    return error.message.splitlines()[0] if error else "failed"
+    return error.message.strip() if error else "failed"
 
 
 class AlertFailed(RuntimeError):

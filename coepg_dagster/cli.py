@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster.processes import leave_words
 from coepg_dagster.project import ABLATIONS, Project, find_project
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def evolve(
         made = evolve_through(defs, instance, loop, through, err, place, first)
     except RunFailed as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        leave_words(str(error))
         raise typer.Exit(1) from None
     err.print(f"{made} runs" if made else "everything is there and current")
 
@@ -432,12 +434,10 @@ def ui(
     env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
     processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
     err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's way to say Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.5)
-    except KeyboardInterrupt:
-        pass
     finally:
         for process in processes:
             process.terminate()
@@ -466,6 +466,7 @@ def reproduce(
     after any interruption. Ends with 1 where something could not be made;
     the page names it.
     """
+    from coepg_dagster.assets.evolve import RunFailed
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     try:
@@ -485,9 +486,8 @@ def reproduce(
                     study
                 )
         page = collect_study(project, instance, find_study(project, name), out)
-    except ExperimentError as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    except (ExperimentError, RunFailed) as error:
+        raise _refused(error) from None
     typer.echo(str(page))
     raise typer.Exit(1 if failed else 0)
 

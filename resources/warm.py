@@ -10,6 +10,7 @@ that started it. A job that starts jobs itself, such as `coepg evolve` in a stud
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -26,6 +27,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from coepg_dagster.processes import last_words
 
 IMPORTED: Final = [
     "coepg_dagster.resources.worker",
@@ -232,6 +235,7 @@ def run(
         for descriptor, path in ((1, output), (2, errors)):
             with Path(path).open("ab") as log:
                 os.dup2(log.fileno(), descriptor)
+        faulthandler.enable()  # a crash in native code leaves its stack in the log
         os.environ.clear()
         os.environ.update(env)
         os.chdir(cwd)
@@ -243,10 +247,14 @@ def run(
         if torch := sys.modules.get("torch"):  # where it is not loaded yet, it reads the variable
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        with last_words():
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            code = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - whatever it is, it ends this fork and not the server
         sys.excepthook(*sys.exc_info())
     finally:
@@ -258,3 +266,4 @@ def run(
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as opened:
         serve(opened, sys.argv[2:])
+    os._exit(0)  # what was imported takes its time to tidy up
