@@ -143,7 +143,7 @@ def launch(placement: Placement, scratch: Path, module: str, arguments: list[str
 
 
 def main() -> None:
-    """`accelerate launch`. A process that a signal killed says nothing itself, and those that wait for it fail with its socket."""
+    """`accelerate launch`. A process that a signal killed says nothing, and those that wait for it fail with its socket."""
     from accelerate.commands import launch as accelerate
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
