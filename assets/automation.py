@@ -7,7 +7,7 @@ schedule evaluates again, a weekly one regenerates the newest D_k; `alert` tells
 import http.client
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -31,6 +31,7 @@ class Todo:
 
     iteration: int | None
     assets: tuple[Asset, ...]
+    lost: tuple[str, ...] = ()  # those that were there and are gone, and which files
 
 
 def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0) -> Todo | None:
@@ -41,17 +42,19 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int
     """
     records = loop.records(instance)
     stale = loop.stale(records)
-    shared = tuple(
-        asset
-        for asset in loop.shared
-        if (record := records.get(Ref(asset))) is None or record.ref in stale or loop.source_changed(record)
-    )
-    if shared:
-        return Todo(None, shared)
+
+    def todo(iteration: int | None, assets: Sequence[Asset]) -> Todo:
+        refs = [Ref(asset, iteration) for asset in assets]
+        return Todo(
+            iteration, tuple(assets), tuple(f"{ref}: {records.lost[ref]}" for ref in refs if ref in records.lost)
+        )
+
+    if shared := loop.shared_to_make(records, stale):
+        return todo(None, shared)
     plan = loop.to_make(records, stale, through)
     wanted = [k for k in sorted(plan) if k >= first]
     if wanted:
-        return Todo(wanted[0], tuple(plan[wanted[0]]))
+        return todo(wanted[0], loop.in_one_run(plan[wanted[0]], wanted[0]))
     return None if loop.report_is_current(instance, records) else Todo(None, ("evolution_report",))
 
 
@@ -185,7 +188,7 @@ def evolve(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.Se
         busy = running(context.instance, loop, k + 1)
         if busy is not None:
             return dg.SkipReason(f"run {busy[:8]} is making iteration {k + 1}")
-        assets = loop.to_make(records, stale, k + 1).get(k + 1)
+        assets = loop.in_one_run(loop.to_make(records, stale, k + 1).get(k + 1, []), k + 1)
         if not assets:
             return dg.SkipReason(f"iteration {k + 1} is there and current")
         return dg.RunRequest(
@@ -213,7 +216,7 @@ def evaluate_nightly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -
         there = [
             k
             for k in range(loop.experiment.iterations + 1)
-            if all(used in records for used in loop.inputs_of(Ref("evaluation", k)))
+            if all(used in records and used not in records.lost for used in loop.inputs_of(Ref("evaluation", k)))
         ]
         if not there:
             yield dg.SkipReason("there is no agent yet")

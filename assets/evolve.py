@@ -62,6 +62,8 @@ def evolve_through(
                 f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "
                 f"look at `coepg results {loop.name}`"
             )
+        for lost in todo.lost:
+            console.print(f"{lost}; it is made again", highlight=False, soft_wrap=True)
         _run(defs, instance, loop, todo, console, place)
         runs, last = runs + 1, todo
     return runs

@@ -369,7 +369,8 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
         return project.store / record.folder
 
     for k in range(experiment.iterations + 1):
-        made = {asset: records[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in records}
+        there = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
+        made = {asset: records[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in there}
         if (evaluation := made.get("evaluation")) is not None:
             predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
             steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS

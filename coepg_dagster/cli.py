@@ -24,6 +24,7 @@ from coepg_dagster.processes import leave_words
 from coepg_dagster.project import ABLATIONS, Project, find_project
 
 if TYPE_CHECKING:
+    from coepg_dagster.assets.ledger import Loop
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
     from coepg_dagster.provenance import Asset, Record, Ref
@@ -127,9 +128,11 @@ def results(
 
     loop = Loop(experiment, seed, project.root)
     records = loop.records(instance)
-    table = table_of(experiment, seed, records, loop.stale(records))
+    stale = loop.stale(records)
+    table = table_of(experiment, seed, records, stale)
+    inputs = {str(ref): str(why) for ref, why in stale.items() if ref.iteration is None}
     if as_json:
-        typer.echo(json.dumps(table))
+        typer.echo(json.dumps(table | {"stale": inputs}))
         return
     from coepg_dagster.reports.evolution import rows_of
 
@@ -139,6 +142,8 @@ def results(
         view.add_row(*row)
     console = Console()
     console.print(view)
+    for asset, why in inputs.items():
+        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
             console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False)
@@ -171,10 +176,13 @@ def plan(
     stale = loop.stale(records)
     for ref, why in stale.items():
         typer.echo(f"# stale: {ref}: {why}")
+    shared = loop.shared_to_make(records, stale)
+    if shared:
+        typer.echo(f"# would make {', '.join(shared)}")
     todo = loop.to_make(records, stale, experiment.iterations)
     for k, assets in todo.items():
         typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
-    if not todo:
+    if not todo and not shared:
         typer.echo("# everything is there and current")
     _dry_run(project, experiment, records, gpu, gpus, strategy)
 
@@ -776,10 +784,19 @@ def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
 
-    record = Loop(experiment, seed, project.root).record(open_instance(project), Ref(asset, int(k)))
+    loop = Loop(experiment, seed, project.root)
+    record = loop.record(open_instance(project), Ref(asset, int(k)))
     if record is None:
         _refuse(f"{reference} has no {asset}: run `coepg evolve {name} --through {k}` first")
+    _whole(loop, record)
     return record, project.store / record.folder
+
+
+def _whole(loop: Loop, *records: Record) -> None:
+    """Ends with the message where files of an artifact are gone."""
+    for record in records:
+        if gone := loop.lost(record):
+            _refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -821,10 +838,13 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     from coepg_dagster.provenance import Ref
     from coepg_dagster.workers import PREDICTIONS, STEPS, all_steps
 
-    record = Loop(experiment, seed, project.root).record(open_instance(project), Ref("evaluation", int(k)))
+    loop, instance = Loop(experiment, seed, project.root), open_instance(project)
+    record = loop.record(instance, Ref("evaluation", int(k)))
     if record is None:
         err.print(f"{name} has no evaluation: run `coepg evolve {reference} --through {k}` first")
         raise typer.Exit(2)
+    steps_made = loop.record(instance, Ref("benchmark_steps"))
+    _whole(loop, *[record, steps_made] if steps_made else [record])
     predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
     steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
     tests = [split in experiment.benchmark.test for split in steps["split"].to_pylist()]
