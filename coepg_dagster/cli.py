@@ -143,10 +143,10 @@ def results(
     console = Console()
     console.print(view)
     for asset, why in inputs.items():
-        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False)
+        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
-            console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False)
+            console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True)
     report = loop.report(instance)
     if report is not None:
         console.print(f"page: {project.store / report.folder / 'report.html'}", highlight=False, soft_wrap=True)
