@@ -146,7 +146,9 @@ def results(
         console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
-            console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True)
+            console.print(
+                f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True
+            )
     report = loop.report(instance)
     if report is not None:
         console.print(f"page: {project.store / report.folder / 'report.html'}", highlight=False, soft_wrap=True)
