@@ -45,9 +45,8 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int
 
     def todo(iteration: int | None, assets: Sequence[Asset]) -> Todo:
         refs = [Ref(asset, iteration) for asset in assets]
-        return Todo(
-            iteration, tuple(assets), tuple(f"{ref}: {records.lost[ref]}" for ref in refs if ref in records.lost)
-        )
+        lost = tuple(f"{ref}: {records.lost[ref]}" for ref in refs if ref in records.lost)
+        return Todo(iteration, tuple(assets), lost)
 
     if shared := loop.shared_to_make(records, stale):
         return todo(None, shared)
@@ -266,10 +265,8 @@ def alert(seconds: int) -> dg.SensorDefinition:
         ]
         name = run.tags.get(EXPERIMENT_TAG, run.job_name)
         iteration = run.tags.get(ITERATION_TAG)
-        why = (
-            f"{failed[0]['step']}: {failed[0]['why']}" if failed else context.failure_event.message or "before any step"
-        )
-        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed: {why}"
+        first = f"{failed[0]['step']}: {failed[0]['why']}" if failed else context.failure_event.message
+        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed: {first}"
         post({"text": text, "run_id": run.run_id, "tags": dict(run.tags), "failed": failed})
 
     return sensor

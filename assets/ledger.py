@@ -283,9 +283,8 @@ class Records(dict[Ref, Record]):
         """Notes what is not in the store any more."""
         for ref, record in self.items():
             gone = _lost(store, record)
-            if (
-                gone is None and BASE in record.files and (ref.iteration or 0) > 0
-            ):  # it stands for the model that it read
+            if gone is None and ref.asset == "planner" and ref.iteration != 0 and BASE in record.files:
+                # without GRPO it stands for the model that it read
                 model = self.get(Ref("planner_sft", ref.iteration))
                 if model is not None and model.folder == record.input("planner_sft").folder:
                     gone = _lost(store, model)

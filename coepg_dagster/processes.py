@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+from coepg_dagster.progress import Ended
+
 GRACE_SECONDS: Final = 20
 """How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
 LAST_WORDS: Final = "COEPG_LAST_WORDS"
@@ -88,7 +90,9 @@ def first_error(log: Path, start: int = 0) -> str:
 
 
 def _written(log: Path, start: int) -> list[str]:
-    """The lines of a log after its first `start` bytes, of the last ones where they are many."""
+    """The lines of a log after its first `start` bytes, of the last ones where they are many; none where there is no log."""
+    if not log.exists():
+        return []
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(min(start, size), size - LOG_AT_MOST))
@@ -105,7 +109,7 @@ def last_words() -> Iterator[None]:
             leave_words(str(end.code))
         raise
     except Exception as error:
-        leave_words("".join(traceback.format_exception_only(error)))
+        leave_words(str(error) if isinstance(error, Ended) else "".join(traceback.format_exception_only(error)))
         raise
 
 

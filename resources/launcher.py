@@ -87,16 +87,14 @@ def run_work(
         finally:
             end_group(process, grace_seconds)
     if code != 0:
-        how = (
-            f"the worker {ended(code)}"
-            if code is not None
-            else (
-                f"{context.asset_key.to_user_string()} took more than {timeout_minutes:g} minutes: raise `timeout_minutes` of "
-                f"its resource, or look for what hangs in {log}"
+        if code is None:
+            why = (
+                f"{context.asset_key.to_user_string()} took more than {timeout_minutes:g} minutes: raise `timeout_minutes` "
+                f"of its resource, or look for what hangs in {log}\n\n"
             )
-        )
-        said = "" if code is None else words_left(words)
-        why = f"{said}\n\n{how}. " if said else f"{how}\n\n"
+        else:
+            said, how = words_left(words), f"the worker {ended(code)}"
+            why = f"{said}\n\n{how}. " if said else f"{how}\n\n"
         raise dg.Failure(f"{why}The end of {log}:\n{tail(log, start=written)}", allow_retries=False)
     figures: dict[str, Any] = json.loads(result.read_text())
     return figures

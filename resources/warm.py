@@ -192,7 +192,7 @@ def serve(channel: socket.socket, parent: int, imported: Sequence[str]) -> None:
             received = channel.recv(1 << 16)
             if (
                 not received or os.getppid() != parent
-            ):  # it may have gone while we imported, and its job is still to come
+            ):  # gone, perhaps while we imported: what it asked for is not started
                 return  # jobs notice by themselves that their parent is gone
             *lines, waiting = (waiting + received).split(b"\n")
             for line in lines:
