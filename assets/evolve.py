@@ -156,7 +156,7 @@ def in_this_process(_: dg.InitExecutorContext) -> InThisProcess:
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM while it is open: the first one raises KeyboardInterrupt, those after it must not disturb the end.
+    """Ctrl-C and SIGTERM while it is open: the first one raises KeyboardInterrupt, those after it do not disturb the end.
 
     Dagster takes both over while a run goes on, without a word of which it was; Python tells us all the same.
     """
@@ -184,8 +184,8 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._main:
-            for number, handler in self._others:
-                signal.signal(number, handler)
+            for number, handler in self._others:  # after one of them this process ends, in its own time
+                signal.signal(number, handler if self.first is None else signal.SIG_IGN)
             signal.set_wakeup_fd(self._fd)
         self._told.close()
         self._tells.close()
