@@ -7,7 +7,7 @@ schedule evaluates again, a weekly one regenerates the newest D_k; `alert` tells
 import http.client
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -20,6 +20,8 @@ from coepg_dagster.provenance import SHARED, Asset, Ref
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
+WHY_AT_MOST = 2000
+"""Characters of a reason in an alert."""
 REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
 
 
@@ -29,6 +31,7 @@ class Todo:
 
     iteration: int | None
     assets: tuple[Asset, ...]
+    lost: tuple[str, ...] = ()  # those that were there and are gone, and which files
 
 
 def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0) -> Todo | None:
@@ -39,17 +42,18 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int
     """
     records = loop.records(instance)
     stale = loop.stale(records)
-    shared = tuple(
-        asset
-        for asset in loop.shared
-        if (record := records.get(Ref(asset))) is None or record.ref in stale or loop.source_changed(record)
-    )
-    if shared:
-        return Todo(None, shared)
+
+    def todo(iteration: int | None, assets: Sequence[Asset]) -> Todo:
+        refs = [Ref(asset, iteration) for asset in assets]
+        lost = tuple(f"{ref}: {records.lost[ref]}" for ref in refs if ref in records.lost)
+        return Todo(iteration, tuple(assets), lost)
+
+    if shared := loop.shared_to_make(records, stale):
+        return todo(None, shared)
     plan = loop.to_make(records, stale, through)
     wanted = [k for k in sorted(plan) if k >= first]
     if wanted:
-        return Todo(wanted[0], tuple(plan[wanted[0]]))
+        return todo(wanted[0], loop.in_one_run(plan[wanted[0]], wanted[0]))
     return None if loop.report_is_current(instance, records) else Todo(None, ("evolution_report",))
 
 
@@ -183,7 +187,7 @@ def evolve(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.Se
         busy = running(context.instance, loop, k + 1)
         if busy is not None:
             return dg.SkipReason(f"run {busy[:8]} is making iteration {k + 1}")
-        assets = loop.to_make(records, stale, k + 1).get(k + 1)
+        assets = loop.in_one_run(loop.to_make(records, stale, k + 1).get(k + 1, []), k + 1)
         if not assets:
             return dg.SkipReason(f"iteration {k + 1} is there and current")
         return dg.RunRequest(
@@ -211,7 +215,7 @@ def evaluate_nightly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -
         there = [
             k
             for k in range(loop.experiment.iterations + 1)
-            if all(used in records for used in loop.inputs_of(Ref("evaluation", k)))
+            if all(used in records and used not in records.lost for used in loop.inputs_of(Ref("evaluation", k)))
         ]
         if not there:
             yield dg.SkipReason("there is no agent yet")
@@ -255,21 +259,26 @@ def alert(seconds: int) -> dg.SensorDefinition:
     )
     def sensor(context: dg.RunFailureSensorContext) -> None:
         run = context.dagster_run
-        failed = [{"step": event.step_key, "why": _first_line(event)} for event in context.get_step_failure_events()]
+        failed = [
+            {"step": event.step_key, "why": why_failed(event).partition("\n\n")[0][:WHY_AT_MOST]}
+            for event in context.get_step_failure_events()
+        ]
         name = run.tags.get(EXPERIMENT_TAG, run.job_name)
         iteration = run.tags.get(ITERATION_TAG)
-        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed"
+        first = f"{failed[0]['step']}: {failed[0]['why']}" if failed else context.failure_event.message
+        text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed: {first}"
         post({"text": text, "run_id": run.run_id, "tags": dict(run.tags), "failed": failed})
 
     return sensor
 
 
-def _first_line(event: dg.DagsterEvent) -> str:
+def why_failed(event: dg.DagsterEvent) -> str:
+    """Why a step failed, in the first paragraph; then the end of its log, where it ran in a process of its own."""
     data = event.step_failure_data
     if data.user_failure_data and data.user_failure_data.description:
-        return data.user_failure_data.description.splitlines()[0]
+        return data.user_failure_data.description.strip()
     error = data.error.cause or data.error if data.error else None
-    return error.message.splitlines()[0] if error else "failed"
+    return error.message.strip() if error else "failed"
 
 
 class AlertFailed(RuntimeError):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
-from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags
+from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags, why_failed
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
 from coepg_dagster.resources.training import Processes, Training, default_resources
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import execute_run
+from dagster._core.execution.context.system import PlanOrchestrationContext
+from dagster._core.execution.plan.plan import ExecutionPlan
+from dagster._core.execution.retries import RetryMode
+from dagster._core.executor.in_process import InProcessExecutor
+from dagster._core.storage.tags import PARTITION_NAME_TAG
 from dagster._core.utils import make_new_run_id
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -52,6 +62,8 @@ def evolve_through(
                 f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "
                 f"look at `coepg results {loop.name}`"
             )
+        for lost in todo.lost:
+            console.print(f"{lost}; it is made again", highlight=False, soft_wrap=True)
         _run(defs, instance, loop, todo, console, place)
         runs, last = runs + 1, todo
     return runs
@@ -73,21 +85,128 @@ def _run(
     place: Place | None = None,
 ) -> None:
     iteration = todo.iteration
-    job = defs.resolve_job_def(f"{prefix(loop)}_{'unpartitioned' if iteration is None else 'iteration'}")
+    name = f"{prefix(loop)}_{'unpartitioned' if iteration is None else 'iteration'}"
+    job = defs.resolve_job_def(name).with_executor_def(in_this_process)
+    assets = frozenset(loop.key(asset) for asset in todo.assets)
+    tags = dict(job.run_tags) | run_tags(loop, iteration) | {EVOLVE_TAG: "yes"}
+    if iteration is not None:
+        tags[PARTITION_NAME_TAG] = str(iteration)
+    resources = {key: {"config": dict(fields)} for key, fields in (place or {}).items()}
     run_id = make_new_run_id()
     title = f"{loop.name} k={'–' if iteration is None else iteration}"
-    with living_run(Project(loop.root).store, run_id), Watch(instance, run_id, title, console):
-        result = job.execute_in_process(
-            instance=instance,
-            run_id=run_id,
-            partition_key=None if iteration is None else str(iteration),
-            asset_selection=[loop.key(asset) for asset in todo.assets],
-            tags=run_tags(loop, iteration) | {EVOLVE_TAG: "yes"},
-            run_config=_QUIET | {"resources": {key: {"config": dict(fields)} for key, fields in (place or {}).items()}},
-            raise_on_error=False,
-        )
-    if not result.success:
+    with Interrupts() as interrupts:
+        try:
+            with living_run(Project(loop.root).store, run_id), Watch(instance, run_id, title, console):
+                run = instance.create_run_for_job(
+                    job.get_subset(asset_selection=assets),
+                    run_id=run_id,
+                    run_config=_QUIET | {"resources": resources},
+                    tags=tags,
+                    asset_selection=assets,
+                )
+                success = execute_run(InMemoryJob(job), run, instance).success
+        except KeyboardInterrupt:
+            if interrupts.first is None:
+                raise
+        if interrupts.first is not None:
+            end_cancelled_run(instance, run_id)
+            console.print(
+                f"{title}: ended by {interrupts.first.name}; what was finished is kept, a re-run goes on there"
+            )
+            raise SystemExit(128 + interrupts.first)
+    if not success:
         raise RunFailed(_why(instance, run_id, iteration))
+
+
+class InThisProcess(InProcessExecutor):
+    """Steps one after the other in this process, whose interruption cancels the run; Dagster would call it a failure."""
+
+    def execute(
+        self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan
+    ) -> Iterator[dg.DagsterEvent]:
+        # what Dagster starts to copy our output to the terminal must not die of the Ctrl-C that the terminal sends to it too
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for event in _interruptible(super().execute(plan_context, execution_plan)):
+                if event.event_type in (dg.DagsterEventType.LOGS_CAPTURED, dg.DagsterEventType.STEP_START):
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                yield event
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
+            plan_context.instance.report_run_canceling(plan_context.dagster_run)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _interruptible(events: Iterator[dg.DagsterEvent]) -> Iterator[dg.DagsterEvent]:
+    """The events, which can be interrupted between steps too: Dagster waits for a slot of the pool whatever comes."""
+    with contextlib.closing(events):  # type: ignore[type-var]
+        while True:
+            with dg.raise_execution_interrupts():
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
+
+
+@dg.executor(name="in_this_process")
+def in_this_process(_: dg.InitExecutorContext) -> InThisProcess:
+    """The executor of `coepg evolve`."""
+    return InThisProcess(retries=RetryMode.ENABLED)
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM while it is open: the first one raises KeyboardInterrupt, those after it do not disturb the end.
+
+    Dagster takes both over while a run goes on, without a word of which it was; Python tells us all the same.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = b""
+        self._main = threading.current_thread() is threading.main_thread()
+
+    @property
+    def first(self) -> signal.Signals | None:
+        """The first signal that came, if any."""
+        self._read()
+        return signal.Signals(self._numbers[0]) if self._numbers else None
+
+    def __enter__(self) -> Interrupts:
+        self._told, self._tells = socket.socketpair()
+        self._told.setblocking(False)
+        self._tells.setblocking(False)
+        if self._main:
+            self._others = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+            self._fd = signal.set_wakeup_fd(self._tells.fileno(), warn_on_full_buffer=False)
+            for number, _ in self._others:
+                signal.signal(number, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            for number, handler in self._others:  # after one of them this process ends, in its own time
+                signal.signal(number, handler if self.first is None else signal.SIG_IGN)
+            signal.set_wakeup_fd(self._fd)
+        self._told.close()
+        self._tells.close()
+
+    def _interrupt(self, *_: object) -> None:
+        self._read()
+        if len(self._numbers) == 1:
+            raise KeyboardInterrupt
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            news = self._told.recv(1 << 10)
+            self._numbers += bytes(number for number in news if number in (signal.SIGINT, signal.SIGTERM))
+
+
+def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:
+    """Marks an interrupted run as cancelled, wherever it was interrupted, and frees its slots."""
+    run = instance.get_run_by_id(run_id)
+    if run is not None and not run.is_finished:
+        instance.report_run_canceled(run)
+    instance.event_log_storage.free_concurrency_slots_for_run(run_id)
 
 
 def place_of(
@@ -113,12 +232,7 @@ def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> st
     """The first failed step of a run and its message."""
     for entry in instance.all_logs(run_id):
         if entry.dagster_event and entry.dagster_event.is_step_failure:
-            failure = entry.dagster_event.step_failure_data
-            message = failure.user_failure_data.description if failure.user_failure_data else None
-            if message is None and failure.error is not None:
-                cause = failure.error.cause or failure.error
-                message = cause.message
-            return f"run {run_id[:8]}, {entry.step_key}, iteration {iteration}: {(message or 'failed').strip()}"
+            return f"run {run_id[:8]}, {entry.step_key}, iteration {iteration}: {why_failed(entry.dagster_event)}"
     return f"run {run_id[:8]} of iteration {iteration} failed before any step: see the run in `make ui`"
 
 

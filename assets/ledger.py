@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ import dagster as dg
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from filelock import FileLock, Timeout
 
-from coepg_dagster.auditing.archive import Archive
+from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.experiment import Experiment, code_version, fingerprint
 from coepg_dagster.project import ABLATIONS, Project
 from coepg_dagster.provenance import (
@@ -30,10 +30,12 @@ from coepg_dagster.provenance import (
     Ref,
     Stale,
     assert_usable,
+    in_one_run,
     inputs_of,
     staleness,
     to_make,
 )
+from coepg_dagster.store import Store
 
 BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
@@ -126,13 +128,17 @@ class Loop:
         ).records
         return _record_of(ref, found[0]) if found else None
 
-    def records(self, instance: dg.DagsterInstance) -> Records:
-        """The records of everything that is there, but for the report; those of what is taken are the parent's."""
+    def records(self, instance: dg.DagsterInstance, store: Path | None = None) -> Records:
+        """The records of everything that was made, but for the report; those of what is taken are the parent's.
+
+        `store` is the folder of all artifacts, where it is not the project's.
+        """
         records = Records()
         if self.parent is not None:
-            above = self.parent.records(instance)
+            above = self.parent.records(instance, store)
             records.stale_where_taken = {
-                ref: Stale(ref, ref, f"in {self.parent.name}: {why}") for ref, why in self.parent.stale(above).items()
+                ref: Stale(ref, ref, f"in {self.parent.name}: {why}", why.spreads)
+                for ref, why in self.parent.stale(above).items()
             }
             records |= {
                 ref: record
@@ -154,6 +160,7 @@ class Loop:
                     if event.partition_key is not None and int(event.partition_key) <= self.experiment.iterations:
                         ref = Ref(asset, int(event.partition_key))
                         records[ref] = _record_of(ref, event)
+        records.look(Store(store or Project(self.root).store))
         return records
 
     def report(self, instance: dg.DagsterInstance) -> Record | None:
@@ -165,8 +172,14 @@ class Loop:
         report = self.report(instance)
         if report is None or report.code_version != code_version(self.experiment, "evolution_report"):
             return False
+        if self.lost(report):
+            return False
         shown = {used.ref: used.data_version for used in report.inputs}
         return shown == {ref: record.data_version for ref, record in records.items() if ref.asset in REPORTED}
+
+    def lost(self, record: Record) -> str | None:
+        """What to say where files of an artifact are gone from the store; None: all are there."""
+        return _lost(Store(Project(self.root).store), record)
 
     def code_versions(self) -> dict[Asset, str]:
         """What each asset's code and configuration are now."""
@@ -195,11 +208,24 @@ class Loop:
 
     def stale(self, records: Records) -> dict[Ref, Stale]:
         """The stale ones among `records`."""
-        return staleness(records, self.code_versions(), self.experiment.taken, records.stale_where_taken)
+        taken = self.experiment.taken
+        return staleness(records, self.code_versions(), taken, records.stale_where_taken, records.lost)
 
     def to_make(self, records: Records, stale: Mapping[Ref, Stale], through: int) -> dict[int, list[Asset]]:
         """Iteration → the own assets that are missing, stale, or follow one of these, for the iterations 0..`through`."""
         return to_make(records, stale, through, self.made, self.experiment.agent)
+
+    def shared_to_make(self, records: Records, stale: Mapping[Ref, Stale]) -> tuple[Asset, ...]:
+        """The own unpartitioned inputs that are missing or stale, or whose files, which are looked at, are others now."""
+        return tuple(
+            asset
+            for asset in self.shared
+            if (record := records.get(Ref(asset))) is None or record.ref in stale or self.source_changed(record)
+        )
+
+    def in_one_run(self, assets: Sequence[Asset], iteration: int) -> list[Asset]:
+        """Those first ones of `assets` of an iteration that one run can make."""
+        return in_one_run(assets, iteration, self.made, self.experiment.agent)
 
     def awaited(self, records: Records, stale: Mapping[Ref, Stale], iteration: int | None) -> list[Ref]:
         """What the own assets of an iteration read of the parent and cannot: it is missing there, or stale."""
@@ -208,10 +234,10 @@ class Loop:
         return [used for used in dict.fromkeys(taken) if used not in records or used in stale]
 
     def require(
-        self, context: dg.AssetExecutionContext, refs: list[Ref], iteration: int, accept_stale_input: bool
+        self, context: dg.AssetExecutionContext, refs: list[Ref], iteration: int, accept_stale_input: bool, store: Path
     ) -> dict[Ref, Record]:
         """The records of what iteration `iteration` is about to read. Raises NotUsable, which ends with the remedy."""
-        records = self.records(context.instance)
+        records = self.records(context.instance, store)
         stale = self.stale(records)
         usable = {}
         for ref in refs:
@@ -219,7 +245,8 @@ class Loop:
             crosses = ref.iteration is not None and ref.iteration < iteration
             elsewhere = self._made_elsewhere(context, ref, record) if crosses else None
             try:
-                usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input)
+                lost = records.lost.get(ref)
+                usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input, lost)
             except NotUsable as why:
                 if self.parent is None or ref.asset not in self.experiment.taken:
                     raise
@@ -243,13 +270,31 @@ class Loop:
 
 
 class Records(dict[Ref, Record]):
-    """The current records of a loop, by artifact; and which of those that are taken from a parent are stale there."""
+    """The current records of a loop, by artifact; of which the files are gone, and what of a parent's is stale there."""
 
     stale_where_taken: dict[Ref, Stale]
+    lost: dict[Ref, str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.stale_where_taken = {}
+        self.stale_where_taken, self.lost = {}, {}
+
+    def look(self, store: Store) -> None:
+        """Notes what is not in the store any more."""
+        for ref, record in self.items():
+            gone = _lost(store, record)
+            if gone is None and ref.asset == "planner" and ref.iteration != 0 and BASE in record.files:
+                # without GRPO it stands for the model that it read
+                model = self.get(Ref("planner_sft", ref.iteration))
+                if model is not None and model.folder == record.input("planner_sft").folder:
+                    gone = _lost(store, model)
+            if gone is not None:
+                self.lost[ref] = gone
+
+
+def _lost(store: Store, record: Record) -> str | None:
+    gone = store.lost(record.folder, record.files, record.sizes)
+    return f"its files are gone from the store: {gone}" if gone else None
 
 
 def archive(project: Project, instance: dg.DagsterInstance) -> Archive:

@@ -62,6 +62,11 @@ def play_iteration(
     )
     if planner is None or grounder is None or steps is None:
         raise NotUsable(f"{loop.name}@{k} has no models yet: run `coepg evolve {loop.name} --through {k}` first")
+    for record in (planner, grounder, steps):
+        if record.ref in records.lost:
+            raise NotUsable(
+                f"{record.ref}: {records.lost[record.ref]}: run `coepg evolve {loop.name} --through {k}` first"
+            )
     try:
         tasks = tasks_of(all_steps(project.store / steps.folder / STEPS), split, per_family, families)
     except ValueError as error:

@@ -85,8 +85,15 @@ class Making:
         return self.store.root / record.folder if record else None
 
     def read_by(self, reader: Asset, asset: Asset) -> Path:
-        """Where the version of `asset` lies that the input `reader` was made from."""
-        return self.store.root / self.record(reader).input(asset).folder
+        """Where the version of `asset` lies that the input `reader` was made from. Raises NotUsable where it is gone."""
+        used = self.record(reader).input(asset)
+        now = self.loop.record(self.context.instance, used.ref)
+        files, sizes = (now.files, now.sizes) if now and now.folder == used.folder else ({}, {})
+        if gone := self.store.lost(used.folder, files, sizes):
+            raise NotUsable(
+                f"{used.ref}, which {reader} was made from, is gone from the store: {gone}; materialize {used.ref} again"
+            )
+        return self.store.root / used.folder
 
     def launch(self, resource: Processes, kind: type[Work], **settings: Any) -> dict[str, Any]:
         """Runs a job that fills the draft; {"figures", "device", "seconds"}.
@@ -140,11 +147,12 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
     try:
         if ref.iteration is not None:
             claim(context, store.root / ".claims" / loop.experiment.name / f"s{loop.seed}", ref.iteration)
-        inputs = loop.require(context, loop.inputs_of(ref), ref.iteration or 0, resource.accept_stale_input)
+        k = ref.iteration or 0
+        inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
+        with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
+            yield Making(context, loop, ref, inputs, store, draft)
     except NotUsable as error:
         raise dg.Failure(str(error), allow_retries=False) from None
-    with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
-        yield Making(context, loop, ref, inputs, store, draft)
 
 
 def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Maker) -> dg.MaterializeResult[None]:
@@ -155,7 +163,9 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         outcome = make(work)
         seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
         place = (loop.experiment.name, *seed_part, asset, loop.partition(work.ref) or UNPARTITIONED)
-        artifact = work.store.commit(work.draft, place, outcome.content)
+        before = loop.record(context.instance, work.ref)
+        damaged = before is not None and work.store.lost(before.folder, before.files, before.sizes) is not None
+        artifact = work.store.commit(work.draft, place, outcome.content, replace=damaged)
     seconds = time.monotonic() - started
     record = Record(
         asset=asset,
@@ -171,6 +181,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         device=outcome.device,
         figures=outcome.figures | source,
         files=dict(artifact.files),
+        sizes=artifact.sizes,
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
         accepted_stale_input=context.resources.store.accept_stale_input,
     )

@@ -36,12 +36,12 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
     def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]
         started = time.monotonic()
         tag_run(context)
-        records = loop.records(context.instance)
+        store = context.resources.store.store(loop.root)
+        records = loop.records(context.instance, store.root)
         read = [record for ref, record in records.items() if ref.asset in REPORTED]
         if not read:
             raise dg.Failure("there is no evaluation yet: materialize iteration 0 first", allow_retries=False)
         table = results(loop.experiment, loop.seed, records, loop.stale(records))
-        store = context.resources.store.store(loop.root)
         with store.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
             # the loop's own results and nothing else, so that the version follows from what was read
             cases = case_study_of(store.root, loop.experiment, records)
@@ -64,6 +64,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
             device="cpu",
             figures={"iterations": len({ref.iteration for ref in records if ref.iteration is not None})},
             files=dict(artifact.files),
+            sizes=artifact.sizes,
         )
         return dg.MaterializeResult(
             data_version=dg.DataVersion(artifact.version),

@@ -31,6 +31,7 @@ from rich.console import Console
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import Experiment, ExperimentError
 from coepg_dagster.inference.weights import is_local
+from coepg_dagster.processes import LAST_WORDS, ended, words_left
 from coepg_dagster.project import ABLATIONS, Project
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.paper import grpo_progress
@@ -193,7 +194,7 @@ class Reproduction:
                         elif task.attempts < ATTEMPTS:
                             waiting.insert(0, task)
                         else:
-                            task.why = self._last_lines(task)
+                            task.why = self._why(task, code)
                             failed.append(task)
                             self.console.print(f"failed: {task.command}: {task.why}", highlight=False, soft_wrap=True)
                     time.sleep(0.2)
@@ -232,12 +233,14 @@ class Reproduction:
     def _process(self, task: Task) -> WarmProcess:
         log = self._log(task)
         log.parent.mkdir(parents=True, exist_ok=True)
+        words = self._words(task)
+        words.unlink(missing_ok=True)
         arguments = [*task.arguments, "--device", self.device, "--train-device", self.train_device]
         arguments += ["--processes", str(self.processes)]
         return WarmProcess(
             "coepg_dagster.cli",
             arguments,
-            env=job_environment(1) | {"COLUMNS": "120"} | task.gpu,
+            env=job_environment(1) | {"COLUMNS": "120", LAST_WORDS: str(words)} | task.gpu,
             cwd=self.project.root,
             output=log,
             starts_jobs=True,
@@ -261,9 +264,13 @@ class Reproduction:
         name = f"{task.loop.experiment.name}-s{task.loop.seed}-{task.k}.log"
         return self.project.store / "reproduce" / name
 
-    def _last_lines(self, task: Task) -> str:
-        lines = [line for line in self._log(task).read_text(errors="replace").splitlines() if line.strip()]
-        return " ".join(lines[-3:])[-600:]
+    def _words(self, task: Task) -> Path:
+        return self._log(task).with_suffix(".why")
+
+    def _why(self, task: Task, code: int) -> str:
+        """Why an iteration was not made, in a line."""
+        why = words_left(self._words(task)).partition("\n\n")[0] or f"it {ended(code)}"
+        return f"{' '.join(why.split())[:600]} (log: {self._log(task)})"
 
     def _ended(self) -> Iterator[tuple[Task, int]]:
         for key, (task, process) in list(self.running.items()):
@@ -287,12 +294,14 @@ class Reproduction:
         """Ends what still runs; each process ends its workers."""
         for _, process in self.running.values():
             process.send_signal(signal.SIGINT)
-        for _, process in self.running.values():
-            try:
+        try:
+            for _, process in self.running.values():
                 process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # also where somebody does not want to wait so long
+            for _, process in self.running.values():
                 process.send_signal(signal.SIGKILL)
-                process.wait()
 
 
 @contextmanager
@@ -360,7 +369,8 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
         return project.store / record.folder
 
     for k in range(experiment.iterations + 1):
-        made = {asset: records[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in records}
+        there = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
+        made = {asset: records[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in there}
         if (evaluation := made.get("evaluation")) is not None:
             predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
             steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS

@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster.processes import leave_words
 from coepg_dagster.project import ABLATIONS, Project, find_project
 
 if TYPE_CHECKING:
+    from coepg_dagster.assets.ledger import Loop
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
     from coepg_dagster.provenance import Asset, Record, Ref
@@ -107,6 +109,7 @@ def evolve(
         made = evolve_through(defs, instance, loop, through, err, place, first)
     except RunFailed as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        leave_words(str(error))
         raise typer.Exit(1) from None
     err.print(f"{made} runs" if made else "everything is there and current")
 
@@ -126,9 +129,11 @@ def results(
 
     loop = Loop(experiment, seed, project.root)
     records = loop.records(instance)
-    table = table_of(experiment, seed, records, loop.stale(records))
+    stale = loop.stale(records)
+    table = table_of(experiment, seed, records, stale)
+    inputs = {str(ref): str(why) for ref, why in stale.items() if ref.iteration is None}
     if as_json:
-        typer.echo(json.dumps(table))
+        typer.echo(json.dumps(table | {"stale": inputs}))
         return
     from coepg_dagster.reports.evolution import rows_of
 
@@ -138,12 +143,16 @@ def results(
         view.add_row(*row)
     console = Console()
     console.print(view)
+    for asset, why in inputs.items():
+        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for line in learned_text(iteration):
             console.print(line, highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
-            console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False)
+            console.print(
+                f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True
+            )
     report = loop.report(instance)
     if report is not None:
         console.print(f"page: {project.store / report.folder / 'report.html'}", highlight=False, soft_wrap=True)
@@ -173,10 +182,13 @@ def plan(
     stale = loop.stale(records)
     for ref, why in stale.items():
         typer.echo(f"# stale: {ref}: {why}")
+    shared = loop.shared_to_make(records, stale)
+    if shared:
+        typer.echo(f"# would make {', '.join(shared)}")
     todo = loop.to_make(records, stale, experiment.iterations)
     for k, assets in todo.items():
         typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
-    if not todo:
+    if not todo and not shared:
         typer.echo("# everything is there and current")
     _dry_run(project, experiment, records, gpu, gpus, strategy)
 
@@ -440,12 +452,10 @@ def ui(
     env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
     processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
     err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's way to say Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.5)
-    except KeyboardInterrupt:
-        pass
     finally:
         for process in processes:
             process.terminate()
@@ -474,6 +484,7 @@ def reproduce(
     after any interruption. Ends with 1 where something could not be made;
     the page names it.
     """
+    from coepg_dagster.assets.evolve import RunFailed
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     try:
@@ -493,9 +504,8 @@ def reproduce(
                     study
                 )
         page = collect_study(project, instance, find_study(project, name), out)
-    except ExperimentError as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    except (ExperimentError, RunFailed) as error:
+        raise _refused(error) from None
     typer.echo(str(page))
     raise typer.Exit(1 if failed else 0)
 
@@ -791,10 +801,19 @@ def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
 
-    record = Loop(experiment, seed, project.root).record(open_instance(project), Ref(asset, int(k)))
+    loop = Loop(experiment, seed, project.root)
+    record = loop.record(open_instance(project), Ref(asset, int(k)))
     if record is None:
         _refuse(f"{reference} has no {asset}: run `coepg evolve {name} --through {k}` first")
+    _whole(loop, record)
     return record, project.store / record.folder
+
+
+def _whole(loop: Loop, *records: Record) -> None:
+    """Ends with the message where files of an artifact are gone."""
+    for record in records:
+        if gone := loop.lost(record):
+            _refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -836,10 +855,13 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     from coepg_dagster.provenance import Ref
     from coepg_dagster.workers import PREDICTIONS, STEPS, all_steps
 
-    record = Loop(experiment, seed, project.root).record(open_instance(project), Ref("evaluation", int(k)))
+    loop, instance = Loop(experiment, seed, project.root), open_instance(project)
+    record = loop.record(instance, Ref("evaluation", int(k)))
     if record is None:
         err.print(f"{name} has no evaluation: run `coepg evolve {reference} --through {k}` first")
         raise typer.Exit(2)
+    steps_made = loop.record(instance, Ref("benchmark_steps"))
+    _whole(loop, *[record, steps_made] if steps_made else [record])
     predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
     steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
     tests = [split in experiment.benchmark.test for split in steps["split"].to_pylist()]

@@ -1,22 +1,39 @@
 """Groups of processes: each ends as a whole, children and grandchildren included, and none outlives who started it.
 
+And what they say when they end: the first process of a job that fails leaves its reason in a file, wherever in the group it
+runs, so that whoever waits for the job need not look for it in a log.
+
 `python -m coepg_dagster.processes COMMAND…` runs a command in the group that it leads, and ends the group when its own
 parent is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+from coepg_dagster.progress import Ended
+
 GRACE_SECONDS: Final = 20
 """How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
+LAST_WORDS: Final = "COEPG_LAST_WORDS"
+"""Environment variable with the file in which the processes of a job leave why they end."""
+WORDS_AT_MOST: Final = 16_000
+"""Characters of last words, and of the end of a log."""
+LOG_AT_MOST: Final = 1 << 20
+"""Bytes of a log that are looked at."""
+_AN_ERROR: Final = re.compile(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b: .+|\berror: .+")
+_NO_ERROR: Final = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
 
 
 class Process(Protocol):
@@ -29,23 +46,84 @@ class Process(Protocol):
 
 
 def end_group(process: Process, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        try:
+    """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey.
+
+    Whoever interrupts the waiting (a second Ctrl-C) has it killed at once.
+    """
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number if process.poll() is None else signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(timeout=grace_seconds)
-        except subprocess.TimeoutExpired:
-            continue
-        # the leader is gone; what is left of its group is killed in the next round
-    process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace_seconds)
+            # where the leader is gone, what is left of its group is killed in the next round
+        process.wait()
+    except ProcessLookupError:
+        return
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
-def tail(log: Path, lines: int = 30) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def ended(code: int) -> str:
+    """How a process ended, by its exit code: negative, or over 128, where a signal ended it."""
+    number = -code if code < 0 else code - 128
+    if number not in set(signal.Signals):
+        return f"ended with code {code}"
+    name = signal.Signals(number).name
+    if number == signal.SIGKILL:
+        name += ", which the kernel sends when main memory is full: then use fewer processes or smaller batches"
+    return f"ended with code {code} ({name})"
+
+
+def tail(log: Path, lines: int = 30, start: int = 0) -> str:
+    """The last lines of a log, of what was written after its first `start` bytes."""
+    return "\n".join(_written(log, start)[-lines:])[-WORDS_AT_MOST:]
+
+
+def first_error(log: Path, start: int = 0) -> str:
+    """The first error that a log names after its first `start` bytes, which is what the others follow from; else its last
+    line. For programs of others, which leave no last words."""
+    lines = [line.strip() for line in _written(log, start) if line.strip()]
+    found = (_AN_ERROR.search(line) for line in lines if not _NO_ERROR.search(line))
+    return next((match[0] for match in found if match), lines[-1] if lines else "")[:WORDS_AT_MOST]
+
+
+def _written(log: Path, start: int) -> list[str]:
+    """The lines of a log after its first `start` bytes, of the last ones where they are many; none where there is no log."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(min(start, size), size - LOG_AT_MOST))
+        return file.read().decode(errors="replace").splitlines()
+
+
+@contextlib.contextmanager
+def last_words() -> Iterator[None]:
+    """Leaves the reason where something within ends this process: an exception, or sys.exit with a text."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            leave_words(str(end.code))
+        raise
+    except Exception as error:
+        leave_words(str(error) if isinstance(error, Ended) else "".join(traceback.format_exception_only(error)))
+        raise
+
+
+def leave_words(why: str, *, instead: bool = False) -> None:
+    """Leaves why the job of this process fails. The first one is heard; `instead`: this is the reason, whoever said what."""
+    if path := os.environ.get(LAST_WORDS):
+        # a full disk may be the very reason; a file that is there holds what led to this
+        with contextlib.suppress(OSError), Path(path).open("wb" if instead else "xb") as file:
+            file.write(why.strip()[:WORDS_AT_MOST].encode(errors="backslashreplace"))
+
+
+def words_left(path: Path) -> str:
+    """The reason that a job left in a file; empty where it left none."""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def end_with_parent() -> None:

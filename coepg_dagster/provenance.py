@@ -2,8 +2,9 @@
 
 The graph is acyclic over iterations: D_{k-1} → π_k, ϕ_k → π'_k → D_k. A record names, for each input, exactly the version
 that was read; an artifact is stale when a version that it read is no longer the current one, when its code or configuration
-changed, or when something that it was made from is stale. This is ours, not Dagster's: Dagster marks direct readers only
-and skips assets with many upstream partitions.
+changed, when its files are gone, or when something that it was made from is stale. Lost files are made again, and make
+nothing else stale: what was made from them is as good as it was, unless they come out differently. This is ours, not
+Dagster's: Dagster marks direct readers only and skips assets with many upstream partitions.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class Record(BaseModel):
     device: str
     figures: dict[str, Any]
     files: dict[str, str] = {}  # name → SHA-256 of every file in `folder` as it was made
+    sizes: dict[str, int] = {}  # name → bytes of each
     failed_checks: list[str] = []  # blocking ones
     accepted_stale_input: bool = False
 
@@ -181,6 +183,7 @@ class Stale:
     ref: Ref
     root: Ref
     cause: str
+    spreads: bool = True  # to what was made from it; False: only its files are lost
 
     def __str__(self) -> str:
         return self.cause if self.root == self.ref else f"{self.root}: {self.cause}"
@@ -191,11 +194,13 @@ def staleness(
     code_versions: Mapping[Asset, str],
     taken: Collection[Asset] = (),
     stale_where_taken: Mapping[Ref, Stale] | None = None,
+    lost: Mapping[Ref, str] | None = None,
 ) -> dict[Ref, Stale]:
     """The stale ones among `records` (the current artifacts), each with its root cause; all that follows is stale too.
 
     `code_versions` holds the present version of each asset's code and configuration. The report is checked like the rest:
-    it reads whatever its record names. Assets that are `taken` from a parent were judged there: `stale_where_taken`.
+    it reads whatever its record names. Assets that are `taken` from a parent were judged there: `stale_where_taken`. `lost`
+    says of which ones the files are gone.
     """
     stale: dict[Ref, Stale] = {}
     for ref in sorted(records, key=_order):
@@ -208,9 +213,11 @@ def staleness(
         if cause is not None:
             stale[ref] = Stale(ref, ref, cause)
             continue
-        above = next((stale[used.ref] for used in record.inputs if used.ref in stale), None)
+        above = next((why for used in record.inputs if (why := stale.get(used.ref)) and why.spreads), None)
         if above is not None:
             stale[ref] = Stale(ref, above.root, above.cause)
+        elif lost and ref in lost:
+            stale[ref] = Stale(ref, ref, lost[ref], spreads=False)
     return stale
 
 
@@ -245,10 +252,34 @@ def to_make(
     for k in range(through + 1):
         for asset in assets:
             ref = Ref(asset, k)
-            if ref not in records or ref in stale or any(used in needed for used in inputs_of(ref, agent)):
+            why = stale.get(ref)
+            follows = any(used in needed for used in inputs_of(ref, agent))
+            if ref not in records or (why is not None and why.spreads) or follows:
                 needed.add(ref)
+            if ref in needed or why is not None:
                 plan.setdefault(k, []).append(asset)
     return plan
+
+
+def in_one_run(
+    made: Sequence[Asset], k: int, assets: Sequence[Asset] = LOOP, agent: Agent = "decoupled"
+) -> list[Asset]:
+    """Those first ones of `made`, in order, that one run can make in iteration `k`.
+
+    What lies between two of them and is not made again is only current for the second if the first comes out as it was.
+    """
+    run: list[Asset] = []
+    unsure: set[Ref] = set()
+    for asset in assets:
+        read = inputs_of(Ref(asset, k), agent)
+        if asset not in made:
+            if any(used in unsure or (used.iteration == k and used.asset in run) for used in read):
+                unsure.add(Ref(asset, k))
+        elif any(used in unsure for used in read):
+            break
+        else:
+            run.append(asset)
+    return run
 
 
 class NotUsable(RuntimeError):
@@ -261,13 +292,15 @@ def assert_usable(
     stale: Stale | None,
     made_elsewhere: str | None,
     accept_stale_input: bool,
+    lost: str | None = None,
 ) -> Record:
     """The record of `ref`, if an artifact may be made from it. Raises NotUsable, in this order, where
 
     1. it does not exist;
     2. a blocking check on it failed;
     3. the running backfill contains it but did not make it: it failed or was skipped there (`made_elsewhere` says so);
-    4. it is stale, unless `accept_stale_input`.
+    4. its files are gone (`lost` says which);
+    5. it is stale, unless `accept_stale_input`.
     """
     if record is None:
         raise NotUsable(f"{ref} does not exist: materialize {ref} first")
@@ -276,6 +309,8 @@ def assert_usable(
         raise NotUsable(f"{ref}: blocking check failed: {failed}; look at the check, then materialize {ref} again")
     if made_elsewhere is not None:
         raise NotUsable(f"{ref} {made_elsewhere}; look at why it failed, then materialize {ref} again")
+    if lost is not None:
+        raise NotUsable(f"{ref}: {lost}; materialize {ref} again")
     if stale is not None and not accept_stale_input:
         raise NotUsable(
             f"{ref} is stale ({stale}): materialize iteration {ref.iteration} first, or set accept_stale_input to use it as it is"

@@ -102,6 +102,10 @@ def run_on_cluster(work: Work, root: Path, address: str, threads: int, report: R
         figures, device = ray.get(result)
         report(*ray.get(actor.state.remote()))
         return figures, f"{device} on Ray"
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise
     finally:
         ray.shutdown()
 

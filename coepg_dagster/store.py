@@ -25,6 +25,11 @@ class Artifact:
     folder: Path
     files: Mapping[str, str]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Relative name → bytes of every file."""
+        return {name: (self.folder / name).stat().st_size for name in self.files}
+
 
 def digests(folder: Path) -> dict[str, str]:
     """Relative name → SHA-256 of every file below `folder`, in alphabetical order."""
@@ -65,10 +70,11 @@ class Store:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def commit(self, draft: Path, place: tuple[str, ...], content: list[str]) -> Artifact:
+    def commit(self, draft: Path, place: tuple[str, ...], content: list[str], replace: bool = False) -> Artifact:
         """Moves a filled draft to its place in one rename. The same content lands in the folder that is already there.
 
-        A folder that is there and no longer holds what its name says was tampered with: the draft takes its place.
+        A folder that is there and no longer holds what its name says was tampered with: the draft takes its place. So it does
+        with `replace`, where other files than its content are known to be gone.
         """
         files = digests(draft)
         version = version_of(files, content)
@@ -76,11 +82,27 @@ class Store:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
             there = digests(folder)
-            if set(content) <= there.keys() and version_of(there, content) == version:
+            if not replace and set(content) <= there.keys() and version_of(there, content) == version:
                 return Artifact(version, folder, there)
             shutil.rmtree(folder)
         draft.rename(folder)
         return Artifact(version, folder, files)
+
+    def lost(self, folder: str, files: Mapping[str, str], sizes: Mapping[str, int]) -> str | None:
+        """What is gone of the artifact in `folder`, relative to the root, by a look at its files and not into them.
+
+        `files` are the names that were recorded, `sizes` their bytes, where these were recorded too. None: all is there.
+        """
+        if not (self.root / folder).is_dir():
+            return folder
+        for name in sorted(files):
+            try:
+                size = (self.root / folder / name).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return f"{folder}/{name}"
+            if size != sizes.get(name, size):
+                return f"{folder}/{name} (it has {size:,} bytes, not {sizes[name]:,})"
+        return None
 
     def scratch(self, key: str) -> Path:
         """A folder that outlives a killed run, for the work whose inputs and configuration hash to `key`."""

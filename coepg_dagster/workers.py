@@ -24,7 +24,8 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter
 
 from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict
-from coepg_dagster.progress import Report
+from coepg_dagster.processes import ended, last_words
+from coepg_dagster.progress import Ended, Report
 from coepg_dagster.steps import VERDICT_SCHEMA, whole_episodes
 from coepg_dagster.training.launch import Placement, is_main
 
@@ -314,7 +315,8 @@ class ChunkedWork(Work):
 
         # torch replaces the thread pool of the process that was forked at its first use, which threads must not race for
         torch.set_num_threads(torch.get_num_threads())
-        self._make(chunks, device)
+        with last_words():
+            self._make(chunks, device)
 
     def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
         # a forked process need not import torch again; CUDA cannot be used after a fork
@@ -331,9 +333,7 @@ class ChunkedWork(Work):
                 self._tell(chunks, report)
                 failed = next((process for process in running if process.exitcode), None)
                 if failed is not None:
-                    raise RuntimeError(
-                        f"a process of this work ended with code {failed.exitcode}; its traceback is above"
-                    )
+                    raise Ended(f"a process of this work {ended(failed.exitcode)}")
         finally:
             for process in running:
                 process.terminate()

@@ -18,7 +18,7 @@ import dagster as dg
 from coepg_dagster.resources import worker
 from coepg_dagster.resources.warm import WarmProcess
 
-from coepg_dagster.processes import GRACE_SECONDS, end_group, tail
+from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended, tail, words_left
 from coepg_dagster.workers import Work
 
 
@@ -44,7 +44,9 @@ def run_work(
     module: str = worker.MODULE,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The figures that `work` returns from another process. Raises dg.Failure with the end of its output.
+    """The figures that `work` returns from another process.
+
+    Raises dg.Failure: why it ended in the first paragraph, then the end of its output.
 
     Args:
         root: the project, from which relative paths start.
@@ -54,9 +56,13 @@ def run_work(
         module: what Python runs, with the files of the job and of its result as arguments.
         env: more of its environment.
     """
-    job, result, log = (work.scratch / name for name in ("work.json", "result.json", "worker.log"))
+    job, result, log, words = (
+        work.scratch / name for name in ("work.json", "result.json", "worker.log", "last_words.txt")
+    )
     job.write_text(work.model_dump_json())
-    result.unlink(missing_ok=True)
+    for left in (result, words):
+        left.unlink(missing_ok=True)
+    written = log.stat().st_size if log.exists() else 0  # by attempts before this one
     with dg.open_pipes_session(
         context,
         context_injector=dg.PipesTempFileContextInjector(),
@@ -65,21 +71,30 @@ def run_work(
         process = WarmProcess(
             module,
             [str(job), str(result)],
-            env={**job_environment(threads), **session.get_bootstrap_env_vars(), **(env or {})},
+            env={
+                **job_environment(threads),
+                **session.get_bootstrap_env_vars(),
+                LAST_WORDS: str(words),
+                **(env or {}),
+            },
             cwd=root,
             output=log,
         )
         try:
-            code = process.wait(timeout=60 * timeout_minutes)
+            code: int | None = process.wait(timeout=60 * timeout_minutes)
         except subprocess.TimeoutExpired:
-            raise dg.Failure(
-                f"{context.asset_key.to_user_string()} took more than {timeout_minutes:g} minutes: raise `timeout_minutes` "
-                f"of its resource, or look for what hangs in {log}",
-                allow_retries=False,
-            ) from None
+            code = None
         finally:
             end_group(process, grace_seconds)
     if code != 0:
-        raise dg.Failure(f"the worker ended with code {code}. The end of {log}:\n{tail(log)}", allow_retries=False)
+        if code is None:
+            why = (
+                f"{context.asset_key.to_user_string()} took more than {timeout_minutes:g} minutes: raise `timeout_minutes` "
+                f"of its resource, or look for what hangs in {log}\n\n"
+            )
+        else:
+            said, how = words_left(words), f"the worker {ended(code)}"
+            why = f"{said}\n\n{how}. " if said else f"{how}\n\n"
+        raise dg.Failure(f"{why}The end of {log}:\n{tail(log, start=written)}", allow_retries=False)
     figures: dict[str, Any] = json.loads(result.read_text())
     return figures

@@ -16,6 +16,7 @@ from coepg_dagster.resources.worker import Reporter
 from dagster_pipes import open_dagster_pipes
 
 from coepg_dagster.processes import end_with_parent
+from coepg_dagster.progress import Ended
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
 from coepg_dagster.workers import parse_work
 
@@ -32,8 +33,8 @@ def main(work_file: Path, result_file: Path) -> None:
         threads = int(os.environ["OMP_NUM_THREADS"])
         try:
             figures, device = run_on_cluster(work, Path.cwd(), os.environ[ADDRESS], threads, Reporter(pipes))
-        except ClusterUnusable as error:
-            sys.exit(str(error))
+        except (ClusterUnusable, Ended) as why:
+            sys.exit(str(why))
         seconds = time.monotonic() - started
         result_file.write_text(json.dumps({"figures": figures, "device": device, "seconds": seconds}))
 

@@ -9,7 +9,9 @@ that started it. A job that starts jobs itself, such as `coepg evolve` in a stud
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -26,6 +28,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from coepg_dagster.processes import end_with_parent, last_words
 
 IMPORTED: Final = [
     "coepg_dagster.resources.worker",
@@ -90,22 +94,24 @@ def start_server(env: Mapping[str, str]) -> WarmServer:
     ours, theirs = socket.socketpair()
     with theirs:
         # not killed by a Ctrl-C that is meant for us: we end its jobs politely, then it ends with us
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), *IMPORTED],
+        server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *IMPORTED],
             env=dict(env),
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
+    atexit.register(server.kill)  # it would notice by itself, but not while it imports
     return WarmServer(ours)
 
 
 def fork_server() -> WarmServer:
     """A server with all that this process has imported; only for a process that has one thread."""
     ours, theirs = socket.socketpair()
+    parent = os.getpid()
     if _fork() == 0:
         ours.close()
         os.setsid()
-        serve(theirs, [])
+        serve(theirs, parent, [])
         os._exit(0)
     theirs.close()
     return WarmServer(ours)
@@ -174,8 +180,8 @@ def _fork() -> int:
         return os.fork()
 
 
-def serve(channel: socket.socket, imported: Sequence[str]) -> None:
-    """Forks a process for each job that comes in, and reports its exit code, until the other end is gone."""
+def serve(channel: socket.socket, parent: int, imported: Sequence[str]) -> None:
+    """Forks a process for each job that comes in, and reports its exit code, until `parent`, who asks for them, is gone."""
     load(imported)
     gc.freeze()  # what was imported is never garbage: a fork that collects looks at its own objects, and shares the pages
     children: set[int] = set()
@@ -184,7 +190,9 @@ def serve(channel: socket.socket, imported: Sequence[str]) -> None:
         ready, _, _ = select.select([channel], [], [], 0.05 if children else None)
         if ready:
             received = channel.recv(1 << 16)
-            if not received:
+            if (
+                not received or os.getppid() != parent
+            ):  # gone, perhaps while we imported: what it asked for is not started
                 return  # jobs notice by themselves that their parent is gone
             *lines, waiting = (waiting + received).split(b"\n")
             for line in lines:
@@ -232,6 +240,7 @@ def run(
         for descriptor, path in ((1, output), (2, errors)):
             with Path(path).open("ab") as log:
                 os.dup2(log.fileno(), descriptor)
+        faulthandler.enable()  # a crash in native code leaves its stack in the log
         os.environ.clear()
         os.environ.update(env)
         os.chdir(cwd)
@@ -240,13 +249,18 @@ def run(
             from coepg_dagster.resources import warm  # this module as others know it: here it is `__main__`
 
             warm._server = fork_server()
+            end_with_parent()
         if torch := sys.modules.get("torch"):  # where it is not loaded yet, it reads the variable
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        with last_words():
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            code = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - whatever it is, it ends this fork and not the server
         sys.excepthook(*sys.exc_info())
     finally:
@@ -257,4 +271,5 @@ def run(
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as opened:
-        serve(opened, sys.argv[2:])
+        serve(opened, int(sys.argv[2]), sys.argv[3:])
+    os._exit(0)  # what was imported takes its time to tidy up

@@ -12,7 +12,7 @@ from typing import Final
 
 from dagster_pipes import PipesContext, open_dagster_pipes
 
-from coepg_dagster.processes import end_with_parent
+from coepg_dagster.processes import end_with_parent, last_words
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.launch import is_main, is_rank, launch, see_one_gpu
 from coepg_dagster.workers import TrainingWork, Work, read_work
@@ -74,4 +74,5 @@ class Reporter:
 SHOWN = frozenset({"loss", "reward", "kl", "gate_passed", "groups_without_spread", "learning_rate"})
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    with last_words():  # also of a process that `accelerate launch` started
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -10,11 +10,13 @@ from coepg_dagster.provenance import (
     CROSSING,
     LOOP,
     SHARED,
+    Asset,
     NotUsable,
     Record,
     Ref,
     Stale,
     assert_usable,
+    in_one_run,
     inputs_of,
     staleness,
     to_make,
@@ -112,6 +114,29 @@ def test_what_is_to_be_made_is_closed_and_in_order(missing: set[Ref], through: i
         assert assets == sorted(assets, key=LOOP.index)
 
 
+@given(st.sets(st.sampled_from(REFS), max_size=4), st.sets(st.sampled_from(LOOP), max_size=1))
+def test_lost_files_make_nothing_else_stale(gone: set[Ref], changed: set[str]) -> None:
+    records, code = whole_loop(), CODE | dict.fromkeys(changed, "2")
+    lost = dict.fromkeys(gone, "its files are gone")
+    without, stale = staleness(records, code), staleness(records, code, lost=lost)
+    assert set(stale) == set(without) | gone
+    assert all(stale[ref] == without[ref] for ref in without)
+    plan = to_make(records, stale, K)
+    chosen = {Ref(asset, k) for k, assets in plan.items() for asset in assets}
+    assert chosen == {ref for ref in stale if ref.iteration is not None}
+
+
+@given(st.lists(st.sampled_from(LOOP), unique=True, min_size=1), st.integers(0, K))
+def test_one_run_makes_nothing_from_what_it_may_make_stale(assets: list[Asset], k: int) -> None:
+    assets.sort(key=LOOP.index)
+    run = in_one_run(assets, k)
+    assert run == assets[: len(run)] and run
+    for asset in run:
+        others = [used for used in inputs_of(Ref(asset, k)) if used.asset not in run and used.iteration == k]
+        assert not followers({Ref(made, k) for made in run}) & set(others)
+    assert in_one_run(LOOP, k) == list(LOOP)
+
+
 def test_a_removed_input_is_a_cause() -> None:
     records = whole_loop()
     del records[Ref("dataset", 1)]
@@ -125,24 +150,30 @@ old = Stale(ref, Ref("verdicts", 1), "code changed")
 
 
 @pytest.mark.parametrize(
-    ("there", "stale", "elsewhere", "says"),
+    ("there", "stale", "elsewhere", "lost", "says"),
     [
-        (None, None, None, "dataset[1] does not exist: materialize dataset[1] first"),
-        (failed, old, "was not made by backfill b", "blocking check failed: has_rows"),
-        (made, old, "was not made by backfill b", "dataset[1] was not made by backfill b"),
-        (made, old, None, "dataset[1] is stale (verdicts[1]: code changed): materialize iteration 1 first"),
+        (None, None, None, None, "dataset[1] does not exist: materialize dataset[1] first"),
+        (failed, old, "was not made by backfill b", "gone", "blocking check failed: has_rows"),
+        (made, old, "was not made by backfill b", "gone", "dataset[1] was not made by backfill b"),
+        (made, old, None, "its files are gone", "dataset[1]: its files are gone; materialize dataset[1] again"),
+        (made, old, None, None, "dataset[1] is stale (verdicts[1]: code changed): materialize iteration 1 first"),
     ],
 )
 def test_what_may_not_be_used_says_why_and_what_to_do(
-    there: Record | None, stale: Stale | None, elsewhere: str | None, says: str
+    there: Record | None, stale: Stale | None, elsewhere: str | None, lost: str | None, says: str
 ) -> None:
     with pytest.raises(NotUsable) as refused:
-        assert_usable(ref, there, stale, elsewhere, False)
+        assert_usable(ref, there, stale, elsewhere, False, lost)
     assert says in str(refused.value) and "materialize" in str(refused.value)
 
 
 def test_only_staleness_can_be_accepted() -> None:
     assert assert_usable(ref, made, old, None, True) is made
-    for there, elsewhere in ((None, None), (failed, None), (made, "was not made here")):
+    for there, elsewhere, lost in (
+        (None, None, None),
+        (failed, None, None),
+        (made, "was not made here", None),
+        (made, None, "gone"),
+    ):
         with pytest.raises(NotUsable):
-            assert_usable(ref, there, old, elsewhere, True)
+            assert_usable(ref, there, old, elsewhere, True, lost)

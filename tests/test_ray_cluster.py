@@ -17,7 +17,7 @@ from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
 from coepg_dagster.training.launch import ALONE
 from coepg_dagster.workers import CANDIDATES, CandidatesWork, SftWork, write_steps, write_table
 
-pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
+ray = pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
 pytestmark = pytest.mark.slow
 
 
@@ -99,6 +99,12 @@ def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(
     figures, device = run_on_cluster(training, tmp_path, cluster, 1, lambda *_: None)
     assert figures["optimizer_steps"] == 2 and device == "cpu on Ray"
     assert (tmp_path / "sft" / "model.safetensors").exists()
+
+    # what went wrong there is raised as it was, not as Ray's account of it
+    with pytest.raises(FileNotFoundError, match=r"no\.parquet") as failed:
+        nothing = {"dataset": tmp_path / "no.parquet"}
+        run_on_cluster(training.model_copy(update=nothing), tmp_path, cluster, 1, lambda *_: None)
+    assert not isinstance(failed.value, ray.exceptions.RayError)
 
 
 def test_a_killed_driver_leaves_no_worker_behind(cluster: str, tmp_path: Path) -> None:

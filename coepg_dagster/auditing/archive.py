@@ -38,6 +38,7 @@ class Archive:
         self.records: Sequence[Record] = tuple(records)
         self.store, self.root = store, root
         self._by_run = {(record.folder, record.run_id): record for record in self.records}
+        self._newest = {record.folder: record for record in self.records}
         self._damage: dict[str, list[str]] = {}
 
     @cached_property
@@ -107,7 +108,8 @@ class Archive:
         Empty: all of it is the same, byte for byte. A version is read once, however often it is asked about.
         """
         if record.folder not in self._damage:
-            self._damage[record.folder] = [f"{record.ref} {record.data_version}: {what}" for what in self._look(record)]
+            newest = self._newest.get(record.folder, record)  # lost files may have been made again, logs and all
+            self._damage[record.folder] = [f"{record.ref} {record.data_version}: {what}" for what in self._look(newest)]
         return self._damage[record.folder]
 
     def _look(self, record: Record) -> list[str]:

@@ -22,7 +22,7 @@ from coepg_dagster.inference.endpoint import Endpoint
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.openai_engine import OpenAIEngine
 from coepg_dagster.inference.processing import load_processor
-from coepg_dagster.processes import end_group, tail
+from coepg_dagster.processes import end_group, ended, first_error, tail
 
 NAME: Final = "served"
 STEP_TOKENS: Final = 8192
@@ -30,7 +30,7 @@ STEP_TOKENS: Final = 8192
 
 
 class ServerFailed(RuntimeError):
-    """A server that ended, or did not answer in time; the message holds the end of its log."""
+    """A server that ended, or did not answer in time; the message says why, and holds the end of its log."""
 
 
 def vllm_settings(path: str, dtype: str, serving: Serving, share: int) -> dict[str, Any]:
@@ -98,17 +98,21 @@ def vllm_server(
 class Server:
     """A process that answers over HTTP, from its start to its end."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, seconds: float) -> None:
-        self._process, self.url, self._log, self._end = process, url, log, time.monotonic() + seconds
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, start: int, seconds: float) -> None:
+        self._process, self.url, self._log, self._start = process, url, log, start
+        self._end = time.monotonic() + seconds
 
     def left(self) -> float:
         """Seconds until the deadline of the start; at least one."""
         return max(1.0, self._end - time.monotonic())
 
     def obituary(self) -> str:
-        """How it ended and the end of its log; nothing while it lives."""
+        """How it ended, why, and the end of its log; nothing while it lives."""
         code = self._process.poll()
-        return "" if code is None else f"; it ended with code {code}. The end of {self._log}:\n{tail(self._log)}"
+        return "" if code is None else f"; it {ended(code)}: {first_error(self._log, self._start)}{self._end_of_log()}"
+
+    def _end_of_log(self) -> str:
+        return f"\n\nThe end of {self._log}:\n{tail(self._log, start=self._start)}"
 
     def until_healthy(self) -> None:
         """Waits until /health answers. Raises ServerFailed where it ends before, or the deadline passes."""
@@ -120,8 +124,7 @@ class Server:
                 pass
             if time.monotonic() > self._end:
                 raise ServerFailed(
-                    f"{self.url} was not healthy in time: raise `start_minutes`, or look for what hangs. "
-                    f"The end of {self._log}:\n{tail(self._log)}"
+                    f"{self.url} was not healthy in time: raise `start_minutes`, or look for what hangs{self._end_of_log()}"
                 )
             time.sleep(0.2)
         raise ServerFailed(f"{self.url} did not start{self.obituary()}")
@@ -132,8 +135,7 @@ class Server:
         try:
             yield
         except EngineRefused as error:
-            more = self.obituary() or f". The end of {self._log}:\n{tail(self._log)}"
-            raise ServerFailed(f"{error}{more}") from None
+            raise ServerFailed(f"{error}{self.obituary() or self._end_of_log()}") from None
 
 
 @contextmanager
@@ -149,6 +151,7 @@ def started(
         seconds: how long the start may take.
     """
     with log.open("ab") as output:
+        start = output.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "coepg_dagster.processes", *command],
             env=os.environ | environment,
@@ -158,7 +161,7 @@ def started(
             start_new_session=True,
         )
     try:
-        server = Server(process, url, log, seconds)
+        server = Server(process, url, log, start, seconds)
         server.until_healthy()
         yield server
     finally:

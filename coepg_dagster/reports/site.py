@@ -303,9 +303,10 @@ def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Rec
     predictions = {k: pq.read_table(file) for k, file in found.items() if file.exists()}
     if len(predictions) < 2:
         return []
-    benchmark = evaluations[max(predictions)].input("benchmark_steps")
-    steps = all_steps(store / benchmark.folder / STEPS)
-    return case_study(experiment.benchmark.protocol, steps, predictions, experiment.benchmark.test)
+    steps = store / evaluations[max(predictions)].input("benchmark_steps").folder / STEPS
+    if not steps.exists():
+        return []
+    return case_study(experiment.benchmark.protocol, all_steps(steps), predictions, experiment.benchmark.test)
 
 
 def trace_address(reference: str) -> str:

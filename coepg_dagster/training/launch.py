@@ -2,6 +2,7 @@
 
 The job is the same in every process; what differs is an environment. The process that starts `accelerate launch` is the
 worker that Dagster started: it passes signals on, since they reach its whole process group, and its exit code is theirs.
+`python -m coepg_dagster.training.launch` is `accelerate launch` that leaves the reason where a process was killed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 from pydantic import Field
 
 from coepg_dagster.experiment import Grpo, Sft, Strict
+from coepg_dagster.processes import ended, leave_words
 from coepg_dagster.progress import Ended
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
@@ -136,5 +138,25 @@ def launch(placement: Placement, scratch: Path, module: str, arguments: list[str
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, wait_on)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "-m", module]
+    command = [sys.executable, "-m", "coepg_dagster.training.launch", "--config_file", str(config), "-m", module]
     return subprocess.Popen([*command, *arguments]).wait()
+
+
+def main() -> None:
+    """`accelerate launch`. A process that a signal killed says nothing, and those that wait for it fail with its socket."""
+    from accelerate.commands import launch as accelerate
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        accelerate.main()
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            how = f"process {rank} of the training {ended(failure.exitcode)}"
+            print(how, file=sys.stderr)
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # with which the others are told to end
+                leave_words(how, instead=True)
+        sys.exit(1)  # the traceback of what went wrong is that of the process, in the log above
+
+
+if __name__ == "__main__":
+    main()

@@ -170,7 +170,9 @@ def test_an_alert_says_what_failed(light: InProcess, monkeypatch: pytest.MonkeyP
     repository.get_sensor_def("alert")(context)
     webhook.shutdown()
     (message,) = webhook.taken
-    assert message["text"] == f"light/s1, iteration 0: run {result.run_id[:8]} failed"
+    assert message["text"] == (
+        f"light/s1, iteration 0: run {result.run_id[:8]} failed: light__s1__planner_sft: RuntimeError: planted failure"
+    )
     assert {"step": "light__s1__planner_sft", "why": "RuntimeError: planted failure"} in message["failed"]
 
 

@@ -85,7 +85,7 @@ def test_what_it_said_before_it_died_is_in_what_its_requests_are_told(tmp_path: 
         end = time.monotonic() + 5
         while not server.obituary() and time.monotonic() < end:
             time.sleep(0.05)
-        assert "it ended with code 137" in server.obituary() and "loading" in server.obituary()
+        assert "it ended with code 137 (SIGKILL" in server.obituary() and "loading" in server.obituary()
     assert gone(pids)
 
 

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import dagster as dg
 import pytest
 from coepg_dagster.resources import warm
 
@@ -20,16 +22,24 @@ from tests.deployment import alive
 from tests.project import REPOSITORY
 
 RUN = """
+import sys
 import dagster as dg
 from pathlib import Path
+from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.project import Project
 from coepg_dagster.resources import warm
+from rich.console import Console
 from tests.assets.conftest import InProcess
 warm.IMPORTED.clear()
-with dg.DagsterInstance.ephemeral() as instance:
-    light = InProcess(Project(Path({root!r})), instance)
-    light.run(None)
-    light.run(0, "planner_sft")
+root = Path(sys.argv[1])
+instance = dg.DagsterInstance.local_temp(str(root / "home"), {"concurrency": {"pools": {"default_limit": 1}}})
+light = InProcess(Project(root), instance)
+if "waits" in sys.argv:
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    other = instance.create_run_for_job(light.defs.resolve_implicit_global_asset_job_def(), status="STARTED")
+    claimed = instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "one")
+    assert claimed.is_claimed
+evolve_through(light.defs, instance, light.loop, 0, Console(stderr=True, soft_wrap=True))
 """
 
 
@@ -40,34 +50,86 @@ def bare_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "IMPORTED", [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_survives_its_run(tmp_path: Path, number: signal.Signals) -> None:
-    project = light_project(tmp_path / "project")
-    plant(project, "worker", "light/s1", Ref("planner_sft", 0))
-    run = subprocess.Popen(
-        [sys.executable, "-c", RUN.format(root=str(project.root))],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"COEPG_ROOT": str(project.root)},
-    )
-    pids = project.store / ".scratch" / "hanging" / "pids.json"
+def evolving(root: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """`evolve_through` in a process that leads a group, as a shell starts it."""
+    (root / "home").mkdir()
+    with (root / "said").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN, str(root), *arguments],
+            cwd=REPOSITORY,
+            stdout=said,
+            stderr=said,
+            env=os.environ | {"COEPG_ROOT": str(root)},
+            start_new_session=True,
+        )
+
+
+def until(done: Callable[[], object], run: subprocess.Popen[bytes], root: Path) -> None:
     for _ in range(600):
-        if pids.exists() and pids.read_text():
-            break
-        assert run.poll() is None
+        if done():
+            return
+        assert run.poll() is None, (root / "said").read_text()
         time.sleep(0.2)
+    raise AssertionError((root / "said").read_text())
+
+
+def statuses(root: Path) -> list[tuple[str, str]]:
+    """Job and status of each run, in order."""
+    with dg.DagsterInstance.local_temp(str(root / "home")) as instance:
+        return [(run.job_name, run.status.value) for run in reversed(instance.get_runs())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numbers", "code", "status"),
+    [
+        ([signal.SIGINT], 130, "CANCELED"),
+        ([signal.SIGTERM], 143, "CANCELED"),
+        ([signal.SIGINT, signal.SIGINT], 130, "CANCELED"),
+        ([signal.SIGKILL], -signal.SIGKILL, "STARTED"),
+    ],
+)
+def test_nothing_survives_its_run_and_who_ended_it_cancelled_it(
+    tmp_path: Path, numbers: list[signal.Signals], code: int, status: str
+) -> None:
+    root = tmp_path / "project"
+    project = light_project(root)
+    plant(project, "worker", "light/s1", Ref("planner_sft", 0))
+    run = evolving(root)
+    pids = project.store / ".scratch" / "hanging" / "pids.json"
+    until(lambda: pids.exists() and pids.read_text(), run, root)
     worker, child = json.loads(pids.read_text())
     assert alive(worker) and alive(child)
-    run.send_signal(number)
-    run.wait(timeout=120)
+    for number in numbers:
+        os.killpg(run.pid, number)  # as a terminal does it
+        time.sleep(0.3)
+    assert run.wait(timeout=120) == code
     for _ in range(200):
         if not alive(worker) and not alive(child):
             break
         time.sleep(0.1)
     assert not alive(worker) and not alive(child)
-    assert not (project.store / "light" / "s1").exists()
+    assert not (project.store / "light" / "s1" / "planner_sft").exists()
+    assert statuses(root) == [("light_s1_unpartitioned", "SUCCESS"), ("light_s1_iteration", status)]
+    if status == "CANCELED":
+        said = (root / "said").read_text()
+        assert "Traceback" not in said
+        assert f"light/s1 k=0: ended by {numbers[0].name}; what was finished is kept, a re-run goes on there" in said
+        assert list((project.store / ".claims" / "evolve").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_slot_can_be_ended_too(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    light_project(root)
+    run = evolving(root, "waits")
+    until(lambda: ("light_s1_iteration", "STARTED") in statuses(root), run, root)
+    time.sleep(2)
+    assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(timeout=60) == 130
+    assert statuses(root)[-1] == ("light_s1_iteration", "CANCELED")
+    assert "Traceback" not in (root / "said").read_text()
 
 
 def test_a_job_that_takes_too_long_is_ended_and_says_what_to_do(
