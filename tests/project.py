@@ -30,12 +30,12 @@ def make_project(folder: Path, *experiments: Path) -> Path:
     return folder
 
 
-def coepg(project: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The `coepg` command in a project, started; its output is captured."""
+def coepg(project: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The `coepg` command in a project, started, with more variables in its environment; its output is captured."""
     return subprocess.Popen(
         [Path(sys.executable).parent / "coepg", *arguments],
         cwd=project,
-        env=_outside(os.environ) | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+        env=_outside(os.environ) | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
