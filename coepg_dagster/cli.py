@@ -122,6 +122,7 @@ def results(
 
     instance = open_instance(project)
     from coepg_dagster.results import results as table_of
+    from coepg_dagster.results import short_splits
 
     loop = Loop(experiment, seed, project.root)
     records = loop.records(instance)
@@ -137,6 +138,8 @@ def results(
         view.add_row(*row)
     console = Console()
     console.print(view)
+    for line in short_splits(table["iterations"]):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
             console.print(f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False)
