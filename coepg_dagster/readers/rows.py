@@ -22,9 +22,7 @@ READER_SCHEMA: Final = pa.schema(
     [
         *STEP_SCHEMA,
         pa.field("point", pa.list_(pa.float32(), 2)),  # where the label acted, px of the screenshot (AndroidControl)
-        pa.field(
-            "instruction", pa.string()
-        ),  # the step's own, for models to see; null: none (AndroidControl high level)
+        pa.field("instruction", pa.string()),  # the step's own, for models to see (AndroidControl low level)
         pa.field("episode_steps", pa.int32()),  # how many steps the task has in the source, those left out included
         pa.field("view", pa.list_(pa.int32(), 4)),  # (x1, y1, x2, y2) of the screenshot in the source image; null: all
         pa.field("view_rule", pa.string()),  # how that was chosen, see `views`
@@ -228,9 +226,9 @@ def target_boxes(
 ) -> tuple[list[BoxTuple], tuple[str, ...]]:
     """The target boxes of a step on an image of `size`, each once, and which faults there were (REASONS), for a count.
 
-    For training (`trained`), what lies outside the image is cut off, and a box that has no area then is none; RejectedRow where
-    that leaves none. In a test split every box stays as it is, since the owners of protocols count it so: nobody hits
-    what lies off the image. Only what is no box at all is none there.
+    For training (`trained`), what lies outside the image is cut off, and a box that has no area then is none;
+    RejectedRow where that leaves none. In a test split every box stays as it is, since the owners of protocols count it
+    so: nobody hits what lies off the image. Only what is no box at all is none there.
     """
     width, height = size
     boxes, faults = list[BoxTuple](), list[RejectedRow]()
