@@ -253,6 +253,7 @@ def evaluation(work: Making) -> Outcome:
         protocol=benchmark.protocol,
         max_plan_tokens=experiment.regeneration.max_plan_tokens,
         max_point_tokens=experiment.regeneration.max_point_tokens,
+        lost=work.record("benchmark_steps").figures.get("lost", {}),
     )
     outcome = _outcome([PREDICTIONS, SCORES], result, benchmark)
     outcome.plotted = headlines(result["figures"])

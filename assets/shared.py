@@ -50,7 +50,9 @@ def read_benchmark(config: Benchmark, root: Path, imports: Path) -> tuple[pa.Tab
     out = imports / fingerprint([config.reader, str(config.path), config.view, config.level])
     options = Options(view=config.view, level=config.level)
     table, counts = load_benchmark(config.reader, root / config.path, out, options)
-    return table, {"rejected": dict(sorted(counts.rejected.items())), "noticed": dict(sorted(counts.noticed.items()))}
+    return table, {
+        name: counted for name, counted in counts.to_json().items() if name in ("rejected", "noticed", "lost")
+    }
 
 
 def open_models(work: Making) -> Outcome:

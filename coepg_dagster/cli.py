@@ -124,7 +124,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.results import learned_text
+    from coepg_dagster.results import learned_text, short_splits
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -148,6 +148,8 @@ def results(
     for iteration in table["iterations"]:
         for line in learned_text(iteration):
             console.print(line, highlight=False, soft_wrap=True)
+    for line in short_splits(table["iterations"]):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
             console.print(

@@ -65,7 +65,7 @@ class Benchmark(Strict):
         "target_block", description="which part of a web page is the screenshot"
     )
     level: Literal["high", "low"] = Field(
-        "high", description="AndroidControl: with the step's own instruction, or without"
+        "high", description="AndroidControl: `high` shows models the goal alone, `low` the step's own instruction too"
     )
     train: str = Field("train", description="the split from which D_k is made")
     validation: str = Field("validation", description="the split for every choice")
@@ -608,14 +608,14 @@ def split_reference(reference: str, experiments: dict[str, Experiment]) -> tuple
 
 
 CODE: Final[dict[str, int]] = {
-    "benchmark_steps": 1,
+    "benchmark_steps": 2,
     "open_models": 2,
     "planner_sft": 1,
     "grounder": 1,
-    "planner": 1,
+    "planner": 2,
     "candidate_plans": 2,
     "verdicts": 2,
-    "dataset": 2,
+    "dataset": 3,
     "data_quality": 3,
     "evaluation": 1,
     "end_to_end": 1,

@@ -86,7 +86,7 @@ def assistant(text: str) -> list[Message]:
 def planner_messages(goal: str, history: Sequence[str], style: Style, instruction: str | None = None) -> list[Message]:
     """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text.
 
-    `instruction` is the step's own, where the benchmark gives one (AndroidControl low level).
+    `instruction` is the step's own, where a model may see one (AndroidControl low level).
     """
     if style == "compact":
         asked = goal if instruction is None else f"{goal}\nNow: {instruction}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from coepg_dagster.evaluation.change import PROBED, change_text
+from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
 
@@ -85,4 +86,11 @@ def _split(score: Mapping[str, Any] | None) -> dict[str, Any] | None:
     values = {
         name: {key: metric[key] for key in ("macro", "micro", "ci95")} for name, metric in score["metrics"].items()
     }
-    return {"steps": score["rows"], **values}
+    lost = score.get("notes", {}).get(LOST)
+    return {"steps": score["rows"], **({LOST: lost} if lost else {}), **values}
+
+
+def short_splits(iterations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each test split that has fewer steps than the published one; `iterations` as of `results`."""
+    lines = (f"{k}: {of[LOST]}" for row in iterations for k, of in row["splits"].items() if of and LOST in of)
+    return list(dict.fromkeys(lines))

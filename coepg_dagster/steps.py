@@ -39,6 +39,10 @@ STEP_SCHEMA: Final = pa.schema(
 )
 """One labelled step: observation, task, history and the label action (Eq. 1)."""
 
+VISIBLE: Final = ("goal", "history", "instruction")
+"""The columns of a step that a model may see, beside its screenshot; `prompts` alone words them. `instruction`, which some
+sources have (readers.rows), is null where models are not to see it."""
+
 CANDIDATE_SCHEMA: Final = pa.schema(
     [
         pa.field("candidate_id", pa.string(), nullable=False),  # step, planner and sample

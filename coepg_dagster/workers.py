@@ -468,6 +468,7 @@ class EvaluationWork(ChunkedWork):
     protocol: str
     max_plan_tokens: int
     max_point_tokens: int
+    lost: dict[str, int] = {}  # steps that splits lack, by "split: reason" (readers.importing.Counts)
 
     def _splits(self) -> dict[str, pa.Table]:
         return {split: steps_of(self.steps, split, self.max_steps) for split in self.splits}
@@ -498,12 +499,14 @@ class EvaluationWork(ChunkedWork):
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         from coepg_dagster.evaluation.score import score_steps
+        from coepg_dagster.readers.importing import lost_of
 
         predictions = pa.concat_tables(parts["agent"])
         write_table(predictions, self.out / PREDICTIONS)
         scores, start = {}, 0
         for split, table in self._splits().items():
-            result = score_steps(self.protocol, table, predictions.slice(start, table.num_rows))
+            answers = predictions.slice(start, table.num_rows)
+            result = score_steps(self.protocol, table, answers, lost=lost_of(self.lost, split))
             scores[split] = json.loads(result.to_json())
             start += table.num_rows
         (self.out / SCORES).write_text(json.dumps(scores, indent=1, sort_keys=True))

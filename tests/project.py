@@ -31,7 +31,7 @@ def make_project(folder: Path, *experiments: Path) -> Path:
 
 
 def coepg(project: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """The `coepg` command in a project, started; its output is captured."""
+    """The `coepg` command in a project, started, with more variables in its environment; its output is captured."""
     return subprocess.Popen(
         [Path(sys.executable).parent / "coepg", *arguments],
         cwd=project,

@@ -18,6 +18,7 @@ from coepg_dagster.assets.ledger import archive
 
 from coepg_dagster.auditing.trace import trace
 from coepg_dagster.project import Project
+from coepg_dagster.provenance import LOOP
 from tests.project import REPOSITORY, Forked, coepg, make_project, run, tell
 from tests.reproducible import dataset_versions
 
@@ -31,12 +32,12 @@ pytestmark = pytest.mark.slow
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two fresh projects in which the same experiment with the same seed was evolved, side by side.
 
-    The first by the installed command, with a hash seed of its own and inference in two processes; the second by a fork, as
-    `coepg reproduce` does, and in one.
+    The first by the installed command, with another hash seed (that of jobs is 0) and inference in two processes; the second
+    by a fork, as `coepg reproduce` does, and in one.
     """
     both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
     arguments = ("evolve", "tiny", "--through", str(THROUGH), "--processes")
-    for process in (coepg(both[0], *arguments, "2"), Forked(both[1], *arguments, "1")):
+    for process in (coepg(both[0], *arguments, "2", PYTHONHASHSEED="1"), Forked(both[1], *arguments, "1")):
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, f"{out}\n{err}"
     return both
@@ -74,6 +75,9 @@ def test_the_ui_plots_the_headline_metrics_over_k(projects: list[Path]) -> None:
 def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:
     first, second = (dataset_versions(project, "tiny", THROUGH) for project in projects)
     assert first == second and len(set(first)) == THROUGH + 1
+    both = [sorted((project / "store/tiny/s7").glob("*/[0-9]/*")) for project in projects]
+    made = [[(*folder.parts[-3:-1], folder.name) for folder in folders] for folders in both]
+    assert made[0] == made[1] and len(made[0]) == len(LOOP) * (THROUGH + 1)
 
 
 def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: list[Path]) -> None:

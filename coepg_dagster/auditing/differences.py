@@ -70,7 +70,7 @@ def data(archive: Archive, a: Record, b: Record) -> dict[str, Any]:
     gained = [_absent(row, there) for key, row in rows_b.items() if key not in rows_a]
     lost = [_absent(row, here) for key, row in rows_a.items() if key not in rows_b]
     changed = []
-    for key in rows_a.keys() & rows_b.keys():
+    for key in sorted(rows_a.keys() & rows_b.keys()):
         was, now = rows_a[key], rows_b[key]
         fields = {name: [was[name], now[name]] for name in _FIELDS if was[name] != now[name]}
         if fields:
@@ -82,7 +82,7 @@ def data(archive: Archive, a: Record, b: Record) -> dict[str, Any]:
         "same": len(rows_a.keys() & rows_b.keys()) - len(changed),
         "gained": gained,
         "lost": lost,
-        "changed": sorted(changed, key=lambda one: (one["step_id"], one["plan"])),
+        "changed": changed,
         "why": {
             "gained": dict(Counter(one["why"] for one in gained).most_common()),
             "lost": dict(Counter(one["why"] for one in lost).most_common()),
@@ -214,12 +214,12 @@ def _results(archive: Archive, a: Record | None, b: Record | None) -> dict[str, 
         return None
     found: dict[str, Any] = {}
     scored_a, scored_b = (_scored(archive, record) for record in (a, b))
-    for split in scored_a.keys() & scored_b.keys():
+    for split in sorted(scored_a.keys() & scored_b.keys()):
         try:
             found[split] = json.loads(compare(scored_a[split], scored_b[split]).to_json())
         except ScoringError as error:
             found[split] = {"not_comparable": str(error)}
-    return dict(sorted(found.items()))
+    return found
 
 
 def _scored(archive: Archive, evaluation: Record) -> dict[str, Result]:

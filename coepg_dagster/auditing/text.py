@@ -19,6 +19,7 @@ def trace_text(found: dict[str, Any]) -> str:
         ),
         f"step      {step['step_id']}  ({step['split']}, episode {step['episode_id']}, step {step['step_index']})",
         f"          goal: {step['goal']}",
+        *([f"          instruction: {step['instruction']}"] if step.get("instruction") else []),
         f"          done: {' ; '.join(step['history']) or 'nothing'}",
         f"          label: {step['action_type']} {step['value']!r}, boxes {_boxes(step['boxes'])}",
         f"          screenshot: {step['width']} x {step['height']} px, {shot['hash']}, row {shot['row']} of {shot['file']}",

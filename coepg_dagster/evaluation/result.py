@@ -20,6 +20,8 @@ from coepg_dagster.evaluation.statistics import Floats, Sampled, interval, sampl
 
 Interval = tuple[float, float]
 Notes = Mapping[str, int | str]
+LOST = "lost"
+"""The note of a result whose split has steps that could not be read: its denominator is short of the published one."""
 
 
 @dataclass(frozen=True)

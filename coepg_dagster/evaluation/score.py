@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,22 @@ from coepg_dagster.evaluation.case import NO_PREDICTION, Action, Case, ScoringEr
 from coepg_dagster.evaluation.formats import Notes, read_predictions
 from coepg_dagster.evaluation.mind2web import pad
 from coepg_dagster.evaluation.protocols import FAMILIES, PROTOCOLS, SOP_PREFIX, find_protocol
-from coepg_dagster.evaluation.result import Comparison, Result, compare_results, result_of, sop
+from coepg_dagster.evaluation.result import LOST, Comparison, Result, compare_results, result_of, sop
 
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
 OPTIONAL_STEP_COLUMNS = ("episode_steps", "point", "view_rule")
 PREDICTION_COLUMNS = ("step_id", "action_type", "value", "x", "y")
 
 
-def score_steps(protocol: str, steps: pa.Table, predictions: pa.Table, *, seed: int = 0) -> Result:
+def score_steps(
+    protocol: str, steps: pa.Table, predictions: pa.Table, *, seed: int = 0, lost: Mapping[str, int] | None = None
+) -> Result:
     """Score one prediction per labelled step.
 
     `steps` needs STEP_COLUMNS of STEP_SCHEMA (screenshots are not touched). `predictions` has PREDICTION_COLUMNS: x
     and y are pixels of the stored screenshot or null, action_type is null where the answer could not be parsed. Every
     step needs exactly one prediction; a missing, doubled or unknown one raises ScoringError with the step's name.
+    `lost` says how many steps the split has besides, which could not be read, by reason; the result notes them.
     """
     find_protocol(protocol)
     labelled = _rows(steps, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS, "steps")
@@ -49,6 +52,9 @@ def score_steps(protocol: str, steps: pa.Table, predictions: pa.Table, *, seed: 
     notes: Notes = {}
     if any(row.get("view_rule") not in (None, "page", "block 0") for row in labelled):
         notes["view"] = "oracle: steps show the part of the page that holds the target; scrolling there is not judged"
+    if lost:
+        why = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
+        notes[LOST] = f"{sum(lost.values())} steps could not be read ({why}); a published denominator holds them"
     return _score(protocol, cases, notes, seed)
 
 

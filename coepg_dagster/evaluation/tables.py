@@ -13,7 +13,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Final, Literal
 
 from coepg_dagster.evaluation.case import ScoringError
-from coepg_dagster.evaluation.result import Result
+from coepg_dagster.evaluation.result import LOST, Result
 from coepg_dagster.markdown import table
 
 Average = Literal["micro", "macro"]
@@ -146,6 +146,13 @@ def _value(result: Result | None, metric: str, average: Average) -> float | None
     return None if result is None else getattr(result.metrics[metric], average)
 
 
+def _rule(protocol: str | None, average: Average, results: Iterable[Result]) -> str:
+    """How a row was counted, with what makes it another number than the owner's."""
+    noted = {note for result in results for note in result.notes}
+    apart = [said for note, said in (("view", "oracle view"), (LOST, "steps lost")) if note in noted]
+    return ", ".join([f"{protocol}, {average}", *apart])
+
+
 def mind2web_table(ours: Mapping[str, Mapping[str, Result]], *, average: Average = "macro") -> Table:
     """Table 1: `ours` maps a model's name to its results by split (MIND2WEB_SPLITS; a missing split is left blank)."""
     protocol = _one_protocol((r for splits in ours.values() for r in splits.values()), "mind2web") if ours else None
@@ -161,8 +168,9 @@ def mind2web_table(ours: Mapping[str, Mapping[str, Result]], *, average: Average
             raise ScoringError(f"{name}: split {min(unknown)!r} is none of {', '.join(MIND2WEB_SPLITS)}")
         values = [[_value(splits.get(s), m, average) for m in MIND2WEB_METRICS] for s in MIND2WEB_SPLITS]
         cells = [half_up(value) for split in values for value in split]
-        rule = f"{protocol}, {average}" + (", oracle view" if any("view" in r.notes for r in splits.values()) else "")
-        rows.append((name, rule, *cells, half_up(mean([split[2] for split in values]))))
+        rows.append(
+            (name, _rule(protocol, average, splits.values()), *cells, half_up(mean([split[2] for split in values])))
+        )
     title = "Table 1: Multimodal-Mind2Web, per cent; Avg is the mean of the three Step SR"
     return Table(title, (*header, "Avg"), tuple(rows))
 
@@ -177,7 +185,7 @@ def android_control_table(ours: Mapping[str, Mapping[str, Result]], *, average: 
         if unknown:
             raise ScoringError(f"{name}: level {min(unknown)!r} is none of {', '.join(ANDROID_CONTROL_LEVELS)}")
         values = [_value(levels.get(level), "step_acc", average) for level in ANDROID_CONTROL_LEVELS]
-        rows.append((name, f"{protocol}, {average}", *map(half_up, values), half_up(mean(values))))
+        rows.append((name, _rule(protocol, average, levels.values()), *map(half_up, values), half_up(mean(values))))
     title = "Table 2: AndroidControl, step accuracy, per cent; Avg is the mean of High and Low"
     return Table(title, ("Model", "Protocol", *ANDROID_CONTROL_LEVELS.values(), "Avg"), tuple(rows))
 

@@ -25,16 +25,17 @@ from coepg_dagster.prompts import (
     planner_messages,
 )
 from coepg_dagster.rewards.cdrem import mean_log_probability
+from coepg_dagster.steps import VISIBLE
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a planner is told of a step (Eq. 1): Q and h_t; the screenshot is found by the id."""
+    """What a planner sees of a step (Eq. 1): the columns VISIBLE; the screenshot is found by the id."""
 
     step_id: str
     goal: str
     history: tuple[str, ...]
-    instruction: str | None = None  # the step's own, where the benchmark gives one
+    instruction: str | None = None  # the step's own, where a model may see it
 
     def messages(self, style: Style) -> list[Message]:
         """The chat that asks π for this step's plan."""
@@ -46,8 +47,8 @@ class Task:
 
 
 def tasks_of(steps: pa.Table) -> list[Task]:
-    """What planners are told of each step, in the order of the table."""
-    names = [name for name in ("step_id", "goal", "history", "instruction") if name in steps.column_names]
+    """What planners see of each step, in the order of the table."""
+    names = [name for name in ("step_id", *VISIBLE) if name in steps.column_names]
     return [
         Task(row["step_id"], row["goal"], tuple(row["history"]), row.get("instruction"))
         for row in steps.select(names).to_pylist()

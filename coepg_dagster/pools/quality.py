@@ -248,7 +248,7 @@ def jensen_shannon(a: Counter[str], b: Counter[str]) -> float | None:
     if not n or not m:
         return None
     divergence = 0.0
-    for word in a.keys() | b.keys():
+    for word in sorted(a.keys() | b.keys()):  # the order decides the last digits of a sum
         p, q = a[word] / n, b[word] / m
         for share in (p, q):
             if share:

@@ -41,6 +41,9 @@ def select(
 ) -> tuple[pa.Table, pa.Table]:
     """(D_k, decisions): DATASET_SCHEMA rows, and for every candidate why it is there or not (DECISION_SCHEMA).
 
+    The box of a row is the target that most verifiers of its plan hit; of equal ones that of the surer verifiers (mean
+    exp(c_j)), then the first of the label.
+
     The plans of a step are ordered by score = share of hits + mean exp(c_j) of the hitting verifiers / 1000, then by
     id; the first `max_plans_per_step` stay. Rows of `previous` (D_{k-1}) join as `carry_over` says.
 
@@ -104,12 +107,8 @@ def _verify(
             )
         if not is_verified(len(hitting), len(answered), config):
             return None
-        # max() before exp(): greedy float32 log-probabilities can be a hair above 0
-        sure = [math.exp(min(0.0, vote["mean_logprob"])) for vote in hitting]
-        score = len(hitting) / len(answered) + sum(sure) / len(sure) / 1000
-        best = Point(hitting[0]["x"], hitting[0]["y"], Space.ORIGINAL)
-        hit = next(box for box in boxes if box.contains(best))
-        box = [hit.x1, hit.y1, hit.x2, hit.y2]
+        score = len(hitting) / len(answered) + _confidence(hitting) / 1000
+        box = _most_hit(boxes, hitting)
     return {
         "step_id": row["step_id"],
         "plan": row["plan"],
@@ -123,6 +122,24 @@ def _verify(
         "answered": len(answered),
         "score": score,
     }
+
+
+def _confidence(votes: Sequence[dict[str, Any]]) -> float:
+    """The mean confidence exp(c_j) of some verifiers; 0 for none."""
+    # min() before exp(): greedy float32 log-probabilities can be a hair above 0
+    sure = [math.exp(min(0.0, vote["mean_logprob"])) for vote in votes]
+    return sum(sure) / len(sure) if sure else 0.0
+
+
+def _most_hit(boxes: Sequence[Box], hitting: Sequence[dict[str, Any]]) -> list[float]:
+    """The target that a plan names, as far as the verifiers can tell: see `select`."""
+
+    def rank(box: Box) -> tuple[int, float]:
+        inside = [vote for vote in hitting if box.contains(Point(vote["x"], vote["y"], Space.ORIGINAL))]
+        return len(inside), _confidence(inside)
+
+    best = max(boxes, key=rank)  # of equal ones the first
+    return [best.x1, best.y1, best.x2, best.y2]
 
 
 def _carried(

@@ -4,7 +4,7 @@ Labels hold a point. The box is that of the smallest clickable node of the acces
 borders included; of equal ones the deepest. Actions get the canonical names, in capitals; a scroll's value is the
 direction in which the content view moves on, as labelled.
 
-Levels: `high` asks with the goal alone; `low` appends the step's own instruction to the goal.
+Levels: at `high` models see the goal alone; at `low` the step's own instruction too, which is null at `high`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from coepg_dagster.prompts import normal_value
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     TRAINED,
+    BoxTuple,
     Item,
     ReaderError,
     Reject,
     RejectedRow,
     Step,
-    checked_box,
     parse_json,
+    part_of,
     step,
+    target_boxes,
 )
 from coepg_dagster.readers.tasks import Task
 from coepg_dagster.readers.tfrecord import Example, Forest, parsed, records
@@ -113,30 +115,44 @@ def convert(
     goals = _feature(features, "goal", "bytes_list")
     if len(ids) != 1 or len(goals) != 1:
         raise RejectedRow("bad_field", "episode_id and goal must be single values")
-    lists = {name: _feature(features, name, kind) for name, kind in _LISTS.items()}
-    actions, instructions = (_feature(features, n, "bytes_list") for n in ("actions", "step_instructions"))
-    lengths = {name: len(values) for name, values in lists.items()}
-    lengths |= {"actions + 1": len(actions) + 1, "step_instructions + 1": len(instructions) + 1}
-    if len(set(lengths.values())) != 1:
-        raise RejectedRow("lengths_differ", ", ".join(f"{name}: {n}" for name, n in lengths.items()))
     episode = int(ids[0])
     if episode not in splits.split:
         raise RejectedRow("not_in_splits", f"episode {episode} is not in splits.json")
+    split = splits.split[episode]
+    actions = _feature(features, "actions", "bytes_list")
+    with part_of(split, len(actions)):
+        lists = {name: _feature(features, name, kind) for name, kind in _LISTS.items()}
+        instructions = _feature(features, "step_instructions", "bytes_list")
+        lengths = {name: len(values) for name, values in lists.items()}
+        lengths |= {"actions + 1": len(actions) + 1, "step_instructions + 1": len(instructions) + 1}
+        if len(set(lengths.values())) != 1:
+            raise RejectedRow("lengths_differ", ", ".join(f"{name}: {n}" for name, n in lengths.items()))
+        goal = _text(goals[0], "the goal")
+    subsplits = tuple(f"subsplit {name}" for name in splits.subsplits.get(episode, ()))
     items: list[Item] = []
     history: list[str] = []
-    for i, action in enumerate(actions):
-        row = f"{number}/{i}"
+    for i, encoded in enumerate(actions):
+        described = f"step {i + 1} (not readable)"
         try:
-            values = {name: lists[name][i] for name in _LISTS}
-            done, described = _step(
-                episode, i, goals[0], instructions[i], action, values, splits, level, resize, shrink
-            )
-            done.values["history"] = list(history)
-            done.values["episode_steps"] = len(actions)
-            items.append(replace(done, row=row))
+            with part_of(split):
+                action = _action(encoded)
+                described = action.described()
+                about = {
+                    "step_id": f"{episode}_{i}",
+                    "split": split,
+                    "episode_id": str(episode),
+                    "step_index": i,
+                    "goal": goal,
+                    "history": list(history),
+                    "instruction": _text(instructions[i], "the step instruction") if level == "low" else None,
+                    "episode_steps": len(actions),
+                }
+                values = {name: lists[name][i] for name in _LISTS}
+                done, label = _step(action, values, about, subsplits, resize, shrink)
+            described = action.described(label)
+            items.append(replace(done, row=f"{number}/{i}"))
         except RejectedRow as rejected:
-            items.append(Reject(str(path), row, rejected.reason, rejected.detail))
-            described = f"step {i + 1} (not readable)"
+            items.append(rejected.reject(str(path), f"{number}/{i}"))
         history.append(described)
     return items
 
@@ -148,25 +164,25 @@ def _text(value: bytes, what: str) -> str:
         raise RejectedRow("bad_field", f"{what} is not UTF-8 text") from error
 
 
-def _step(
-    episode: int,
-    index: int,
-    goal: bytes,
-    instruction: bytes,
-    action: bytes,
-    values: Mapping[str, Any],
-    splits: Splits,
-    level: Level,
-    resize: Resize,
-    shrink: bool,
-) -> tuple[Step, str]:
-    """One step, and how the history of the following ones names it."""
-    split = splits.split[episode]
-    data = parse_json(action, "the action")
+@dataclass(frozen=True)
+class Action:
+    """A labelled action, in canonical names; `point` in pixels of the screenshot, None where it has none."""
+
+    type: str
+    value: str
+    point: tuple[float, float] | None
+
+    def described(self, element: str = "") -> str:
+        """How the history of later steps names it, with the text of the element where it acted."""
+        return " ".join(part for part in (self.type, f"[{element}]" if element else "", self.value) if part)
+
+
+def _action(encoded: bytes) -> Action:
+    data = parse_json(encoded, "the action")
     name = data.get("action_type") if isinstance(data, dict) else None
     if name not in ACTIONS:
         raise RejectedRow("unknown_action", f"{name!r} is none of {', '.join(ACTIONS)}")
-    value = ""
+    value, point = "", None
     if name in VALUES:
         given = data.get(VALUES[name])
         if not isinstance(given, str):
@@ -174,50 +190,59 @@ def _step(
         value = normal_value(given)
         if name == "scroll" and value.lower() not in DIRECTIONS:
             raise RejectedRow("bad_field", f"scroll direction {value!r} is none of {', '.join(sorted(DIRECTIONS))}")
-    source = values["screenshots"]
-    image = opened(source)
-    if image.size != (values["screenshot_widths"], values["screenshot_heights"]):
-        stated = f"{values['screenshot_widths']} x {values['screenshot_heights']}"
-        raise RejectedRow(
-            "bad_field", f"the screenshot has {image.size[0]} x {image.size[1]} px, the record says {stated}"
-        )
-    point, box, label = None, None, ""
-    noticed: list[str] = [f"subsplit {name}" for name in splits.subsplits.get(episode, ())]
     if name in POINTED:
         x, y = data.get("x"), data.get("y")
         if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in (x, y)):
             raise RejectedRow("bad_field", f"a {name} needs numbers x and y, not {x!r}, {y!r}")
         point = (float(x), float(y))
-        found = enclosing_node(parsed(Forest, values["accessibility_trees"], "the accessibility tree"), point)
-        if found is None and split in TRAINED:
-            raise RejectedRow("no_enclosing_node", f"no clickable node contains {point}")
-        if found is None:
-            noticed.append("no_enclosing_node")
-        else:
-            box, label = checked_box(found[0], image.size), found[1]
-            if too_small(box, image.size, resize):
-                noticed.append("target_too_small")
-    ready = prepared(image, source, boxes=[] if box is None else [box], point=point, resize=resize if shrink else None)
-    asked = _text(goal, "the goal")
-    own = _text(instruction, "the step instruction")
+    return Action(ACTIONS[name], value, point)
+
+
+def _step(
+    action: Action,
+    values: Mapping[str, Any],
+    about: Mapping[str, Any],
+    noticed: tuple[str, ...],
+    resize: Resize,
+    shrink: bool,
+) -> tuple[Step, str]:
+    """The step of an action, with the columns `about`, and the text of the element where it acted."""
+    source, split = values["screenshots"], about["split"]
+    image = opened(source)
+    stated = values["screenshot_widths"], values["screenshot_heights"]
+    if image.size != stated:
+        if split in TRAINED:
+            said = f"the screenshot has {image.size[0]} x {image.size[1]} px, the record says {stated[0]} x {stated[1]}"
+            raise RejectedRow("bad_field", said)
+        noticed = (*noticed, "another_size_stated")
+    boxes, element = list[BoxTuple](), ""
+    if action.point is not None:
+        found, element = _target(values["accessibility_trees"], action.point)
+        boxes, faults = target_boxes([found], image.size, trained=split in TRAINED)
+        small = bool(boxes) and too_small(boxes[0], image.size, resize)
+        noticed = (*noticed, *faults, *(("target_too_small",) if small else ()))
+    ready = prepared(image, source, boxes=boxes, point=action.point, resize=resize if shrink else None)
     done = step(
-        step_id=f"{episode}_{index}",
-        split=split,
-        episode_id=str(episode),
-        step_index=index,
+        **about,
         family="android",
-        goal=f"{asked}\nCurrent step: {own}" if level == "low" else asked,
-        history=[],
         screenshot=ready.screenshot,
         size=ready.size,
         boxes=ready.boxes,
-        action_type=ACTIONS[name],
-        value=value,
+        action_type=action.type,
+        value=action.value,
         point=None if ready.point is None else list(ready.point),
-        instruction=own,
-        noticed=tuple(noticed),
+        noticed=noticed,
     )
-    return done, " ".join(part for part in (ACTIONS[name], f"[{label}]" if label else "", value) if part)
+    return done, element
+
+
+def _target(tree: bytes, point: tuple[float, float]) -> tuple[BoxTuple | RejectedRow, str]:
+    """(box, text) of the node that was acted on; in place of the box why there is none."""
+    try:
+        found = enclosing_node(parsed(Forest, tree, "the accessibility tree"), point)
+    except RejectedRow as damaged:
+        return damaged, ""
+    return found or (RejectedRow("no_enclosing_node", f"no clickable node contains {point}"), "")
 
 
 def enclosing_node(forest: Any, point: tuple[float, float]) -> tuple[tuple[float, float, float, float], str] | None:

@@ -19,7 +19,17 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
 from coepg_dagster.readers.images import Resize
-from coepg_dagster.readers.rows import EXPECTED, READER_SCHEMA, REASONS, REJECT_SCHEMA, Item, ReaderError, Reject, Step
+from coepg_dagster.readers.rows import (
+    EXPECTED,
+    READER_SCHEMA,
+    REASONS,
+    REJECT_SCHEMA,
+    UNKNOWN_SPLIT,
+    Item,
+    ReaderError,
+    Reject,
+    Step,
+)
 from coepg_dagster.readers.tasks import Task, converted
 from coepg_dagster.readers.views import Rule
 
@@ -48,25 +58,43 @@ class Options:
             raise ReaderError(f"max_bad_share is a share from 0 to 1, not {self.max_bad_share}")
 
 
+def lost_of(lost: Mapping[str, int], split: str) -> dict[str, int]:
+    """How many steps `split` lacks, by reason, of `Counts.lost`; rows whose split is unknown may be of this one too."""
+    found = {}
+    for key, n in lost.items():
+        of, _, reason = key.rpartition(": ")
+        if of in (split, UNKNOWN_SPLIT):
+            found[reason if of == split else f"{reason}, {UNKNOWN_SPLIT}"] = n
+    return found
+
+
+COUNTERS: Final = ("steps", "rejected", "noticed", "lost")
+
+
 @dataclass
 class Counts:
     """What an import saw; grows while it runs."""
 
     steps: Counter[str] = field(default_factory=Counter)  # by split
-    rejected: Counter[str] = field(default_factory=Counter)  # by reason
+    rejected: Counter[str] = field(default_factory=Counter)  # rows, by reason
     noticed: Counter[str] = field(default_factory=Counter)  # by "split: fact"
+    lost: Counter[str] = field(default_factory=Counter)  # steps that were not EXPECTED to go, by "split: reason"
 
     @property
     def bad(self) -> int:
         return sum(n for reason, n in self.rejected.items() if reason not in EXPECTED)
+
+    def leave_out(self, reject: Reject) -> None:
+        self.rejected[reject.reason] += 1
+        if reject.reason not in EXPECTED:
+            self.lost[f"{reject.split or UNKNOWN_SPLIT}: {reject.reason}"] += reject.steps
 
     @property
     def rows(self) -> int:
         return self.steps.total() + self.rejected.total()
 
     def to_json(self) -> dict[str, Any]:
-        counters = {"steps": self.steps, "rejected": self.rejected, "noticed": self.noticed}
-        return {name: dict(sorted(counter.items())) for name, counter in counters.items()} | {"rows": self.rows}
+        return {name: dict(sorted(getattr(self, name).items())) for name in COUNTERS} | {"rows": self.rows}
 
 
 def source_files(dataset: Dataset, source: Path) -> list[Path]:
@@ -115,13 +143,14 @@ def read_items(
         kept = item
         if isinstance(item, Step):
             if item.values["step_id"] in seen:
-                kept = Reject(str(path), item.row, "duplicate_id", f"{item.values['step_id']!r} came before")
+                again = f"{item.values['step_id']!r} came before"
+                kept = Reject(str(path), item.row, "duplicate_id", again, item.values["split"])
             else:
                 seen.add(item.values["step_id"])
                 counts.steps[item.values["split"]] += 1
                 counts.noticed.update(f"{item.values['split']}: {fact}" for fact in item.noticed)
         if isinstance(kept, Reject):
-            counts.rejected[kept.reason] += 1
+            counts.leave_out(kept)
         if counts.rows >= MIN_ROWS:
             _judge(counts, options, path)
         yield kept
@@ -176,11 +205,11 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
         steps_file, rejects_file, counts_file = (out / f"{key}.{kind}" for kind in ("arrow", "rejects.parquet", "json"))
         if counts_file.is_file():
             done = json.loads(counts_file.read_text())
-            for name in ("steps", "rejected", "noticed"):
+            for name in COUNTERS:
                 getattr(counts, name).update(done[name])
             seen.update(_mapped(steps_file)["step_id"].to_pylist())
             continue
-        before, rejects = Counts(counts.steps.copy(), counts.rejected.copy(), counts.noticed.copy()), list[Reject]()
+        before, rejects = {name: getattr(counts, name).copy() for name in COUNTERS}, list[Reject]()
         draft = steps_file.with_suffix(".draft")
         try:
             with pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, READER_SCHEMA) as writer:
@@ -188,9 +217,7 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
                     writer.write_batch(batch)
         finally:
             pq.write_table(rejects_table(rejects), rejects_file)
-        own_counts = Counts(
-            counts.steps - before.steps, counts.rejected - before.rejected, counts.noticed - before.noticed
-        )
+        own_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
         draft.replace(steps_file)
         facts = {"source": str(path), "options": asdict(options), "key": _chosen(dataset, options)}
         _write(counts_file, own_counts.to_json() | facts)
@@ -211,10 +238,14 @@ def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:
     return f"{path.stem}-{hashlib.sha256(said.encode()).hexdigest()[:10]}"
 
 
+CODE: Final = 2
+"""Raise it when a reader's code changes so that the same files would give other rows or counts: they are read again."""
+
+
 def _chosen(dataset: Dataset, options: Options) -> str:
-    """The dataset and the options that change what is read, as one text."""
+    """The dataset, how it is read, and the options that change what is read, as one text."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("workers", "max_bad_share")}
-    return json.dumps([dataset, chosen], sort_keys=True)
+    return json.dumps([CODE, dataset, chosen], sort_keys=True)
 
 
 def load(out: Path) -> pa.Table:

@@ -17,13 +17,16 @@ from coepg_dagster.prompts import normal_value
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     TRAINED,
+    BoxTuple,
     Reject,
     RejectedRow,
     Step,
-    checked_box,
+    attempted,
     numbers,
     parse_json,
+    part_of,
     step,
+    target_boxes,
     wanted,
 )
 from coepg_dagster.readers.tasks import Task
@@ -81,8 +84,8 @@ def rows(path: Path, view: Rule, resize: Resize, shrink: bool) -> Iterator[Task 
         yield Reject(str(path), "", "bad_file", str(error))
 
 
-def target_box(candidate: object, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The box of a positive candidate (JSON, its `attributes` JSON again) in page pixels."""
+def target_box(candidate: object) -> BoxTuple:
+    """The box of a positive candidate (JSON, its `attributes` JSON again) in page pixels, wherever that is."""
     data = parse_json(candidate, "a positive candidate")
     if not isinstance(data, dict) or "attributes" not in data:
         raise RejectedRow("bad_candidates", f"{candidate!r:.80} has no attributes")
@@ -94,13 +97,18 @@ def target_box(candidate: object, size: tuple[int, int]) -> tuple[float, float, 
         x, y, w, h = (float(part) for part in rect.split(","))
     except ValueError:
         raise RejectedRow("bad_candidates", f"bounding_box_rect {rect!r} is not x,y,w,h") from None
-    return checked_box((x, y, x + w, y + h), size)
+    return x, y, x + w, y + h
 
 
 def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shrink: bool) -> Step:
     """The step of one row; RejectedRow where it is left out."""
     annotation = wanted(row, "annotation_id", str)
     split = split_of(path, annotation)
+    with part_of(split):
+        return _step(row, annotation, split, view, resize, shrink)
+
+
+def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resize: Resize, shrink: bool) -> Step:
     reprs = wanted(row, "action_reprs", list)
     index = wanted(row, "target_action_index", str, int)
     if not str(index).isdigit() or not 0 <= int(index) < len(reprs):
@@ -111,8 +119,8 @@ def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shri
     if not isinstance(source, bytes):
         raise RejectedRow("no_screenshot", "the screenshot is null")
     image = opened(source)
-    candidates = wanted(row, "pos_candidates", list)
-    boxes = list(dict.fromkeys(target_box(candidate, image.size) for candidate in candidates))
+    candidates = attempted(target_box, wanted(row, "pos_candidates", list, type(None)) or [])
+    boxes, faults = target_boxes(candidates, image.size, trained=split in TRAINED)
     place, held, rule = choose(boxes, *image.size, view)
     if not held and split in TRAINED:
         raise RejectedRow("no_target", f"{len(boxes)} positive candidates, none of which fits into a view")
@@ -133,7 +141,7 @@ def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shri
         episode_steps=len(reprs),
         view=list(place),
         view_rule=rule,
-        noticed=noticed(ready.boxes, ready.size, resize),
+        noticed=(*faults, *noticed(ready.boxes, ready.size, resize)),
     )
 
 
@@ -151,7 +159,7 @@ def operation(data: object) -> tuple[str, str]:
     return str(name), "" if name == "CLICK" else normal_value(value)
 
 
-def noticed(boxes: list[tuple[float, float, float, float]], size: tuple[int, int], resize: Resize) -> tuple[str, ...]:
+def noticed(boxes: list[BoxTuple], size: tuple[int, int], resize: Resize) -> tuple[str, ...]:
     """Facts worth counting: several targets, none, one that becomes too small to read."""
     facts = []
     if len(boxes) > 1:
@@ -184,6 +192,12 @@ def convert_block(line: str, images: Path, resize: Resize) -> Step:
     row = parse_json(line, "the row")
     if not isinstance(row, dict):
         raise RejectedRow("bad_field", "the row must be an object")
+    split = f"test_{wanted(row, 'split', str)}"
+    with part_of(split):
+        return _block_step(row, split, images, resize)
+
+
+def _block_step(row: Mapping[str, Any], split: str, images: Path, resize: Resize) -> Step:
     targets = wanted(row, "target_blocks", dict)
     block = min((int(name) for name in targets if str(name).isdigit()), default=0)
     file = images / wanted(row, "blocks_path", str) / f"{block}.png"
@@ -191,15 +205,12 @@ def convert_block(line: str, images: Path, resize: Resize) -> Step:
         raise RejectedRow("bad_path", f"{file} is not there; make the blocks from the page screenshots first")
     source = file.read_bytes()
     image = opened(source)
-    boxes = []
-    for entry in targets.get(str(block), []):
-        x, y, w, h = numbers(entry, 4, "a box of target_blocks")
-        boxes.append(checked_box((x, y, x + w, y + h), image.size))
+    boxes, faults = target_boxes(attempted(_block_box, targets.get(str(block), [])), image.size, trained=False)
     action_type, value = operation({"op": wanted(row, "operation", str), "value": wanted(row, "value", str)})
     annotation = wanted(row, "annotation_id", str)
     return step(
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
-        split=f"test_{wanted(row, 'split', str)}",
+        split=split,
         episode_id=annotation,
         step_index=wanted(row, "step", int),
         family=wanted(row, "website", str),
@@ -212,5 +223,10 @@ def convert_block(line: str, images: Path, resize: Resize) -> Step:
         value=value,
         episode_steps=wanted(row, "total_steps", int),
         view_rule=f"block {block}",
-        noticed=noticed(boxes, image.size, resize),
+        noticed=(*faults, *noticed(boxes, image.size, resize)),
     )
+
+
+def _block_box(entry: object) -> BoxTuple:
+    x, y, w, h = numbers(entry, 4, "a box of target_blocks")
+    return x, y, x + w, y + h

@@ -4,9 +4,10 @@
      "goal": "Buy a red scarf", "history": ["CLICK [Scarves]"], "image": "images/17.png",
      "boxes": [[100, 40, 180, 72]], "action_type": "CLICK", "value": ""}
 
-Boxes are (x1, y1, x2, y2) in pixels of the image; none where the action has no target. `history` names the earlier
-actions, oldest first. Optional: `point` [x, y], `instruction`, `episode_steps`. Unknown fields are errors. Image paths are
-relative to the file's folder and stay in it.
+Boxes are (x1, y1, x2, y2) in pixels of the image; none where the action has no target. For training they must lie in
+the image; other splits keep them as they are, and `check-data` counts them. `history` names the earlier actions, oldest
+first. Optional: `point` [x, y], `instruction` (the step's own), `episode_steps`. Models see the image, `goal`, `history`
+and `instruction`. Unknown fields are errors. Image paths are relative to the file's folder and stay in it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from typing import Any, Final
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     ALL_ACTIONS,
+    TRAINED,
+    BoxTuple,
     Reject,
     RejectedRow,
     Step,
     checked_box,
     numbers,
     parse_json,
+    part_of,
     step,
+    target_boxes,
     wanted,
 )
 from coepg_dagster.readers.tasks import Task
@@ -63,7 +68,8 @@ def _converted(line: str, path: Path, resize: Resize, shrink: bool) -> list[Step
     data = parse_json(line, "the line")
     if not isinstance(data, dict):
         raise RejectedRow("bad_field", f"a line must be an object, not {data!r:.80}")
-    return [convert(data, path.parent, resize, shrink)]
+    with part_of(wanted(data, "split", str)):
+        return [convert(data, path.parent, resize, shrink)]
 
 
 def convert(data: Mapping[str, Any], folder: Path, resize: Resize, shrink: bool) -> Step:
@@ -80,15 +86,17 @@ def convert(data: Mapping[str, Any], folder: Path, resize: Resize, shrink: bool)
         raise RejectedRow("bad_path", f"{values['image']!r} is not there, or leaves {folder}")
     source = file.read_bytes()
     image = opened(source)
-    boxes = []
-    for entry in values["boxes"]:
-        x1, y1, x2, y2 = numbers(entry, 4, "a box")
-        boxes.append(checked_box((x1, y1, x2, y2), image.size))
+    boxes = [_box(entry) for entry in values["boxes"]]
+    trained = values["split"] in TRAINED
+    if trained:
+        boxes = [checked_box(box, image.size) for box in boxes]  # whoever owns the data can mend it
+    boxes, faults = target_boxes(boxes, image.size, trained=trained)
     point = None
     if data.get("point") is not None:
         x, y = numbers(data["point"], 2, "point")
         point = (x, y)
     ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
+    small = bool(boxes) and all(too_small(box, image.size, resize) for box in boxes)
     plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes")}
     return step(
         **plain,
@@ -98,5 +106,12 @@ def convert(data: Mapping[str, Any], folder: Path, resize: Resize, shrink: bool)
         point=None if ready.point is None else list(ready.point),
         instruction=wanted(data, "instruction", str) if data.get("instruction") is not None else None,
         episode_steps=wanted(data, "episode_steps", int) if data.get("episode_steps") is not None else None,
-        noticed=("target_too_small",) if boxes and all(too_small(b, image.size, resize) for b in boxes) else (),
+        noticed=(*faults, *(("target_too_small",) if small else ())),
     )
+
+
+def _box(entry: object) -> BoxTuple:
+    x1, y1, x2, y2 = numbers(entry, 4, "a box")
+    if x1 > x2 or y1 > y2:
+        raise RejectedRow("box_without_area", f"box {(x1, y1, x2, y2)} must be x1, y1, x2, y2")
+    return x1, y1, x2, y2

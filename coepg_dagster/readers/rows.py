@@ -1,12 +1,15 @@
 """What every reader gives: steps, or rows left out with a reason that names file and row.
 
-Nothing is clamped or guessed: a row that is not as its format says is left out, and counted.
+Nothing is guessed: a row that is not as its format says is left out, and counted. Test splits are whole: there a row is
+left out only where no model could see it or its label cannot be read, and target boxes stay as they are (`target_boxes`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +22,7 @@ READER_SCHEMA: Final = pa.schema(
     [
         *STEP_SCHEMA,
         pa.field("point", pa.list_(pa.float32(), 2)),  # where the label acted, px of the screenshot (AndroidControl)
-        pa.field("instruction", pa.string()),  # the step's own instruction (AndroidControl low level)
+        pa.field("instruction", pa.string()),  # the step's own, for models to see (AndroidControl low level)
         pa.field("episode_steps", pa.int32()),  # how many steps the task has in the source, those left out included
         pa.field("view", pa.list_(pa.int32(), 4)),  # (x1, y1, x2, y2) of the screenshot in the source image; null: all
         pa.field("view_rule", pa.string()),  # how that was chosen, see `views`
@@ -33,6 +36,8 @@ REJECT_SCHEMA: Final = pa.schema(
         pa.field("row", pa.string(), nullable=False),  # as the format counts: row, record, record/step or line, from 0
         pa.field("reason", pa.string(), nullable=False),  # one of REASONS
         pa.field("detail", pa.string(), nullable=False),
+        pa.field("split", pa.string()),  # null: the row could not be read so far
+        pa.field("steps", pa.int32(), nullable=False),  # how many steps the row holds
     ]
 )
 
@@ -63,6 +68,7 @@ EXPECTED: Final = frozenset({"no_target", "no_enclosing_node"})
 
 TRAINED: Final = frozenset({"train", "validation"})
 """Splits that rows without a target are left out of. Test splits keep them, as every protocol's denominator wants."""
+UNKNOWN_SPLIT: Final = "unknown split"
 
 MOBILE_ACTIONS: Final = ("CLICK", "LONG_PRESS", "TYPE", "SCROLL", "OPEN_APP", "BACK", "HOME", "WAIT")
 ALL_ACTIONS: Final = frozenset(ACTION_TYPES) | frozenset(MOBILE_ACTIONS) | {"SCROLL DOWN"}
@@ -73,12 +79,27 @@ class ReaderError(ValueError):
 
 
 class RejectedRow(Exception):
-    """Raised while one row is converted: it is left out. `reason` is a key of REASONS."""
+    """Raised while one row is converted: it is left out. `reason` is a key of REASONS; the rest is set by `part_of`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+        self.split: str | None = None
+        self.steps = 1
+
+    def reject(self, file: str, row: str) -> Reject:
+        return Reject(file, row, self.reason, self.detail, self.split, self.steps)
+
+
+@contextmanager
+def part_of(split: str, steps: int = 1) -> Iterator[None]:
+    """Whatever is left out inside are `steps` steps of `split`, which then lacks them."""
+    try:
+        yield
+    except RejectedRow as rejected:
+        rejected.split, rejected.steps = split, steps
+        raise
 
 
 @dataclass(frozen=True)
@@ -87,6 +108,8 @@ class Reject:
     row: str
     reason: str
     detail: str
+    split: str | None = None  # None: the row could not be read so far
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,15 +188,64 @@ def numbers(value: object, n: int, what: str) -> tuple[float, ...]:
     return tuple(float(v) for v in value)
 
 
+BoxTuple = tuple[float, float, float, float]
 SLACK: Final = 1.0
 """Pixels by which a box may leave the image: browsers report fractions, images have whole pixels."""
 
 
-def checked_box(box: tuple[float, float, float, float], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """`box` (x1, y1, x2, y2), unchanged, if it has area and lies in an image of `size`; RejectedRow otherwise."""
+def _fault(box: BoxTuple, size: tuple[int, int]) -> RejectedRow | None:
     x1, y1, x2, y2 = box
     if not (x2 > x1 and y2 > y1):
-        raise RejectedRow("box_without_area", f"box {box}")
+        return RejectedRow("box_without_area", f"box {box}")
     if x1 < -SLACK or y1 < -SLACK or x2 > size[0] + SLACK or y2 > size[1] + SLACK:
-        raise RejectedRow("box_outside_image", f"box {box} in an image of {size[0]} x {size[1]} px")
+        return RejectedRow("box_outside_image", f"box {box} in an image of {size[0]} x {size[1]} px")
+    return None
+
+
+def checked_box(box: BoxTuple, size: tuple[int, int]) -> BoxTuple:
+    """`box` (x1, y1, x2, y2), unchanged, if it has area and lies in an image of `size`; RejectedRow otherwise."""
+    if fault := _fault(box, size):
+        raise fault
     return box
+
+
+def attempted(read: Callable[[Any], BoxTuple], entries: Iterable[Any]) -> list[BoxTuple | RejectedRow]:
+    """The box that `read` makes of each entry, or why it makes none."""
+
+    def attempt(entry: Any) -> BoxTuple | RejectedRow:
+        try:
+            return read(entry)
+        except RejectedRow as rejected:
+            return rejected
+
+    return [attempt(entry) for entry in entries]
+
+
+def target_boxes(
+    found: Iterable[BoxTuple | RejectedRow], size: tuple[int, int], *, trained: bool
+) -> tuple[list[BoxTuple], tuple[str, ...]]:
+    """The target boxes of a step on an image of `size`, each once, and which faults there were (REASONS), for a count.
+
+    For training (`trained`), what lies outside the image is cut off, and a box that has no area then is none;
+    RejectedRow where that leaves none. In a test split every box stays as it is, since the owners of protocols count it
+    so: nobody hits what lies off the image. Only what is no box at all is none there.
+    """
+    width, height = size
+    boxes, faults = list[BoxTuple](), list[RejectedRow]()
+    for box in found:
+        fault = box if isinstance(box, RejectedRow) else _fault(box, size)
+        if not isinstance(box, RejectedRow) and all(map(math.isfinite, box)):
+            x1, y1, x2, y2 = box
+            if trained:
+                x1, y1, x2, y2 = max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height))
+                if x1 < x2 and y1 < y2:
+                    boxes.append((x1, y1, x2, y2))
+                else:
+                    fault = fault or RejectedRow("box_outside_image", f"box {box} on the edge of {width} x {height} px")
+            elif x1 <= x2 and y1 <= y2:
+                boxes.append(box)
+        if fault:
+            faults.append(fault)
+    if faults and not boxes and trained:
+        raise faults[0]
+    return list(dict.fromkeys(boxes)), tuple(dict.fromkeys(fault.reason for fault in faults))

@@ -16,9 +16,21 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
-from coepg_dagster.readers.rows import Reject, RejectedRow, Step, checked_box, numbers, parse_json, step, wanted
+from coepg_dagster.readers.rows import (
+    BoxTuple,
+    Reject,
+    RejectedRow,
+    Step,
+    numbers,
+    parse_json,
+    part_of,
+    step,
+    target_boxes,
+    wanted,
+)
 from coepg_dagster.readers.tasks import Task
 
+SPLIT: Final = "test"
 PLATFORMS: Final = ("mobile", "desktop", "web")
 
 
@@ -72,6 +84,11 @@ def _parquet_rows(path: Path, resize: Resize, shrink: bool) -> Iterator[Task | R
 
 def _parquet_step(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shrink: bool) -> list[Step]:
     """Boxes of the hub's files are corners in 0..1."""
+    with part_of(SPLIT):
+        return [_of_parquet(row, i, path, resize, shrink)]
+
+
+def _of_parquet(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shrink: bool) -> Step:
     source = row["image"].get("bytes") if isinstance(row["image"], dict) else None
     if not isinstance(source, bytes):
         raise RejectedRow("no_screenshot", "the image is null")
@@ -80,16 +97,15 @@ def _parquet_step(row: Mapping[str, Any], i: int, path: Path, resize: Resize, sh
     width, height = image.size
     box = (x1 * width, y1 * height, x2 * width, y2 * height)
     family = f"{SOURCES.get(wanted(row, 'data_source', str), 'web')}_{wanted(row, 'data_type', str)}"
-    return [
-        _step(row, f"{path.stem}_{i:05d}", wanted(row, "file_name", str), family, source, image, box, resize, shrink)
-    ]
+    return _step(row, f"{path.stem}_{i:05d}", wanted(row, "file_name", str), family, source, image, box, resize, shrink)
 
 
 def _converted(entry: object, i: int, path: Path, images: Path, resize: Resize, shrink: bool) -> list[Step]:
-    data = parse_json(entry, "the annotation") if isinstance(entry, str) else entry
-    if not isinstance(data, dict):
-        raise RejectedRow("bad_field", f"an annotation must be an object, not {data!r:.80}")
-    return [convert(data, i, path, images, resize, shrink)]
+    with part_of(SPLIT):
+        data = parse_json(entry, "the annotation") if isinstance(entry, str) else entry
+        if not isinstance(data, dict):
+            raise RejectedRow("bad_field", f"an annotation must be an object, not {data!r:.80}")
+        return [convert(data, i, path, images, resize, shrink)]
 
 
 def group(data: Mapping[str, Any], path: Path) -> str:
@@ -126,15 +142,16 @@ def _step(
     family: str,
     source: bytes,
     image: Image.Image,
-    box: tuple[float, float, float, float],
+    box: BoxTuple,
     resize: Resize,
     shrink: bool,
 ) -> Step:
-    checked_box(box, image.size)
-    ready = prepared(image, source, boxes=[box], resize=resize if shrink else None)
+    boxes, faults = target_boxes([box], image.size, trained=False)
+    ready = prepared(image, source, boxes=boxes, resize=resize if shrink else None)
+    small = bool(boxes) and too_small(box, image.size, resize)
     return step(
         step_id=step_id,
-        split="test",
+        split=SPLIT,
         episode_id=name,
         step_index=0,
         family=family,
@@ -145,5 +162,5 @@ def _step(
         boxes=ready.boxes,
         action_type="CLICK",
         value="",
-        noticed=("target_too_small",) if too_small(box, image.size, resize) else (),
+        noticed=(*faults, *(("target_too_small",) if small else ())),
     )

@@ -23,7 +23,7 @@ class Task:
             items = self.convert()
             return [replace(item, row=self.row) if isinstance(item, Step) and not item.row else item for item in items]
         except RejectedRow as rejected:
-            return [Reject(self.file, self.row, rejected.reason, rejected.detail)]
+            return [rejected.reject(self.file, self.row)]
 
 
 def converted(tasks: Iterable[Task | Reject], workers: int = 2) -> Iterator[Item]:

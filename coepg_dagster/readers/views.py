@@ -3,7 +3,8 @@
 `target_block`: UGround's vertical blocks (1280 × 1000 px, overlap 200); the first block that holds a target box entirely.
 `target_crop`: a crop of the block size, centred on the first target box as far as the page allows.
 `page`: all of it.
-Without a target both rules give the first block; targets that fit into no view count as none. Where no block holds a
+A crop holds a box that reaches over the edge of the page if it holds what lies on the page; a block, as UGround's, does
+not. Without a target both rules give the first block; targets that fit into no view count as none. Where no block holds a
 target, `target_block` falls back to the crop (UGround crops at a random place there); the recorded rule says so.
 """
 
@@ -33,6 +34,15 @@ def _inside(box: BoxTuple, view: View) -> bool:
     return view[0] <= box[0] and box[2] <= view[2] and view[1] <= box[1] and box[3] <= view[3]
 
 
+def _meets(box: BoxTuple, view: View) -> bool:
+    return box[0] <= view[2] and view[0] <= box[2] and box[1] <= view[3] and view[1] <= box[3]
+
+
+def _cut(box: BoxTuple, view: View) -> BoxTuple:
+    """What of `box` lies in `view`, which it meets."""
+    return max(box[0], view[0]), max(box[1], view[1]), min(box[2], view[2]), min(box[3], view[3])
+
+
 def target_crop(box: BoxTuple, width: int, height: int) -> View:
     """A view of the block size centred on `box`, moved into the page where it would leave it."""
     w, h = min(width, BLOCK_WIDTH), min(height, BLOCK_HEIGHT)
@@ -56,9 +66,11 @@ def choose(boxes: Sequence[BoxTuple], width: int, height: int, rule: Rule) -> tu
             held = [box for box in boxes if _inside(box, view)]
             if held:
                 return view, held, f"block {i}"
-    for target in boxes:
+    page = (0, 0, width, height)
+    parts = [(box, _cut(box, page)) for box in boxes if _meets(box, page)]
+    for _, target in parts:
         view = target_crop(target, width, height)
-        held = [box for box in boxes if _inside(box, view)]
+        held = [box for box, part in parts if _inside(part, view)]
         if held:
             return view, held, "target crop"
     return tiles[0], [], "block 0"

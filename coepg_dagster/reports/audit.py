@@ -108,7 +108,7 @@ def write_audit(
     screens, cards, shown, texts = ScreenFiles(folder), _Cards(data), 0, []
     for step in shown_steps(steps, wanted, screens):
         label = columns.code("action", step["action"])
-        texts.append(f"{step['family']} {step['goal']} {step['id']}".lower())
+        texts.append(f"{step['family']} {step['goal']} {step['instruction'] or ''} {step['id']}".lower())
         for row in rows[step["id"]]:
             columns.decision.append(columns.code("decision", row.pop("decision")))
             columns.planner.append(columns.code("planner", row.pop("planner")))

@@ -23,7 +23,7 @@ from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import png
 from coepg_dagster.reports.html import image_type, render, shown_steps
 from coepg_dagster.reports.paper import FULL, Row, command_of
-from coepg_dagster.results import HEADLINES, headline
+from coepg_dagster.results import HEADLINES, headline, short_splits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
@@ -128,6 +128,7 @@ def write_report(evolution: Evolution, page: Path) -> str:
             protocol=evolution.experiment.benchmark.protocol,
             numbers=Table(f"{evolution.experiment.name}/s{evolution.seed}", tuple(heads), tuple(map(tuple, rows))),
             sections=sections,
+            short=short_splits(iterations),
             stale=[f"{asset}[{row['iteration']}]: {why}" for row in iterations for asset, why in row["stale"].items()],
             crumbs=evolution.crumbs,
         ),

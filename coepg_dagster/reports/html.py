@@ -78,6 +78,7 @@ def shown_steps(steps: pa.Table, wanted: Collection[str], screens: Screens) -> I
                     "id": text["step_id"],
                     "family": text["family"],
                     "goal": text["goal"],
+                    "instruction": text.get("instruction"),
                     "history": text["history"],
                     "width": text["width"],
                     "height": text["height"],

@@ -94,6 +94,42 @@ def test_the_box_is_the_one_that_was_hit() -> None:
     assert found["box"].to_pylist() == [[10, 10, 20, 20]]
 
 
+LEFT, RIGHT, AROUND = [10.0, 10.0, 20.0, 20.0], [50.0, 50.0, 60.0, 60.0], [0.0, 0.0, 30.0, 30.0]
+
+
+def box_of(boxes: list[list[float]], *votes: tuple[float, float]) -> list[float]:
+    """The box of the row of a plan: each vote is (where its verifier points, on both axes, and its mean log p)."""
+    given_votes = [verdict("s#p#0", f"v{i}", True, x=x, y=x, mean_logprob=p) for i, (x, p) in enumerate(votes)]
+    steps, plans = step_table(step("s", boxes=boxes)), candidates(candidate("s", "p", 0, "x"))
+    found, _ = select(steps, plans, verdicts(*given_votes), Regeneration(), 0, None)
+    [box] = found["box"].to_pylist()
+    return list(box)
+
+
+def test_of_several_targets_the_one_that_most_verifiers_hit() -> None:
+    assert (
+        box_of([LEFT, RIGHT], (15, -0.1), (55, -2.0), (55, -2.0)) == RIGHT
+    )  # not the first verifier's, nor the surest
+    assert box_of([LEFT, RIGHT], (15, -0.5), (55, -0.1)) == RIGHT  # one each: the surer
+    assert box_of([LEFT, RIGHT], (15, -0.1), (55, -0.1)) == LEFT  # equally sure: the first of the label
+    assert box_of([LEFT, AROUND], (15, -0.1), (5, -3.0)) == AROUND  # a point may lie in several
+
+
+@given(
+    st.permutations([LEFT, RIGHT, AROUND]),
+    st.lists(st.sampled_from([5.0, 15.0, 55.0]), min_size=1, max_size=6).flatmap(
+        lambda points: st.tuples(st.just(points), st.permutations(range(len(points))))
+    ),
+)
+def test_the_order_of_the_verifiers_decides_nothing(boxes: list[list[float]], voting: Any) -> None:
+    points, order = voting
+    votes = [(point, -0.1 - i / 10) for i, point in enumerate(points)]
+    box = box_of(boxes, *votes)
+    assert box == box_of(boxes, *(votes[i] for i in order))
+    count = {tuple(b): sum(b[0] <= x <= b[2] for x in points) for b in boxes}
+    assert count[tuple(box)] == max(count.values())
+
+
 def test_a_failed_verifier_has_no_vote() -> None:
     found, _ = select(
         STEPS,

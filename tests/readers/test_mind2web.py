@@ -87,6 +87,17 @@ def test_several_targets_are_all_kept_when_they_share_a_block(tmp_path: Path) ->
     assert len(step["boxes"]) == 2 and counts.noticed == {"train: several_targets": 1}
 
 
+def test_a_target_on_the_edge_of_the_page_is_cut_for_training_and_kept_for_tests(tmp_path: Path) -> None:
+    edge = [mind2web_row(pos_candidates=[candidate(100, 2590, 20, 40)])]
+    (step,), _, counts = imported(tmp_path / "a", edge)
+    assert (step["view_rule"], step["boxes"]) == ("block 2", [[100, 990, 120, 1000]])
+    assert counts.noticed["train: box_outside_image"] == 1
+    (step,), _, _ = imported(tmp_path / "b", edge, "test_task-0.parquet")  # no block of UGround's holds all of it
+    assert (step["view_rule"], step["boxes"]) == ("target crop", [[100, 990, 120, 1030]])
+    (step,), _, _ = imported(tmp_path / "c", edge, "test_task-0.parquet", view="page")
+    assert step["boxes"] == [[100, 2590, 120, 2630]]
+
+
 def bad(**change: Any) -> dict[str, Any]:
     return mind2web_row(index=0, **change)
 
@@ -112,7 +123,7 @@ HUGE = SMALL[:12] + HEADER + zlib.crc32(HEADER).to_bytes(4) + SMALL[33:]
             bad(pos_candidates=[json.dumps({"attributes": json.dumps({"bounding_box_rect": "1,2,x,4"})})]),
             "bad_candidates",
         ),
-        (bad(pos_candidates=[candidate(100, 2590, 20, 40)]), "box_outside_image"),
+        (bad(pos_candidates=[candidate(100, 2610, 20, 40)]), "box_outside_image"),
         (bad(pos_candidates=[candidate(-20, 10, 10, 10)]), "box_outside_image"),
         (bad(pos_candidates=[candidate(100, 100, 0, 40)]), "box_without_area"),
         (bad(operation="{"), "bad_json"),

@@ -12,7 +12,7 @@ from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, Member, case_study, write_report
 from coepg_dagster.reports.lineage import key_number
-from coepg_dagster.results import learned_text, results
+from coepg_dagster.results import learned_text, results, short_splits
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import png, step, step_table
 from tests.reports.test_lineage import experiment
@@ -112,6 +112,23 @@ def test_what_is_missing_says_which_command_makes_it(page: tuple[Path, str]) -> 
         "50.0 [45.0, 56.0]" in text and "50.00 [45.00, 56.00]" in text
     )  # Table 1; Table 4 has the paper's two decimals
     assert "58.41" in text and "56.50" in text and "miniwob/point" in text
+
+
+def test_a_short_denominator_is_said_once(page: tuple[Path, str], tmp_path: Path) -> None:
+    short = evolution(experiment(tmp_path))
+    assert short_splits(short.table["iterations"]) == [] and "could not be read" not in page[0].read_text()
+    for row in short.table["iterations"]:
+        row["splits"]["test_seed"]["lost"] = "2 steps could not be read (2 bad_image)"
+    write_report(short, tmp_path / "evolution.html")
+    assert (tmp_path / "evolution.html").read_text().count("test_seed: 2 steps could not be read (2 bad_image)") == 1
+
+
+def test_results_carry_the_note_of_a_short_denominator(tmp_path: Path) -> None:
+    value = {"macro": 1.0, "micro": 1.0, "ci95": None}
+    score = {"rows": 10, "metrics": {"step_sr": value}, "notes": {"lost": "2 steps"}}
+    figures = {"validation": score, "test_seed": score}
+    found = results(experiment(tmp_path), 1, {Ref("evaluation", 0): record("evaluation", 0, figures)}, {})
+    assert short_splits(found["iterations"]) == ["test_seed: 2 steps"]
 
 
 def test_the_web_ui_gets_two_figures(page: tuple[Path, str]) -> None:

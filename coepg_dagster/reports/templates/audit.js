@@ -175,6 +175,7 @@ function card(number, row, steps) {
       make("p", { class: row.plan === null ? "plan none" : "plan" }, row.plan === null ? make("code", {}, row.text) : row.plan),
       make("p", {}, make("b", {}, "action "), label, own === null || own === label ? "" : make("span", { class: "no" }, `  the plan said ${own}`)),
       make("p", {}, make("b", {}, "task "), step.goal, make("span", { class: "dim" }, `  ${step.family}`)),
+      step.instruction ? make("p", {}, make("b", {}, "instruction "), step.instruction) : null,
       step.history.length
         ? make("details", {}, make("summary", {}, `${step.history.length} actions before`), make("ol", {}, ...step.history.map((text) => make("li", {}, text))))
         : null,
