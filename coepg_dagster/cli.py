@@ -48,7 +48,7 @@ def _open(reference: str) -> tuple[Project, Experiment, int]:
     """The project, experiment and seed that the user named; ends with the message where that cannot be."""
     try:
         project = find_project()
-        return project, *split_reference(reference, project.experiments() | project.experiments(ABLATIONS))
+        return project, *split_reference(reference, project.all_experiments())
     except ExperimentError as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None

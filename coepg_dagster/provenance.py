@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from coepg_dagster.refusal import Refusal
+
 Asset = Literal[
     "benchmark_steps",
     "open_models",
@@ -251,7 +253,7 @@ def to_make(
     return plan
 
 
-class NotUsable(RuntimeError):
+class NotUsable(Refusal, RuntimeError):
     """Something that an iteration would read must not be read; the message ends with what to do."""
 
 

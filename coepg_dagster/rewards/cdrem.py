@@ -17,6 +17,8 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from coepg_dagster.refusal import Refusal
+
 Floats = npt.NDArray[np.float64]
 Confidence = Literal["probability", "log_probability", "constant"]
 
@@ -27,7 +29,7 @@ ADVANTAGE_EPSILON: Final = 1e-4
 """What TRL adds to the standard deviation in Eq. 10."""
 
 
-class NoVerdict(RuntimeError):
+class NoVerdict(Refusal, RuntimeError):
     """Every grounder failed on a plan: there is nothing to compute a reward from."""
 
 
