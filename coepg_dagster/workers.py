@@ -57,7 +57,7 @@ def all_steps(path: Path) -> pa.Table:
 
 
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
-    """The steps of one split, in file order. Raises ValueError where there are none.
+    """The steps of one split, in file order. Raises ValueError where there are none, or none within the limit.
 
     With a `limit`: whole episodes, drawn by a hash of their names, so that every family keeps its share; at most `limit`
     steps.
@@ -66,7 +66,11 @@ def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
     start = pc.index(table["split"], split).as_py()
     if start < 0:
         raise ValueError(f"{path} holds no step of split {split!r}")
-    table = table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py())
+    return limited(table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py()), limit)
+
+
+def limited(table: pa.Table, limit: int | None) -> pa.Table:
+    """The steps of one split within a limit, see `steps_of`. Raises ValueError where every episode is longer than that."""
     if limit is None or table.num_rows <= limit:
         return table
     rows: dict[str, list[int]] = {}
@@ -76,6 +80,11 @@ def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
     for episode in sorted(rows, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if len(chosen) + len(rows[episode]) <= limit:
             chosen += rows[episode]
+    if not chosen:
+        raise ValueError(
+            f"no episode of split {table['split'][0].as_py()!r} has at most {limit} steps, the shortest has "
+            f"{min(map(len, rows.values()))}: raise the limit"
+        )
     return table.take(sorted(chosen))
 
 
