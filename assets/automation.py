@@ -16,7 +16,7 @@ from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, Loop
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 
 from coepg_dagster.experiment import fingerprint
-from coepg_dagster.provenance import SHARED, Asset, Ref
+from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usable
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
@@ -55,6 +55,22 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int
     if wanted:
         return todo(wanted[0], loop.in_one_run(plan[wanted[0]], wanted[0]))
     return None if loop.report_is_current(instance, records) else Todo(None, ("evolution_report",))
+
+
+def failed_inputs(instance: dg.DagsterInstance, loop: Loop) -> list[str]:
+    """What the next iteration of `coepg evolve` would read and must not, since a blocking check failed on it."""
+    todo, records = next_todo(instance, loop, loop.experiment.iterations), loop.records(instance)
+    if todo is None or todo.iteration is None:
+        return []
+    made = [Ref(asset, todo.iteration) for asset in todo.assets]
+    read = dict.fromkeys(ref for one in made for ref in loop.inputs_of(one) if ref in records and ref not in made)
+    why = []
+    for ref in read:
+        try:
+            assert_usable(ref, records[ref], None, None, False)
+        except NotUsable as error:
+            why.append(str(error))
+    return why
 
 
 def running(instance: dg.DagsterInstance, loop: Loop, iteration: int | None = None) -> str | None:

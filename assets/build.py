@@ -62,6 +62,15 @@ def loop_assets(loop: Loop, makers: Mapping[Asset, Maker]) -> list[Any]:
     return [*_twins(loop), *(_asset(loop, asset, makers[asset]) for asset in loop.made), evolution_report(loop)]
 
 
+LEFT_OUT = "left_out"
+"""Asset group of the experiment files that cannot be used."""
+
+
+def left_out(name: str, why: str) -> dg.AssetSpec:
+    """What the asset graph shows in the place of an experiment whose file cannot be used."""
+    return dg.AssetSpec(dg.AssetKey([name, LEFT_OUT]), description=why, group_name=LEFT_OUT, kinds={"error"})
+
+
 def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
     shared = asset in SHARED
     heavy = not shared and asset not in LIGHT

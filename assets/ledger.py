@@ -18,10 +18,12 @@ from typing import Final
 import dagster as dg
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from filelock import FileLock, Timeout
+from sqlalchemy.exc import SQLAlchemyError
+from yaml import YAMLError
 
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.experiment import Experiment, code_version, fingerprint
-from coepg_dagster.project import ABLATIONS, Project
+from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
     SHARED,
     Asset,
@@ -48,14 +50,30 @@ SOURCE = "source"
 """Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""
 REPORTED: Final[tuple[Asset, ...]] = ("evaluation", "data_quality")
 """What the report reads, of every iteration."""
+CANNOT_OPEN: Final = (dg.DagsterError, SQLAlchemyError, YAMLError)
+"""What Dagster raises for an instance that it cannot open."""
 
 
 def open_instance(project: Project) -> dg.DagsterInstance:
-    """The Dagster instance of the project: DAGSTER_HOME, or `.dagster` under the root."""
-    os.environ.setdefault("DAGSTER_HOME", str(project.prepare_dagster_home()))
+    """The Dagster instance of the project: DAGSTER_HOME, or `.dagster` under the root. Raises NotUsable."""
+    home = Path(os.environ.get("DAGSTER_HOME") or project.dagster_home)
+    if home == project.dagster_home:
+        project.prepare_dagster_home()
+    if not home.is_absolute():
+        raise NotUsable(f"DAGSTER_HOME={home}: Dagster wants an absolute path: set it to {home.absolute()}")
+    if not home.is_dir():
+        raise NotUsable(f"DAGSTER_HOME={home}: there is no such folder: make it, or unset DAGSTER_HOME")
+    os.environ["DAGSTER_HOME"] = str(home)
     os.environ.setdefault("COEPG_ROOT", str(project.root))
-    instance = dg.DagsterInstance.get()
-    make_databases(instance)
+    try:
+        instance = dg.DagsterInstance.get()
+        make_databases(instance)
+    except CANNOT_OPEN as error:
+        why = " ".join(str(error).split())
+        raise NotUsable(
+            f"{home}: the Dagster instance there cannot be opened: mend it (it must be writable), or set DAGSTER_HOME to "
+            f"another folder ({why:.400})"
+        ) from None
     return instance
 
 
@@ -94,9 +112,8 @@ class Loop:
         """The loop with the same seed from which artifacts are taken; None where none are."""
         if not self.experiment.take:
             return None
-        project = Project(self.root)
-        found = project.experiments() | project.experiments(ABLATIONS)
-        return Loop(found[str(self.experiment.parent)], self.seed, self.root)
+        found = Project(self.root).all_experiments().named(str(self.experiment.parent))
+        return Loop(found, self.seed, self.root)
 
     def owner(self, asset: Asset) -> str:
         """The experiment whose artifact `asset` is: this one, or the parent from which it is taken."""
@@ -248,13 +265,30 @@ class Loop:
                 lost = records.lost.get(ref)
                 usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input, lost)
             except NotUsable as why:
-                if self.parent is None or ref.asset not in self.experiment.taken:
-                    raise
-                through = f" --through {max(iteration, 0)}"
-                raise NotUsable(
-                    f"{why} (it is taken from {self.parent.name}: run `coepg evolve {self.parent.name}{through}`)"
-                ) from None
+                more = []
+                if self.parent is not None and ref.asset in self.experiment.taken:
+                    through = f" --through {max(iteration, 0)}"
+                    more.append(f"it is taken from {self.parent.name}: run `coepg evolve {self.parent.name}{through}`")
+                if record is None:
+                    more += self._where_it_was_looked_for(context.instance, ref)
+                raise NotUsable(f"{why} ({'; '.join(more)})" if more else str(why)) from None
         return usable
+
+    def _where_it_was_looked_for(self, instance: dg.DagsterInstance, ref: Ref) -> list[str]:
+        """What to say of a missing artifact if this is not the project's own Dagster instance."""
+        home = Project(self.root).dagster_home
+        if Path(instance.root_directory).resolve() == home.resolve():
+            return []
+        where = [f"this is the Dagster instance in {instance.root_directory}"]
+        if not home.is_dir():
+            return where
+        try:
+            with dg.DagsterInstance.from_config(str(home)) as own:
+                if self.record(own, ref) is not None:
+                    where.append(f"the project's own, {home}, has it: set DAGSTER_HOME={home}")
+        except (NotUsable, *CANNOT_OPEN):
+            where.append(f"the project's own, {home}, cannot be opened")
+        return where
 
     def _made_elsewhere(self, context: dg.AssetExecutionContext, ref: Ref, record: Record | None) -> str | None:
         """What to say if the running backfill contains `ref` and yet did not make `record`."""
@@ -320,7 +354,7 @@ def unfinished_runs(instance: dg.DagsterInstance) -> list[str]:
 def finished_jobs(project: Project, instance: dg.DagsterInstance) -> set[str]:
     """EXPERIMENT-sSEED-ASSET-K of every artifact that is there and current, as scratch folders begin."""
     found = set()
-    for experiment in (project.experiments() | project.experiments(ABLATIONS)).values():
+    for experiment in project.all_experiments().values():
         for seed in experiment.seeds:
             loop = Loop(experiment, seed, project.root)
             records = loop.records(instance)

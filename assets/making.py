@@ -101,7 +101,7 @@ class Making:
         Its scratch folder is found again by a re-run with the same inputs and settings, and goes when the job is done.
         """
         experiment = self.loop.experiment
-        common = {
+        common: dict[str, Any] = {
             "models": self.models.model_dump(mode="json"),
             "device": resource.device,
             "batch_size": experiment.batch_size,

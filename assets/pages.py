@@ -17,7 +17,7 @@ from coepg_dagster.assets.ledger import Loop, archive
 
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
-from coepg_dagster.project import ABLATIONS, Project
+from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.evolution import Member
 from coepg_dagster.reports.html import render
@@ -67,7 +67,7 @@ def site_of(
 
 def _family(project: Project, loop: Loop) -> list[Experiment]:
     """The experiment that this one goes back to, and all that say only how they differ from it, or from one that does."""
-    known = project.experiments() | project.experiments(ABLATIONS)
+    known = project.all_experiments()
 
     def root(experiment: Experiment) -> str:
         above = known.get(experiment.parent or "")
@@ -124,12 +124,12 @@ def page_server(project: Project, instance: dg.DagsterInstance, port: int, dagst
             address = urlsplit(self.path)
             path = unquote(address.path).strip("/")
             try:
-                experiments = project.experiments() | project.experiments(ABLATIONS)
+                experiments = project.all_experiments()
                 if not path:
                     loops = [f"{name}/s{seed}" for name, found in experiments.items() for seed in found.seeds]
-                    self._answer(
-                        200, render("loops.html", loops=loops, crumbs=[("Dagster", dagster)] if dagster else [])
-                    )
+                    crumbs = [("Dagster", dagster)] if dagster else []
+                    left_out = list(experiments.left_out.values())
+                    self._answer(200, render("loops.html", loops=loops, left_out=left_out, crumbs=crumbs))
                     return
                 name, seed, page = ([*path.split("/", 2), "", ""])[:3]
                 experiment, number = split_reference(f"{name}/{seed}" if seed else name, experiments)

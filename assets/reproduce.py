@@ -29,10 +29,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Experiment, ExperimentError
+from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.processes import LAST_WORDS, ended, words_left
-from coepg_dagster.project import ABLATIONS, Project
+from coepg_dagster.project import Project
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
@@ -63,9 +63,7 @@ def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) 
     First the experiment itself, then its ablations, then the overlays that are experiments of their own.
     """
     mains, overlays = project.experiments(), project.experiments(ABLATIONS)
-    if name not in mains:
-        raise ExperimentError(f"{name}: there is no experiment {name!r} in experiments/; known: {', '.join(mains)}")
-    root, known = mains[name], mains | overlays
+    root, known = mains.named(name), mains | overlays
     unknown = sorted(set(seeds or ()) - set(root.seeds))
     if unknown:
         raise ExperimentError(

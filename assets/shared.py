@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 
 from coepg_dagster.auditing.archive import BASE, MODELS
+from coepg_dagster.benchmark import refuse_steps, wanted_splits
 from coepg_dagster.experiment import Benchmark, Member, Models, Strict, fingerprint
 from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
 from coepg_dagster.inference.files import IncompleteCheckpoint
@@ -31,9 +32,11 @@ def benchmark_steps(work: Making) -> Outcome:
     config: Benchmark = work.loop.experiment.benchmark
     table, counted = read_benchmark(config, work.loop.root, work.store.root / ".imports")
     counts = {row["values"]: row["counts"] for row in pc.value_counts(table["split"]).to_pylist()}
-    wanted = [config.train, config.validation, *config.test]
+    wanted = wanted_splits(config)
     missing = [split for split in wanted if not counts.get(split)]
     why = f"no steps in split {', '.join(missing)} (there are: {', '.join(sorted(counts))})" if missing else None
+    if not missing and (refused := refuse_steps(work.loop.experiment, table)):
+        raise dg.Failure("; ".join(refused), allow_retries=False)
     write_steps(table, work.draft / STEPS, [split for split in wanted if split not in missing])
     return Outcome(
         [STEPS],

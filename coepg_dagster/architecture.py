@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from coepg_dagster.refusal import Refusal
 
-class UnknownModel(ValueError):
+
+class UnknownModel(Refusal, ValueError):
     """A model whose size cannot be told; the message names it and says what to do."""
 
 

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import pyarrow as pa
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster import yaml_files
+from coepg_dagster.estimates import CARDS, Strategy
+from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, split_reference
 from coepg_dagster.processes import leave_words
-from coepg_dagster.project import ABLATIONS, Project, find_project
+from coepg_dagster.project import Project, find_project
+from coepg_dagster.refusal import Refusal
 
 if TYPE_CHECKING:
     from coepg_dagster.assets.ledger import Loop
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
-    from coepg_dagster.provenance import Asset, Record, Ref
+    from coepg_dagster.provenance import Asset, Record, Ref, Stale
 
-T = TypeVar("T")
+err = Console(stderr=True)
+
+
+class _Commands(typer.core.TyperGroup):
+    """Whatever a person asked for and cannot have ends with one message and code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        _told.clear()
+        try:
+            return super().invoke(ctx)
+        except Refusal as error:
+            _refuse(str(error))
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
+                raise
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            _refuse(f"{what}: name another place, or mend this one")
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRAS:
+                raise
+            extra = _EXTRAS[error.name]
+            _refuse(f"the package {error.name} is not installed: pip install 'coepg-dagster[{extra}]'")
+
+
+_told: set[str] = set()
+"""The files that this command has said to be left out."""
+_EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", "ray": "ray", "vllm": "vllm"}
+"""Optional packages, and the extras that bring them."""
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -43,17 +77,43 @@ rewards = typer.Typer(no_args_is_help=True, help="What rewarded the planner's ro
 app.add_typer(rewards, name="rewards")
 Reference = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="NAME or NAME/sSEED")]
 Iteration = Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="iteration k of NAME or NAME/sSEED")]
-err = Console(stderr=True)
+Device = Literal["cpu", "cuda"]
 
 
 def _open(reference: str) -> tuple[Project, Experiment, int]:
-    """The project, experiment and seed that the user named; ends with the message where that cannot be."""
-    try:
-        project = find_project()
-        return project, *split_reference(reference, project.experiments() | project.experiments(ABLATIONS))
-    except ExperimentError as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    """The project, experiment and seed that the user named; says which other files cannot be used. Raises ExperimentError."""
+    project = find_project()
+    known = project.all_experiments()
+    opened = split_reference(reference, known)
+    for name in sorted(known.left_out.keys() - _told):
+        first, *more = known.left_out[name].splitlines()
+        _print(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
+        _told.add(name)
+    return project, *opened
+
+
+def _open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
+    """The project, experiment, seed and k of `EXPERIMENT@k`. Raises ExperimentError."""
+    name, _, k = reference.rpartition("@")
+    if not (name and k.isascii() and k.isdecimal()):
+        raise ExperimentError(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
+    project, experiment, seed = _open(name)
+    if k.lstrip("0")[4:] or int(k) > experiment.iterations:
+        raise ExperimentError(f"{reference}: {experiment.name} has the iterations 0..{experiment.iterations}")
+    return project, experiment, seed, int(k)
+
+
+def _require(*devices: Device | None) -> None:
+    """Ends with a message where a GPU is asked for that is not there."""
+    if "cuda" in devices:
+        import torch
+
+        if not torch.cuda.is_available():
+            _refuse("cuda: torch sees no GPU here: use `cpu`, or look at the driver and at CUDA_VISIBLE_DEVICES")
+
+
+def _print(text: str, style: str) -> None:
+    err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _archive(project: Project) -> Archive:
@@ -63,20 +123,14 @@ def _archive(project: Project) -> Archive:
     return archive(project, open_instance(project))
 
 
-def _refused(error: Exception) -> typer.Exit:
-    """Says why a command cannot go on; to be raised."""
-    err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(2)
-
-
 @app.command()
 def evolve(
     reference: Reference,
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
     first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one")] = None,
-    train_device: Annotated[str | None, typer.Option(help="the same for training, if it differs")] = None,
-    processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1)] = None,
+    device: Annotated[Device | None, typer.Option(help="a GPU if there is one")] = None,
+    train_device: Annotated[Device | None, typer.Option(help="the same for training, if it differs")] = None,
+    processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1, max=1024)] = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
 ) -> None:
     """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
@@ -86,13 +140,11 @@ def evolve(
     """
     project, experiment, seed = _open(reference)
     if through > experiment.iterations:
-        err.print(
-            f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`"
-        )
-        raise typer.Exit(2)
+        _refuse(f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`")
     if first > through:
-        err.print(f"--from {first} lies behind --through {through}")
-        raise typer.Exit(2)
+        _refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
+    if ray is None:
+        _require(device, train_device)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
@@ -108,7 +160,7 @@ def evolve(
         place = place_of(device, train_device, processes, ray)
         made = evolve_through(defs, instance, loop, through, err, place, first)
     except RunFailed as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        _print(str(error), "red")
         leave_words(str(error))
         raise typer.Exit(1) from None
     err.print(f"{made} runs" if made else "everything is there and current")
@@ -167,23 +219,30 @@ def plan(
         str | None, typer.Option(help="card, e.g. H100-80GB; default: this machine's, A100-80GB if none")
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="cards on one machine; default: this machine's", min=1)] = None,
-    strategy: Annotated[str, typer.Option(help="of training on several: ddp, zero2, zero3 or fsdp")] = "zero3",
+    strategy: Annotated[Strategy, typer.Option(help="of training on several")] = "zero3",
 ) -> None:
     """Validates an experiment, prints its resolved configuration, what `evolve` would run and what that would take.
 
     Touches no model: memory per GPU, main memory, disk, steps, tokens and GPU-hours of each stage are computed from sizes
-    and from measured rates. Ends with code 3 where a stage cannot fit, and names three settings that would help.
+    and from measured rates. Ends with code 2 where a later step would fail on the data or on a failed check; with code 3
+    where a stage cannot fit, and names three settings that would help.
     """
     project, experiment, seed = _open(reference)
+    if gpu is not None and gpu not in CARDS:
+        _refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
+    from coepg_dagster.assets.automation import failed_inputs
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
     loop = Loop(experiment, seed, project.root)
-    typer.echo(yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    typer.echo(yaml_files.dump(experiment.model_dump(mode="json")))
     records = loop.records(instance)
     stale = loop.stale(records)
-    for ref, why in stale.items():
-        typer.echo(f"# stale: {ref}: {why}")
+    why = [*_bad_steps(loop, records, stale), *failed_inputs(instance, loop)]
+    if why:
+        _refuse("\n".join(f"{experiment.name}: {line}" for line in why))
+    for ref, cause in stale.items():
+        typer.echo(f"# stale: {ref}: {cause}")
     shared = loop.shared_to_make(records, stale)
     if shared:
         typer.echo(f"# would make {', '.join(shared)}")
@@ -195,45 +254,58 @@ def plan(
     _dry_run(project, experiment, records, gpu, gpus, strategy)
 
 
+def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]) -> list[str]:
+    """Why a step of the loop would fail on the labelled steps, as they were imported or as their files say."""
+    from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
+    from coepg_dagster.provenance import Ref
+    from coepg_dagster.workers import STEPS, all_steps
+
+    ref, experiment = Ref("benchmark_steps"), loop.experiment
+    record = records.get(ref)
+    file = Project(loop.root).store / record.folder / STEPS if record else None
+    moved = record is not None and ref.asset in loop.shared and loop.source_changed(record)
+    if file is not None and file.is_file() and ref not in stale and not moved:
+        trained_on = {k: Ref("dataset", k) for k in range(experiment.iterations)}
+        covered = {
+            k: records[data].figures["covered_steps"]
+            for k, data in trained_on.items()
+            if data in records and data not in stale
+        }
+        return refuse_steps(experiment, all_steps(file), covered)
+    if is_to_be_fetched(experiment.benchmark, loop.root):
+        _print(f"{experiment.benchmark.path} is not there yet: fetch the data before `coepg evolve`", "yellow")
+        return []
+    return refuse_files(experiment, loop.root)
+
+
 def _dry_run(
     project: Project,
     experiment: Experiment,
     records: Mapping[Ref, Record],
     gpu: str | None,
     gpus: int | None,
-    strategy: str,
+    strategy: Strategy,
 ) -> None:
     """The part of `plan` that says what a run would take."""
     from coepg_dagster import dryrun
-    from coepg_dagster.architecture import UnknownModel
-    from coepg_dagster.estimates import CARDS, STRATEGIES, Strategy, rates_of
+    from coepg_dagster.estimates import rates_of
     from coepg_dagster.provenance import Ref
 
-    if gpu is not None and gpu not in CARDS:
-        raise typer.BadParameter(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
-    if strategy not in STRATEGIES:
-        raise typer.BadParameter(f"--strategy {strategy} is not known; known: {', '.join(STRATEGIES)}")
     here = dryrun.found_card() if gpu is None else (CARDS[gpu], gpus or 1)
     if here is None and experiment.pool != "cpu":
         here = CARDS["A100-80GB"], gpus or 8  # the paper's machine
     card, count = here or (None, 1)
-    hardware = dryrun.Hardware(card, gpus or count, cast(Strategy, strategy))
+    hardware = dryrun.Hardware(card, gpus or count, strategy)
     benchmark = records.get(Ref("benchmark_steps"))
-    for line in (wrong := dryrun.broken(experiment.models, project.root)):
-        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-    if wrong:
-        raise typer.Exit(2)
-    try:
-        dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
-    except UnknownModel as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    if wrong := dryrun.broken(experiment.models, project.root):
+        _refuse("\n".join(wrong))
+    dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
     rates = rates_of(card or dryrun.CPU, project.root / "benchmarks" / "baselines")
     report = dryrun.report(dry, hardware, rates)
     for line in report.lines:
         typer.echo(f"# {line}")
     for line in report.refused:
-        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        _print(line, "red")
     if report.refused:
         raise typer.Exit(3)
 
@@ -251,7 +323,11 @@ def lineage(reference: Reference) -> None:
     instance = open_instance(project)
     from coepg_dagster.assets.pages import write_lineage
 
-    typer.echo(write_lineage(project, Loop(experiment, seed, project.root), instance))
+    try:
+        page = write_lineage(project, Loop(experiment, seed, project.root), instance)
+    except OSError as error:
+        _refuse(f"{error.filename}: {error.strerror}: `coepg report {reference} --out DIR` writes the map elsewhere")
+    typer.echo(page)
 
 
 @app.command()
@@ -270,23 +346,19 @@ def trace(
     Goes up to D_0 and the open models, and compares every file on the way with the hash that was recorded when it was made:
     what was tampered with is named, and the exit code is 1.
     """
-    from coepg_dagster.auditing.archive import NotFound
     from coepg_dagster.auditing.trace import find_row, parse_place, trace_row
     from coepg_dagster.auditing.trace import trace as trace_place
 
-    try:
-        place = parse_place(row)
-        if place.reference is None or place.k is None:
-            archive = _archive(find_project())
-            found = trace_row(archive, *find_row(archive, place.what))
-        else:
-            project, experiment, seed = _open(place.reference)
-            from coepg_dagster.assets.ledger import Loop
+    place = parse_place(row)
+    if place.reference is None or place.k is None:
+        archive = _archive(find_project())
+        found = trace_row(archive, *find_row(archive, place.what))
+    else:
+        project, experiment, seed, k = _open_iteration(f"{place.reference}@{place.k}")
+        from coepg_dagster.assets.ledger import Loop
 
-            owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
-            found = trace_place(_archive(project), f"{owner}/s{seed}", place.k, place.what)
-    except (ExperimentError, NotFound) as error:
-        raise _refused(error) from None
+        owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
+        found = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -295,7 +367,7 @@ def trace(
         typer.echo(trace_text(found))
     if found["row"]["tampered"]:
         for line in found["row"]["tampered"]:
-            err.print(f"tampered: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+            _print(f"tampered: {line}", "red")
         raise typer.Exit(1)
 
 
@@ -310,13 +382,9 @@ def audit(
     exit code is 1.
     """
     project, experiment, seed = _open(reference)
-    from coepg_dagster.auditing.archive import NotFound
     from coepg_dagster.auditing.check import check
 
-    try:
-        found = check(_archive(project), f"{experiment.name}/s{seed}")
-    except NotFound as error:
-        raise _refused(error) from None
+    found = check(_archive(project), f"{experiment.name}/s{seed}")
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -335,23 +403,16 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Says what differs between two iterations, of one experiment or two: rows of D_k and why, models, results."""
-    from coepg_dagster.auditing.archive import NotFound
     from coepg_dagster.auditing.differences import Side, differences
 
     sides = []
     for name in (a, b):
-        reference, _, k = name.rpartition("@")
-        if not (reference and k.isdecimal()):
-            raise typer.BadParameter(f"{name!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
-        project, experiment, seed = _open(reference)
+        project, experiment, seed, k = _open_iteration(name)
         from coepg_dagster.assets.ledger import Loop
 
         loop = Loop(experiment, seed, project.root)
-        sides.append(Side(f"{loop.name}@{k}", int(k), loop.owner, seed))
-    try:
-        found = differences(_archive(project), *sides)
-    except NotFound as error:
-        raise _refused(error) from None
+        sides.append(Side(f"{loop.name}@{k}", k, loop.owner, seed))
+    found = differences(_archive(project), *sides)
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -369,24 +430,16 @@ def gc(
 
     What a current artifact was made from stays, however old. Refuses while anything is running.
     """
-    try:
-        project = find_project()
-    except ExperimentError as error:
-        raise _refused(error) from None
+    project = find_project()
     from coepg_dagster.assets.ledger import end_dead_runs, finished_jobs, open_instance, unfinished_runs
-    from coepg_dagster.auditing.archive import NotFound
     from coepg_dagster.auditing.cleaning import leftovers
 
     instance = open_instance(project)
     end_dead_runs(instance, project.store)
     busy = unfinished_runs(instance)
     if busy:
-        err.print(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
-        raise typer.Exit(2)
-    try:
-        found = leftovers(_archive(project), finished_jobs(project, instance), keep)
-    except (ExperimentError, NotFound) as error:
-        raise _refused(error) from None
+        _refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
+    found = leftovers(_archive(project), finished_jobs(project, instance), keep)
     for leftover in found:
         if not dry_run:
             leftover.remove()
@@ -411,25 +464,21 @@ def report(
 
     instance = open_instance(project)
     from coepg_dagster.assets.pages import write_pages
-    from coepg_dagster.auditing.archive import NotFound
 
-    try:
-        written = write_pages(project, Loop(experiment, seed, project.root), instance, out)
-    except NotFound as error:
-        raise _refused(error) from None
-    typer.echo(str(written[0]))
+    typer.echo(str(write_pages(project, Loop(experiment, seed, project.root), instance, out)[0]))
 
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address")] = 3000,
-    pages_port: Annotated[int, typer.Option(help="of lineage maps and reports, on the loopback address")] = 3001,
+    port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address", min=1, max=65535)] = 3000,
+    pages_port: Annotated[
+        int, typer.Option(help="of lineage maps and reports, on the loopback address", min=1, max=65535)
+    ] = 3001,
 ) -> None:
     """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
-    try:
-        project = find_project()
-    except ExperimentError as error:
-        raise typer.BadParameter(str(error)) from None
+    project = find_project()
+    if port == pages_port:
+        _refuse(f"--port and --pages-port are both {port}: choose two")
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     instance = open_instance(project)
@@ -439,11 +488,13 @@ def ui(
     end_dead_runs(instance, project.store)
     dagster, address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{pages_port}"
     try:
+        socket.create_server(("127.0.0.1", port)).close()  # Dagster's own message would scroll away
+    except OSError as error:
+        _refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
+    try:
         pages = page_server(project, instance, pages_port, dagster)
     except OSError as error:
-        raise typer.BadParameter(
-            f"port {pages_port} is taken ({error.strerror}): choose another --pages-port"
-        ) from None
+        _refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
     threading.Thread(target=pages.serve_forever, daemon=True).start()
     tools = Path(sys.executable).parent
     commands = [
@@ -468,15 +519,19 @@ def ui(
 @app.command()
 def reproduce(
     name: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="with its overlays in experiments/ablations/")],
-    jobs: Annotated[int, typer.Option(help="iterations made at the same time, each in its own process", min=1)] = 2,
+    jobs: Annotated[
+        int, typer.Option(help="iterations made at the same time, each in its own process", min=1, max=1024)
+    ] = 2,
     seeds: Annotated[
         str | None, typer.Option(help="only these, e.g. 13,42; all of the experiment's if left out")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[Device, typer.Option(help="of what answers and trains")] = "cpu",
     train_device: Annotated[
-        str | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
+        Device | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
     ] = None,
-    processes: Annotated[int, typer.Option(help="that share the inference of one iteration on a CPU", min=1)] = 1,
+    processes: Annotated[
+        int, typer.Option(help="that share the inference of one iteration on a CPU", min=1, max=1024)
+    ] = 1,
     only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
     out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
 ) -> None:
@@ -486,50 +541,56 @@ def reproduce(
     after any interruption. Ends with 1 where something could not be made;
     the page names it.
     """
-    from coepg_dagster.assets.evolve import RunFailed
+    chosen = None
+    if seeds is not None:
+        if not all(seed.isascii() and seed.isdecimal() and len(seed) <= 10 for seed in seeds.split(",")):
+            _refuse(f"--seeds {seeds}: give whole numbers with commas between them, e.g. 13,42")
+        chosen = [int(seed) for seed in seeds.split(",")]
+    if "/" in name:
+        _refuse(f"{name}: name the experiment alone; --seeds chooses among its seeds")
+    project, _, _ = _open(name)
+    if not only_collect:
+        _require(device, train_device)
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
-    try:
-        project = find_project()
-        instance = open_instance(project)
-        from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
-        from coepg_dagster.assets.reproduce import collect as collect_study
+    instance = open_instance(project)
+    from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
+    from coepg_dagster.assets.reproduce import collect as collect_study
 
-        chosen = [int(seed) for seed in seeds.split(",")] if seeds else None
-        study = find_study(project, name, chosen)
-        failed = []
-        if not only_collect:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
-            with one_at_a_time(project):
-                end_dead_runs(instance, project.store)
-                failed = Reproduction(project, instance, err, jobs, device, train_device or device, processes).run(
-                    study
-                )
-        page = collect_study(project, instance, find_study(project, name), out)
-    except (ExperimentError, RunFailed) as error:
-        raise _refused(error) from None
+    study = find_study(project, name, chosen)
+    out.mkdir(parents=True, exist_ok=True)  # before the hours, not after them
+    failed = []
+    if not only_collect:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+        with one_at_a_time(project):
+            end_dead_runs(instance, project.store)
+            failed = Reproduction(project, instance, err, jobs, device, train_device or device, processes).run(study)
+    page = collect_study(project, instance, find_study(project, name), out)
     typer.echo(str(page))
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
 def collect(
-    benchmark: Annotated[str, typer.Argument(help="miniwob")],
+    benchmark: Annotated[Literal["miniwob"], typer.Argument(help="the one that can be collected")],
     out: Annotated[Path, typer.Option(help="folder of the shards")] = Path("cache/miniwob"),
     screens_per_family: Annotated[int, typer.Option(help="training screens for pretraining, about", min=0)] = 0,
     snapshot: Annotated[Path | None, typer.Option(help="folder of the snapshot to write")] = None,
-    processes: Annotated[int, typer.Option(help="browsers at work", min=1)] = 2,
+    processes: Annotated[int, typer.Option(help="browsers at work", min=1, max=256)] = 2,
 ) -> None:
     """Renders MiniWoB++ episodes in headless Chromium, solved by DOM oracles with real mouse and key events.
 
     Only episodes that the environment rewards are kept. What is there is not collected again; a killed run goes on.
     Needs Chromium, ChromeDriver and the extra `miniwob`.
     """
-    _only(benchmark, "miniwob")
+    from coepg_dagster.miniwob.browser import find_pages, find_programs
     from coepg_dagster.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
     from coepg_dagster.miniwob.collect import collect as collect_shards
     from coepg_dagster.miniwob.snapshot import build_snapshot
 
+    find_programs()
+    find_pages()
+    out.mkdir(parents=True, exist_ok=True)
     shards = benchmark_plan()
     if screens_per_family:
         shards += plan("pretrain", -(-screens_per_family // STEPS_PER_SHARD["pretrain"]))
@@ -540,26 +601,32 @@ def collect(
 
     collect_shards(out, shards, processes, show)
     if snapshot is not None:
-        typer.echo(yaml.safe_dump(build_snapshot(out, snapshot)))
+        typer.echo(yaml_files.dump(build_snapshot(out, snapshot)))
 
 
 @app.command()
 def pretrain(
-    benchmark: Annotated[str, typer.Argument(help="sandbox")],
-    recipe: Annotated[Path, typer.Option(help="towers, checkpoints and their settings")] = Path("models/recipe.yaml"),
+    benchmark: Annotated[Literal["sandbox"], typer.Argument(help="the one whose models are made here")],
+    recipe: Annotated[
+        Path, typer.Option(help="towers, checkpoints and their settings", exists=True, dir_okay=False)
+    ] = Path("models/recipe.yaml"),
     screens: Annotated[Path, typer.Option(help="folder of `coepg collect`")] = Path("cache/miniwob"),
     out: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("models"),
     only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; again for more")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1)] = 1,
-    loaders: Annotated[int, typer.Option(help="processes that prepare batches, per model; 2 to 4 on a GPU")] = 0,
-    snapshot: Annotated[Path, typer.Option(help="the benchmark, for the model cards")] = Path("data/miniwob"),
+    device: Annotated[Device, typer.Option(help="where they are trained")] = "cpu",
+    parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1, max=256)] = 1,
+    loaders: Annotated[
+        int, typer.Option(help="processes that prepare batches, per model; 2 to 4 on a GPU", min=0, max=256)
+    ] = 0,
+    snapshot: Annotated[Path, typer.Option(help="the benchmark, for the model cards", exists=True)] = Path(
+        "data/miniwob"
+    ),
 ) -> None:
     """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners.
 
     Writes a model card for each, with results per split. The full recipe wants a GPU (minutes); a CPU takes many hours.
     """
-    _only(benchmark, "sandbox")
+    _require(device)
     from coepg_dagster.pretraining import cards
     from coepg_dagster.pretraining import recipe as recipes
     from coepg_dagster.pretraining import screens as pages
@@ -569,8 +636,14 @@ def pretrain(
         numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
         err.print(f"{stage} {step}/{steps} {numbers}", highlight=False)
 
+    settings = recipes.read(recipe)
+    if unknown := sorted(set(only or ()) - settings.checkpoints.keys()):
+        _refuse(f"--only {unknown[0]}: {recipe} has {', '.join(settings.checkpoints)}")
+    out.mkdir(parents=True, exist_ok=True)
     shards = sorted((screens / "pretrain").glob("*/*.parquet"))
-    settings, pictures = recipes.read(recipe), pages.read(shards)
+    if not shards:
+        _refuse(f"{screens}/pretrain holds no screens: `coepg collect miniwob --screens-per-family 600` makes them")
+    pictures = pages.read(shards)
     run(settings, pictures, out, device, show, only=only, parallel=parallel, loaders=loaders)
     cards.write(out, settings, pictures, snapshot, only=only, device=device)
 
@@ -584,8 +657,8 @@ def play(
     first_seed: Annotated[int | None, typer.Option(help="fresh episodes, from this seed on", min=0)] = None,
     max_steps: Annotated[int, typer.Option(help="of an episode", min=1)] = 16,
     shown: Annotated[int, typer.Option(help="episodes of each family on the page", min=0)] = 2,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; more than one slow tiny models", min=1)] = 1,
+    device: Annotated[Device, typer.Option(help="of planner and grounder")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; more than one slow tiny models", min=1, max=1024)] = 1,
     out: Annotated[Path | None, typer.Option(help="folder to write to instead of the store")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
@@ -595,47 +668,36 @@ def play(
     solvable. Prints success rates; keeps every frame, plan and point, and a page to look at. Needs Chromium, ChromeDriver
     and the extra `miniwob`.
     """
-    reference, _, k = agent.rpartition("@")
-    if not (reference and k.isdecimal()):
-        raise typer.BadParameter(f"{agent!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@0")
-    project, experiment, seed = _open(reference)
-    try:
-        from coepg_dagster.assets.live import play_iteration
-        from coepg_dagster.miniwob.browser import BrowserMissing
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"the package {error.name} is not installed: pip install 'coepg-dagster[miniwob]'"
-        ) from None
+    project, experiment, seed, k = _open_iteration(agent)
+    _require(device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     from coepg_dagster.assets.ledger import Loop, open_instance
-    from coepg_dagster.provenance import NotUsable
+    from coepg_dagster.assets.live import play_iteration
     from coepg_dagster.reports.play import rate, why
 
     def show(done: int, of: int, figures: Mapping[str, float]) -> None:
         if done % 10 == 0 or done == of:
             err.print(f"{done}/{of} episodes, {figures['solved']:g} solved", highlight=False)
 
-    try:
-        about = play_iteration(
-            project,
-            Loop(experiment, seed, project.root),
-            open_instance(project),
-            int(k),
-            split=split,
-            per_family=episodes,
-            families=family,
-            first_seed=first_seed,
-            max_steps=max_steps,
-            shown=shown,
-            device=device,
-            threads=threads,
-            out=out,
-            report=show,
-        )
-    except (BrowserMissing, NotUsable) as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    about = play_iteration(
+        project,
+        Loop(experiment, seed, project.root),
+        open_instance(project),
+        k,
+        split=split,
+        per_family=episodes,
+        families=family,
+        first_seed=first_seed,
+        max_steps=max_steps,
+        shown=shown,
+        device=device,
+        threads=threads,
+        out=out,
+        report=show,
+    )
     for ref, reason in about["stale"].items():
-        err.print(f"stale: {ref}: {reason}", style="yellow", highlight=False)
+        _print(f"stale: {ref}: {reason}", "yellow")
     if as_json:
         typer.echo(json.dumps(about))
         return
@@ -662,7 +724,7 @@ def score(
     from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE
     from coepg_dagster.evaluation.score import score_file
 
-    result = _scored(lambda: score_file(file, format, protocol, labels=labels, answers=answers))
+    result = score_file(file, format, protocol, labels=labels, answers=answers)
     if as_json:
         typer.echo(result.to_json())
         return
@@ -692,7 +754,7 @@ def compare(
     from coepg_dagster.evaluation.score import compare as compare_results
 
     first, second = (_result_of(name, protocol, format) for name in (a, b))
-    typer.echo(_scored(lambda: compare_results(first, second)).to_json())
+    typer.echo(compare_results(first, second).to_json())
 
 
 @app.command()
@@ -705,7 +767,7 @@ def protocols() -> None:
 
 @app.command()
 def check_data(
-    path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md")],
+    path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md", exists=True)],
 ) -> None:
     """Reads your own data as an import would, and says everything that is wrong with it."""
     from coepg_dagster.readers.importing import check_data as check
@@ -796,17 +858,14 @@ def rewards_calibration(
 
 def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
     """The current version of an asset of `EXPERIMENT@k` and its folder; ends with the message where there is none."""
-    name, _, k = reference.rpartition("@")
-    if not (name and k.isdecimal()):
-        raise typer.BadParameter(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
-    project, experiment, seed = _open(name)
+    project, experiment, seed, k = _open_iteration(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
 
     loop = Loop(experiment, seed, project.root)
-    record = loop.record(open_instance(project), Ref(asset, int(k)))
+    record = loop.record(open_instance(project), Ref(asset, k))
     if record is None:
-        _refuse(f"{reference} has no {asset}: run `coepg evolve {name} --through {k}` first")
+        _refuse(f"{reference} has no {asset}: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
     _whole(loop, record)
     return record, project.store / record.folder
 
@@ -819,38 +878,22 @@ def _whole(loop: Loop, *records: Record) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    err.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
-def _only(given: str, known: str) -> None:
-    if given != known:
-        raise typer.BadParameter(f"{given!r} is not known; there is {known!r}")
+    """Says why a command cannot go on, and ends it."""
+    _print(message, "red")
+    raise typer.Exit(2) from None
 
 
 def _two(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _scored(make: Callable[[], T]) -> T:
-    """What `make` returns; ends with the message where the files cannot be scored."""
-    from coepg_dagster.evaluation.case import ScoringError
-
-    try:
-        return make()
-    except ScoringError as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
 def _result_of(name: str, protocol: str, format: str) -> Result:
     """The result of a prediction file, or of an experiment's test splits at iteration k."""
     from coepg_dagster.evaluation.score import score_file, score_steps
 
-    reference, at, k = name.rpartition("@")
-    if not at or Path(name).exists():
-        return _scored(lambda: score_file(Path(name), format, protocol))
-    project, experiment, seed = _open(reference)
+    if "@" not in name or Path(name).exists():
+        return score_file(Path(name), format, protocol)
+    project, experiment, seed, k = _open_iteration(name)
     import pyarrow.parquet as pq
 
     from coepg_dagster.assets.ledger import Loop, open_instance
@@ -858,10 +901,9 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     from coepg_dagster.workers import PREDICTIONS, STEPS, all_steps
 
     loop, instance = Loop(experiment, seed, project.root), open_instance(project)
-    record = loop.record(instance, Ref("evaluation", int(k)))
+    record = loop.record(instance, Ref("evaluation", k))
     if record is None:
-        err.print(f"{name} has no evaluation: run `coepg evolve {reference} --through {k}` first")
-        raise typer.Exit(2)
+        _refuse(f"{name} has no evaluation: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
     steps_made = loop.record(instance, Ref("benchmark_steps"))
     _whole(loop, *[record, steps_made] if steps_made else [record])
     predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
@@ -871,7 +913,7 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     steps = steps.filter(pa.array(t and s in scored for t, s in zip(tests, steps["step_id"].to_pylist(), strict=True)))
     wanted = set(steps["step_id"].to_pylist())
     predictions = predictions.filter(pa.array(s in wanted for s in predictions["step_id"].to_pylist()))
-    return _scored(lambda: score_steps(experiment.benchmark.protocol, steps, predictions))
+    return score_steps(experiment.benchmark.protocol, steps, predictions)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from coepg_dagster.assets.automation import alert, automation
-from coepg_dagster.assets.build import loop_assets, record_checks, shared_assets
+from coepg_dagster.assets.build import left_out, loop_assets, record_checks, shared_assets
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
 from coepg_dagster.assets.making import Maker
@@ -30,6 +30,8 @@ def build(
 ) -> dg.Definitions:
     """Every experiment below `experiments/FOLDER` of the project, with all its seeds.
 
+    A file that cannot be used costs its own experiment: it stands in the asset graph with the reason, in the group LEFT_OUT.
+
     Args:
         makers: the functions that make the artifacts of the loop.
         resources: in place of those that are there by default, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
@@ -38,12 +40,14 @@ def build(
     """
     # asset checks per partition are in preview; the version range in pyproject.toml guards against changes
     warnings.filterwarnings("ignore", category=dg.PreviewWarning)
-    experiments = project.experiments(folder).values()
+    found = project.experiments(folder)
+    experiments = found.values()
     loops = [Loop(experiment, seed, project.root) for experiment in experiments for seed in experiment.seeds]
     artifacts = dg.Definitions(
         assets=[
             *(asset for experiment in experiments for asset in shared_assets(experiment, project.root, makers)),
             *(asset for loop in loops for asset in loop_assets(loop, makers)),
+            *(left_out(name, why) for name, why in found.left_out.items()),
         ],
         asset_checks=[record_checks(loop) for loop in loops],
         sensors=[alert(seconds)],

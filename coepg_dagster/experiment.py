@@ -9,40 +9,53 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     StringConstraints,
+    TypeAdapter,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 
+from coepg_dagster import yaml_files
+from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.protocols import refuse_protocol
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.capabilities import EngineName, require
+from coepg_dagster.miniwob.splits import SPLITS as MINIWOB_SPLITS
 from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset
+from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
+from coepg_dagster.refusal import Refusal
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
 """Names become parts of asset keys and of paths."""
+Pool = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=60)]
+"""As Dagster wants the names of its pools."""
 
 
-class ExperimentError(ValueError):
+class ExperimentError(Refusal, ValueError):
     """An experiment file that cannot be used; the message names file, key and remedy."""
 
 
 class Strict(BaseModel):
-    """Base of all configuration: unknown keys are refused, values cannot be changed afterwards."""
+    """Base of all configuration: unknown keys and other types are refused, values cannot be changed afterwards.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    No type stands for another, but that a whole number may stand for a real one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
     def fingerprint(self) -> str:
         """Twelve hex digits that change with any value."""
@@ -54,13 +67,22 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
 
+_KNOWN_SPLITS: Final[dict[str, tuple[str, ...]]] = {
+    "miniwob": MINIWOB_SPLITS,
+    "mind2web": (*MIND2WEB_SPLITS, "validation"),
+    "mind2web_blocks": tuple(split for split in MIND2WEB_SPLITS if split != "train"),
+    "screenspot": ("test",),
+}
+"""By reader: the splits that its data can have. Those of the others stand in the data."""
+
+
 class Benchmark(Strict):
     """Where the labelled steps come from and how they are split and scored."""
 
     reader: Literal["miniwob", "mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"] = Field(
         description="which reader understands the files"
     )
-    path: Path = Field(description="folder or file, relative to the project root")
+    path: Path = Field(strict=False, description="folder or file, relative to the project root")
     view: Literal["target_block", "target_crop", "page"] = Field(
         "target_block", description="which part of a web page is the screenshot"
     )
@@ -75,6 +97,26 @@ class Benchmark(Strict):
         None, ge=1, description="use at most N training steps, whole episodes; null: all"
     )
     max_eval_steps: int | None = Field(None, ge=1, description="the same for each other split")
+
+    @field_validator("train", "validation", "test")
+    @classmethod
+    def _reader_has_the_splits(cls, named: str | list[str], info: ValidationInfo) -> str | list[str]:
+        known = _KNOWN_SPLITS.get(info.data.get("reader", ""))
+        strange = [split for split in ([named] if isinstance(named, str) else named) if known and split not in known]
+        if known and strange:
+            reader = info.data["reader"]
+            raise ValueError(f"reader {reader!r} has no split {strange[0]!r}; it has {', '.join(known)}")
+        return named
+
+    @field_validator("protocol")
+    @classmethod
+    def _protocol_judges_the_steps(cls, protocol: str, info: ValidationInfo) -> str:
+        if "reader" in info.data:
+            try:
+                refuse_protocol(protocol, info.data["reader"])
+            except ScoringError as error:
+                raise ValueError(str(error)) from None
+        return protocol
 
     @model_validator(mode="after")
     def _splits_are_apart(self) -> Self:
@@ -153,7 +195,9 @@ class Models(Strict):
     verifiers: dict[Name, Member] = Field(description="members of the verifier pool Φ besides the trained ones")
     engine: EngineName = Field("transformers", description="what answers for checkpoints: `transformers` or `vllm`")
     prompts: Style = Field("web", description="`web`, `mobile`, or `compact` for models trained on nothing else")
-    coordinates: Space = Field(Space.RESIZED, description="space in which grounders answer (Qwen2.5-VL: resized)")
+    coordinates: Space = Field(
+        Space.RESIZED, strict=False, description="space in which grounders answer (Qwen2.5-VL: resized)"
+    )
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     @field_validator("base_planner", "base_grounder", mode="before")
@@ -247,7 +291,7 @@ class Lora(Strict):
 class Sft(Strict):
     """Supervised fine-tuning of π_k and ϕ_k, each from its base model, on D_{k-1} (TRL's SFTTrainer)."""
 
-    epochs: float = Field(3.0, gt=0)
+    epochs: float = Field(3.0, gt=0, le=10_000)
     max_steps: int | None = Field(None, ge=1, description="ends training earlier than `epochs`")
     batch_size: int = Field(96, ge=1, description="rows per optimizer step, over all devices")
     micro_batch_size: int = Field(4, ge=1, description="rows per device and forward pass")
@@ -293,7 +337,7 @@ class Grpo(Strict):
 
     enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
     prompts_per_step: int = Field(42, ge=1)
-    group_size: int = Field(7, ge=2, description="G, rollouts per prompt")
+    group_size: int = Field(7, ge=2, le=1024, description="G, rollouts per prompt")
     micro_batch_size: int = Field(
         7, ge=1, description="rollouts per device and forward pass; a group is one row, and never cut"
     )
@@ -360,7 +404,7 @@ class Grpo(Strict):
 class Regeneration(Strict):
     """How the pools make D_k: candidates, verdicts, selection."""
 
-    plans_per_planner: int = Field(4, ge=1, description="plans per step and planner")
+    plans_per_planner: int = Field(4, ge=1, le=1024, description="plans per step and planner")
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
     max_plan_tokens: int = Field(256, ge=8)
@@ -430,9 +474,9 @@ class Experiment(Strict):
     )
     take: list[Takable] = Field([], description="assets that are the parent's, at every iteration, with the same seed")
     agent: Agent = Field("decoupled", description="`end_to_end`: one model, no plan (Table 3); needs `take: [dataset]`")
-    iterations: int = Field(ge=1, description="K; partitions are 0..K")
-    seeds: list[int] = Field(min_length=1, description="one run of the whole loop each")
-    pool: str = Field("gpu", description="the Dagster pool in which the heavy steps take turns")
+    iterations: int = Field(ge=1, le=100, description="K; partitions are 0..K")
+    seeds: list[int] = Field(min_length=1, max_length=100, description="one run of the whole loop each")
+    pool: Pool = Field("gpu", description="the Dagster pool in which the heavy steps take turns")
     benchmark: Benchmark
     models: Models
     sft: Sft = Sft()
@@ -459,8 +503,8 @@ class Experiment(Strict):
     @field_validator("seeds")
     @classmethod
     def _seeds_differ(cls, seeds: list[int]) -> list[int]:
-        if len(set(seeds)) != len(seeds) or any(seed < 0 for seed in seeds):
-            raise ValueError("seeds must be different non-negative numbers")
+        if len(set(seeds)) != len(seeds) or not all(0 <= seed < 1 << 32 for seed in seeds):
+            raise ValueError("seeds must be different non-negative numbers below 2^32")
         return seeds
 
     @model_validator(mode="after")
@@ -510,7 +554,10 @@ def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experimen
         parent_file = _parent_file(path, raw["parent"])
         if parent_file in (path, *children):
             raise ExperimentError(f"{path}: key `parent`: {raw['parent']} has this file as its parent, or is it")
-        parent, _ = _load(parent_file, (path, *children))
+        try:
+            parent, _ = _load(parent_file, (path, *children))
+        except ExperimentError as error:
+            raise ExperimentError(f"{path}: key `parent`: {raw['parent']} cannot be used: {error}") from None
         inherited = parent.model_dump(mode="json", exclude={"name", *_OWN}, exclude_unset=True)
         raw = _merged(inherited, raw)
     try:
@@ -521,21 +568,25 @@ def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experimen
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ExperimentError(f"{path}: there is no such experiment file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExperimentError(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ExperimentError(f"{path}: not valid YAML: {error}") from None
+        raw = yaml_files.read(path)
+    except yaml_files.BadYaml as error:
+        raise ExperimentError(str(error)) from None
     if not isinstance(raw, dict):
         raise ExperimentError(f"{path}: the file must hold a mapping of keys, see experiments/sandbox.yaml")
     return raw
 
 
+ABLATIONS: Final = "ablations"
+"""Folder below `experiments/` whose variants form a code location of their own."""
+
+
 def _parent_file(path: Path, name: Any) -> Path:
-    """The parent's file: beside the overlay, or one folder above."""
-    folders = (path.parent, path.parent.parent)
+    """The parent's file: beside the overlay, or, of an ablation, one folder above."""
+    try:
+        TypeAdapter(Name).validate_python(name, strict=True)
+    except ValidationError:
+        raise ExperimentError(f"{path}: key `parent`: {name!r:.80} is no name of an experiment; correct it") from None
+    folders = (path.parent, path.parent.parent) if path.parent.name == ABLATIONS else (path.parent,)
     found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
     if not found:
         raise ExperimentError(
@@ -576,35 +627,60 @@ def _check_overlay(path: Path, experiment: Experiment, parent: Experiment) -> No
 _REMEDIES = {
     "extra_forbidden": "there is no such key; remove it or correct its spelling",
     "missing": "the key is missing; add it",
-    "string_pattern_mismatch": "use lower-case letters, digits and _, starting with a letter",
+    "bool_type": "a boolean is written as true or false",
 }
 
 
 def _explain(path: Path, problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
     remedy = _REMEDIES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-    got = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r})"
-    return f"{path}: key `{key}`: {remedy}{got}"
+    if problem["type"] == "string_pattern_mismatch" and key != "pool":
+        remedy = "use lower-case letters, digits and _, starting with a letter"
+    got = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r:.200})"
+    return f"{path}: {f'key `{key}`' if key != 'name' else 'the name of the file'}: {remedy}{got}"
 
 
-def find_experiments(folder: Path) -> dict[str, Experiment]:
-    """Every experiment file of `folder`, by name, in alphabetical order."""
-    return {path.stem: load_experiment(path) for path in sorted(folder.glob("*.yaml"))}
+class Experiments(dict[str, Experiment]):
+    """Experiments by name, in alphabetical order; and the files that cannot be used, with the reason."""
+
+    left_out: dict[str, str]
+
+    def __init__(self, experiments: Mapping[str, Experiment], left_out: Mapping[str, str]) -> None:
+        super().__init__(experiments)
+        self.left_out = dict(left_out)
+
+    def named(self, name: str) -> Experiment:
+        """The experiment `name`. Raises ExperimentError, with what is wrong with its file where there is one."""
+        if name in self:
+            return self[name]
+        if name in self.left_out:
+            raise ExperimentError(self.left_out[name])
+        raise ExperimentError(f"there is no experiment {name!r:.80}; known: {', '.join(self) or 'none'}")
 
 
-def split_reference(reference: str, experiments: dict[str, Experiment]) -> tuple[Experiment, int]:
+def find_experiments(folder: Path) -> Experiments:
+    """Every experiment file of `folder`; one that cannot be used costs nothing but itself. Hidden files are none."""
+    found, left_out = {}, {}
+    for path in sorted(folder.glob("*.yaml")):
+        if not path.name.startswith("."):
+            try:
+                found[path.stem] = load_experiment(path)
+            except ExperimentError as error:
+                left_out[path.stem] = str(error)
+    return Experiments(found, left_out)
+
+
+def split_reference(reference: str, experiments: Experiments) -> tuple[Experiment, int]:
     """(experiment, seed) of `NAME` (its first seed) or `NAME/sSEED`. Raises ExperimentError."""
-    name, _, seed_part = reference.partition("/")
-    if name not in experiments:
-        known = ", ".join(experiments) or "none"
-        raise ExperimentError(f"{reference}: there is no experiment {name!r}; known: {known}")
-    experiment = experiments[name]
-    if not seed_part:
+    name, stroke, seed_part = reference.partition("/")
+    experiment = experiments.named(name)
+    if not stroke:
         return experiment, experiment.seeds[0]
-    if not (seed_part.startswith("s") and seed_part[1:].isdigit() and int(seed_part[1:]) in experiment.seeds):
-        seeds = ", ".join(f"{name}/s{seed}" for seed in experiment.seeds)
-        raise ExperimentError(f"{reference}: {name} has no such seed; use {name} or one of {seeds}")
-    return experiment, int(seed_part[1:])
+    seeds = {f"s{seed}": seed for seed in experiment.seeds}
+    if seed_part not in seeds:
+        choice = ", ".join(f"{name}/{seed}" for seed in seeds)
+        raise ExperimentError(f"{reference}: {name} has no such seed; use {name} or one of {choice}")
+    return experiment, seeds[seed_part]
 
 
 CODE: Final[dict[str, int]] = {

@@ -6,10 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from coepg_dagster.experiment import Experiment, ExperimentError, find_experiments
-
-ABLATIONS = "ablations"
-"""Folder below `experiments/` whose variants form a code location of their own."""
+from coepg_dagster.experiment import ABLATIONS, ExperimentError, Experiments, find_experiments
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,19 @@ class Project:
         """The folder of the Dagster instance: runs, event log, schedules."""
         return self.root / ".dagster"
 
-    def experiments(self, folder: str = "") -> dict[str, Experiment]:
-        """Every experiment in `experiments/` (in `experiments/FOLDER`), by name."""
-        return find_experiments(self.root / "experiments" / folder)
+    def experiments(self, folder: str = "") -> Experiments:
+        """The experiments in `experiments/` (in `experiments/FOLDER`)."""
+        place = self.root / "experiments"
+        found = find_experiments(place / folder)
+        for name in [name for name in found if folder and (place / f"{name}.yaml").is_file()]:
+            del found[name]
+            found.left_out[name] = f"{place / folder / name}.yaml: {place / name}.yaml has the same name: rename one"
+        return found
+
+    def all_experiments(self) -> Experiments:
+        """The experiments and the ablations."""
+        main, ablations = self.experiments(), self.experiments(ABLATIONS)
+        return Experiments({**main, **ablations}, {**ablations.left_out, **main.left_out})
 
     def prepare_dagster_home(self) -> Path:
         """Makes the Dagster home with the project's dagster.yaml in it, unless it is there."""

@@ -15,6 +15,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from coepg_dagster.refusal import Refusal
+
 Asset = Literal[
     "benchmark_steps",
     "open_models",
@@ -282,7 +284,7 @@ def in_one_run(
     return run
 
 
-class NotUsable(RuntimeError):
+class NotUsable(Refusal, RuntimeError):
     """Something that an iteration would read must not be read; the message ends with what to do."""
 
 

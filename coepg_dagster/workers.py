@@ -57,7 +57,7 @@ def all_steps(path: Path) -> pa.Table:
 
 
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
-    """The steps of one split, in file order. Raises ValueError where there are none.
+    """The steps of one split, in file order. Raises ValueError where there are none, or none within the limit.
 
     With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`).
     """
@@ -65,8 +65,21 @@ def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
     start = pc.index(table["split"], split).as_py()
     if start < 0:
         raise ValueError(f"{path} holds no step of split {split!r}")
-    table = table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py())
-    return table if limit is None or table.num_rows <= limit else whole_episodes(table, limit)
+    return limited(table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py()), limit)
+
+
+def limited(table: pa.Table, limit: int | None) -> pa.Table:
+    """The steps of one split within a limit, see `steps_of`. Raises ValueError where every episode is longer than that."""
+    if limit is None or table.num_rows <= limit:
+        return table
+    chosen = whole_episodes(table, limit)
+    if not chosen.num_rows:
+        shortest = pc.min(pc.value_counts(table["episode_id"]).field("counts")).as_py()
+        raise ValueError(
+            f"no episode of split {table['split'][0].as_py()!r} has at most {limit} steps, the shortest has {shortest}: "
+            "raise the limit"
+        )
+    return chosen
 
 
 class Work(Strict):

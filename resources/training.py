@@ -32,7 +32,9 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
         default="auto",
         description="For `ray`: the cluster, as `host:6379`, `ray://host:10001`, or `auto` on a node of it.",
     )
-    device: str = Field(default="auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one."
+    )
     threads: int = Field(
         default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores."
     )

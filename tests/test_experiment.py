@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from coepg_dagster import yaml_files
+from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.protocols import PROTOCOLS, SOP_PREFIX, refuse_protocol
 from coepg_dagster.experiment import (
     CODE,
     ONLY_MEASURED,
+    Benchmark,
     Experiment,
     ExperimentError,
     Grpo,
     Member,
     Models,
+    Quality,
     Regeneration,
     Sft,
     code_version,
@@ -23,6 +30,7 @@ from coepg_dagster.experiment import (
     load_experiment,
     split_reference,
 )
+from coepg_dagster.project import Project
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -36,7 +44,7 @@ def content(**change: Any) -> dict[str, Any]:
         "description": "a test",
         "iterations": 2,
         "seeds": [1, 2],
-        "benchmark": {"reader": "miniwob", "path": "data", "test": ["test"], "protocol": "miniwob/point"},
+        "benchmark": {"reader": "miniwob", "path": "data", "test": ["test_seed"], "protocol": "miniwob/point"},
         "models": {
             "base_planner": "a",
             "base_grounder": "b",
@@ -58,7 +66,7 @@ def content(**change: Any) -> dict[str, Any]:
 
 def write(folder: Path, raw: Any, name: str = "exp") -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(raw if isinstance(raw, str) else yaml.safe_dump(raw))
+    path.write_text(raw if isinstance(raw, str) else yaml_files.dump(raw))
     return path
 
 
@@ -87,11 +95,27 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ({"iterations": "three"}, "iterations", "valid integer"),
         ({"iterations": 1.5}, "iterations", "integer"),
         ({"seeds": 13}, "seeds", "list"),
-        ({"grpo__enabled": "perhaps"}, "grpo.enabled", "boolean"),
+        ({"grpo__enabled": "perhaps"}, "grpo.enabled", "boolean is written as true or false"),
         ({"sft__learning_rate": "fast"}, "sft.learning_rate", "number"),
         ({"sft__learning_rate": float("inf")}, "sft.learning_rate", "finite"),
         ({"sft__epochs": float("nan")}, "sft.epochs", "finite"),
         ({"iterations": 0}, "iterations", "greater than or equal to 1"),
+        ({"iterations": 10**8}, "iterations", "less than or equal to 100"),
+        ({"seeds": [*range(101)]}, "seeds", "at most 100 items"),
+        ({"seeds": [2**32]}, "seeds", "different non-negative numbers below 2^32"),
+        ({"regeneration__plans_per_planner": 10**6}, "regeneration.plans_per_planner", "less than or equal to"),
+        ({"pool": "a b"}, "pool", "should match"),
+        ({"pool": ""}, "pool", "should match"),
+        ({"benchmark__protocol": "miniwob/pointt"}, "benchmark.protocol", "is not known; choose from miniwob/point, "),
+        ({"benchmark__protocol": "sop/pointt"}, "benchmark.protocol", "is not known"),
+        ({"benchmark__protocol": "android_control/qwen"}, "benchmark.protocol", "does not judge the actions of reader"),
+        ({"benchmark__protocol": "screenspot/uground"}, "benchmark.protocol", "does not judge the actions of reader"),
+        ({"benchmark__protocol": "mind2web/seeact"}, "benchmark.protocol", "needs chosen element"),
+        ({"benchmark__protocol": "sop/miniwob/point"}, "benchmark.protocol", "a history that the model wrote itself"),
+        ({"benchmark__train": "trian"}, "benchmark.train", "has no split 'trian'; it has train, validation, test_seed"),
+        ({"benchmark__validation": "dev"}, "benchmark.validation", "has no split 'dev'"),
+        ({"benchmark__test": ["test_seed", "test_tast"]}, "benchmark.test", "has no split 'test_tast'"),
+        ({"benchmark__path": 7}, "benchmark.path", "not a valid path"),
         ({"seeds": []}, "seeds", "at least 1 item"),
         ({"seeds": [1, 1]}, "seeds", "different non-negative numbers"),
         ({"seeds": [-1]}, "seeds", "different non-negative numbers"),
@@ -113,12 +137,16 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
             "models.planners.p",
             "in_flight: only `engine: openai`",
         ),
+        ({"models__planners__p": REMOTE | {"in_flight": True}}, "models.planners.p.in_flight", "valid integer"),
+        ({"models__planners__p": REMOTE | {"timeout_seconds": True}}, "models.planners.p.timeout_seconds", "number"),
+        ({"models__planners__p": 7}, "models.planners.p", "valid dictionary"),
+        ({"sft__lora": {"rank": True}}, "sft.lora.rank", "valid integer"),
         ({"models__planners__p": REMOTE | {"url": "x"}}, "models.planners.p.url", "correct its spelling"),
         ({"models__coordinates": "unit"}, "models.coordinates", "use `norm_1000`"),
         ({"models__coordinates": "miles"}, "models.coordinates", "'original', 'resized', 'norm_1000'"),
         ({"benchmark__test": []}, "benchmark.test", "at least 1 item"),
         ({"benchmark__test": ["train"]}, "benchmark", "must differ"),
-        ({"benchmark__train": "test"}, "benchmark", "must differ"),
+        ({"benchmark__train": "test_seed"}, "benchmark", "must differ"),
         ({"benchmark__reader": "mindweb"}, "benchmark.reader", "miniwob"),
         ({"regeneration__k": 2}, "regeneration", "goes with `rule: k_of_n`"),
         ({"regeneration__rule": "k_of_n"}, "regeneration", "goes with `rule: k_of_n`"),
@@ -135,6 +163,61 @@ def test_what_is_refused(tmp_path: Path, change: dict[str, Any], key: str, remed
     message = error(tmp_path, content(**change))
     assert message.startswith(f"{tmp_path / 'exp.yaml'}: key `{key}`")
     assert remedy in message
+
+
+def other_values(annotation: Any) -> list[Any]:
+    """Values of types that do not belong into a field, though they could be taken for one that does."""
+    if annotation == list[int]:
+        return [[True], [1.0], ["1"], 1, {"1": 1}]
+    kinds = {annotation, *typing.get_args(annotation)}
+    if bool in kinds:
+        return [1, 0, "true", "yes", 1.0]
+    if float in kinds:
+        return [True, "1", "1e-5", [1.0]]
+    if int in kinds:
+        return [True, 1.0, "1", "1:30", [1]]
+    if list in {typing.get_origin(kind) for kind in kinds}:
+        return ["test_seed", [1], [None]]
+    return [1, True, 1.5, ["x"]]
+
+
+SECTIONS = {"sft": Sft, "grpo": Grpo, "regeneration": Regeneration, "quality": Quality, "benchmark": Benchmark}
+
+
+@pytest.mark.parametrize("section", ["", *SECTIONS])
+def test_no_type_stands_for_another(section: str, tmp_path: Path) -> None:
+    fields = SECTIONS[section].model_fields if section else Experiment.model_fields
+    plain = {name: field for name, field in fields.items() if name not in (*SECTIONS, "models", "name", "parent")}
+    for name, field in plain.items():
+        for value in other_values(field.annotation):
+            key = f"{section}__{name}" if section else name
+            assert f"key `{key.replace('__', '.')}" in error(tmp_path, content(**{key: value})), f"{key}: {value!r}"
+
+
+def test_a_number_may_be_written_in_any_way_of_yaml_1_2(tmp_path: Path) -> None:
+    raw = yaml_files.dump(content()) + "sft: {learning_rate: 1e-5, epochs: 2}\nbatch_size: 0x10\n"
+    experiment = load_experiment(write(tmp_path, raw))
+    assert (experiment.sft.learning_rate, experiment.sft.epochs, experiment.batch_size) == (1e-5, 2.0, 16)
+    assert isinstance(experiment.sft.epochs, float)
+
+
+def test_a_protocol_is_taken_where_it_can_judge_what_the_reader_gives() -> None:
+    """Every protocol of the registry, alone and under SOP, with every reader."""
+    taken: dict[str, set[str]] = {}
+    for reader in typing.get_args(Benchmark.model_fields["reader"].annotation):
+        for name in (*PROTOCOLS, *(SOP_PREFIX + name for name in PROTOCOLS)):
+            with contextlib.suppress(ScoringError):
+                refuse_protocol(name, reader)
+                taken.setdefault(reader, set()).add(name)
+    points = {f"android_control/{name}" for name in ("os_atlas", "gui_r1", "ui_genie", "qwen", "strict14")}
+    boxes = {"miniwob/point", "mind2web/uground", "mind2web/seeclick"}
+    elements = {"screenspot/gui_r1", "screenspot/uground"}
+    assert taken == {
+        **dict.fromkeys(("miniwob", "mind2web", "mind2web_blocks"), boxes),
+        "android_control": points,
+        "screenspot": elements,
+        "jsonl": points | boxes | elements,
+    }
 
 
 def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
@@ -159,7 +242,7 @@ def test_what_is_no_experiment_file(tmp_path: Path, raw: str, said: str) -> None
 
 
 def test_keys_that_are_no_names(tmp_path: Path) -> None:
-    assert "exp.yaml" in error(tmp_path, yaml.safe_dump(content()) + "\n1: 2\n")
+    assert "exp.yaml" in error(tmp_path, yaml_files.dump(content()) + "\n1: 2\n")
 
 
 def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
@@ -167,7 +250,7 @@ def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"nothing\.yaml: there is no such experiment file"):
+    with pytest.raises(ExperimentError, match=r"nothing\.yaml: there is no such file"):
         load_experiment(tmp_path / "nothing.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ExperimentError, match=r"binary\.yaml: cannot be read"):
@@ -191,7 +274,7 @@ def test_references(tmp_path: Path) -> None:
     assert split_reference("one/s2", experiments) == (experiments["one"], 2)
     with pytest.raises(ExperimentError, match="no experiment 'three'; known: one, two"):
         split_reference("three", experiments)
-    for wrong in ("two/s1", "two/5", "two/s", "two/s5x", "two/s5/s5"):
+    for wrong in ("two/s1", "two/5", "two/s", "two/s5x", "two/s5/s5", "two/", "two/s²", "two/s٥", "two/s05"):
         with pytest.raises(ExperimentError, match="two/s5"):
             split_reference(wrong, experiments)
 
@@ -219,7 +302,7 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
         ({"regeneration__max_point_tokens": 9}, {"planner", "verdicts", "evaluation"}),
         ({"benchmark__max_train_steps": 5}, {"candidate_plans", "dataset"}),
         ({"benchmark__max_eval_steps": 5}, {"evaluation"}),
-        ({"benchmark__test": ["a", "b"]}, {"evaluation"}),
+        ({"benchmark__test": ["test_seed", "test_text"]}, {"evaluation"}),
         ({"models__engine": "vllm"}, {"planner", "candidate_plans", "verdicts", "evaluation"}),
         ({"models__verifiers__open_v": {"model": "d", "engine": "vllm"}}, {"open_models"}),
         (
@@ -341,8 +424,56 @@ def test_what_is_refused_in_an_overlay(tmp_path: Path, change: dict[str, Any], k
 def test_a_broken_parent_is_named_by_its_own_file(tmp_path: Path) -> None:
     file = overlay(tmp_path)
     write(tmp_path, content(sed=1))
-    with pytest.raises(ExperimentError, match=r"exp\.yaml: key `sed`"):
+    with pytest.raises(ExperimentError, match=r"over\.yaml: key `parent`: exp cannot be used: .*exp\.yaml: key `sed`"):
         load_experiment(file)
+
+
+def test_a_bad_file_costs_its_own_experiment_and_what_builds_on_it(tmp_path: Path) -> None:
+    write(tmp_path, content(), "good")
+    write(tmp_path, OVERLAY | {"parent": "good"}, "child")
+    write(tmp_path, "description: [half a dra", "draft")
+    write(tmp_path, OVERLAY | {"parent": "draft"}, "grandchild")
+    write(tmp_path, content(), "good copy")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "gone.yaml").symlink_to("nowhere")
+    for hidden in ("._good.yaml", ".yaml", ".good.yaml.swp"):
+        (tmp_path / hidden).write_bytes(b"\x00\x05\x16\x07 Mac OS X \xb0")
+    (tmp_path / ".#good.yaml").symlink_to("me@here.1234")
+    found = find_experiments(tmp_path)
+    assert list(found) == ["child", "good"]
+    said = {
+        "draft": "draft.yaml, line 1, column 25: not valid YAML",
+        "grandchild": "grandchild.yaml: key `parent`: draft cannot be used",
+        "good copy": "good copy.yaml: the name of the file: use lower-case letters, digits and _",
+        "folder": "folder.yaml: cannot be read",
+        "gone": "gone.yaml: there is no such file",
+    }
+    assert found.left_out.keys() == said.keys()
+    for name, why in said.items():
+        assert why in found.left_out[name]
+        with pytest.raises(ExperimentError, match=re.escape(why)):
+            split_reference(name, found)
+    with pytest.raises(ExperimentError, match="no experiment 'other'; known: child, good"):
+        split_reference("other", found)
+
+
+def test_an_ablation_has_a_name_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "experiments"
+    (folder / "ablations").mkdir(parents=True)
+    for file in (folder / "one", folder / "ablations" / "one", folder / "ablations" / "two"):
+        write(file.parent, content(description=str(file)), file.name)
+    found = Project(tmp_path).all_experiments()
+    assert {name: one.description for name, one in found.items()} == {
+        "one": str(folder / "one"),
+        "two": str(folder / "ablations" / "two"),
+    }
+    assert "has the same name: rename one" in found.left_out["one"]
+
+
+@pytest.mark.parametrize("parent", ["../exp", "/etc/passwd", "x" * 5000, ["exp"], 3, True, "Exp", ""])
+def test_a_parent_is_a_name(tmp_path: Path, parent: Any) -> None:
+    with pytest.raises(ExperimentError, match=r"over\.yaml: key `parent`: .* is no name of an experiment"):
+        load_experiment(overlay(tmp_path, parent=parent))
 
 
 def test_nothing_is_taken_from_an_overlay_that_takes(tmp_path: Path) -> None:

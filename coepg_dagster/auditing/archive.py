@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from coepg_dagster.provenance import LOOP, Asset, Input, Record, Ref
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.store import digests
 
 MODELS = "models.json"
@@ -21,7 +22,7 @@ BASE = "base.json"
 """In the artifact of a model that stands for one that lies elsewhere, untrained here: {"checkpoint", "version"}."""
 
 
-class NotFound(LookupError):
+class NotFound(Refusal, LookupError):
     """Something that an auditor named, or that a lineage needs, is not there; the message says what to do."""
 
 

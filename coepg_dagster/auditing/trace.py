@@ -24,7 +24,7 @@ from coepg_dagster.steps import short_hash
 from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps
 
 ROW_ID: Final = re.compile(r"r[0-9a-f]{16}")
-_PLACE: Final = re.compile(r"(?P<loop>[^@#]+)@(?P<k>\d+)#(?P<what>.+)")
+_PLACE: Final = re.compile(r"(?P<loop>[^@#]+)@(?P<k>[0-9]{1,9})#(?P<what>.+)")
 _MEMBER: Final = re.compile(r"(planner|grounder)_(\d+)")
 _MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "planner")
 _HOW: Final = {
@@ -80,7 +80,7 @@ def trace(archive: Archive, loop: str, k: int, what: str) -> dict[str, Any]:
     looked at first, then older versions. Raises NotFound.
     """
     dataset = archive.newest(loop, "dataset", k)
-    if not what.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,9}", what):
         for version in (dataset, *(r for r in archive.versions(loop, "dataset") if r.iteration == k)):
             if (archive.store / version.folder).is_dir():
                 if ROW_ID.fullmatch(what):

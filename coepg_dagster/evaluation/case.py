@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.refusal import Refusal
 
 
-class ScoringError(ValueError):
+class ScoringError(Refusal, ValueError):
     """Predictions that cannot be scored; the message names file, row or step, and what to do."""
 
 

@@ -31,6 +31,15 @@ PROTOCOLS: Final[Mapping[str, Protocol]] = {
 }
 
 
+_WEB: Final = frozenset({"miniwob", "mind2web", "mind2web_blocks", "jsonl"})
+READERS: Final[Mapping[str, frozenset[str]]] = {
+    "miniwob": _WEB,
+    "mind2web": _WEB,
+    "android_control": frozenset({"android_control", "jsonl"}),
+    "screenspot": frozenset({"screenspot", "jsonl"}),
+}
+"""By family: the readers whose labelled steps have the actions and the labels that its protocols judge."""
+
 FAMILIES: Final = tuple(dict.fromkeys(name.split("/")[0] for name in PROTOCOLS))
 """Benchmarks: the part of a protocol's name before the stroke."""
 
@@ -43,6 +52,24 @@ def find_protocol(name: str) -> Protocol:
             f"protocol {name!r} is not known; choose from {', '.join(PROTOCOLS)}, or {SOP_PREFIX} before one of them"
         )
     return PROTOCOLS[base] if base == name else sop_protocol(base)
+
+
+def refuse_protocol(name: str, reader: str) -> None:
+    """Raises ScoringError, which names those that would do, where a protocol cannot judge the steps of a reader.
+
+    Steps hold actions, boxes and points. What needs more, and SOP, for which a model must have written its own history,
+    scores files of predictions only.
+    """
+    choice = [known for known, rule in PROTOCOLS.items() if reader in READERS[known.split("/")[0]] and not rule.needs]
+    if name not in choice:
+        base = name.removeprefix(SOP_PREFIX)
+        why = "is not known"
+        if base in PROTOCOLS:
+            why = f"does not judge the actions of reader {reader!r}"
+            if reader in READERS[base.split("/")[0]]:
+                needs = PROTOCOLS[base].needs or "a history that the model wrote itself"
+                why = f"needs {needs}, so it scores files of predictions only (`coepg score`)"
+        raise ScoringError(f"protocol {name!r} {why}; choose from {', '.join(choice)}")
 
 
 def protocols_markdown() -> str:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from PIL import Image
 
 from coepg_dagster.prompts import Message
+from coepg_dagster.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Failure:
     reason: str
 
 
-class EngineRefused(RuntimeError):
+class EngineRefused(Refusal, RuntimeError):
     """An engine that would not do what the experiment says; the message says what differs, and the remedy."""
 
 

@@ -26,6 +26,7 @@ from selenium.webdriver.chrome.service import Service
 from websocket import WebSocket, create_connection
 
 from coepg_dagster.miniwob.elements import ELEMENTS_JS, Element, from_dom
+from coepg_dagster.refusal import Refusal
 
 WIDTH: Final = 168
 HEIGHT: Final = 224
@@ -127,7 +128,7 @@ SELECT_JS: Final = """
 """Gives the list under a point the focus; returns how many options its value lies below the present one."""
 
 
-class BrowserMissing(RuntimeError):
+class BrowserMissing(Refusal, RuntimeError):
     """Chromium, its driver or the MiniWoB++ pages are not installed."""
 
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from coepg_dagster.pretraining import tokenizer as tokens
+from coepg_dagster.refusal import Refusal
 
 PATCH: Final = 14
 MERGE: Final = 2
@@ -157,7 +158,7 @@ def parameter_count(model: Qwen2_5_VLForConditionalGeneration) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-class BadCheckpoint(RuntimeError):
+class BadCheckpoint(Refusal, RuntimeError):
     """What lies on disk is not what was to be saved."""
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from coepg_dagster.experiment import Strict
 from coepg_dagster.pretraining.architecture import Preset
 from coepg_dagster.pretraining.wordings import Vagueness, Wording
+from coepg_dagster.refusal import Refusal
+from coepg_dagster.yaml_files import BadYaml
+from coepg_dagster.yaml_files import read as read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Stage(_Strict):
+class Stage(Strict):
     """How long and how fast one stage trains."""
 
     steps: Annotated[int, Field(ge=1)]
@@ -44,7 +43,7 @@ class Tower(Stage):
     """Of the initial weights."""
 
 
-class VaguenessSettings(_Strict):
+class VaguenessSettings(Strict):
     """See `wordings.Vagueness`."""
 
     families: Share = 0.0
@@ -91,7 +90,7 @@ class Checkpoint(Stage):
         return self
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """All models of the embedded benchmark."""
 
     vocabulary: Annotated[int, Field(ge=700)] = 1472
@@ -113,13 +112,15 @@ class Recipe(_Strict):
         return self
 
 
-class BadRecipe(ValueError):
+class BadRecipe(Refusal, ValueError):
     """The recipe file cannot be read; the message says where and what to do."""
 
 
 def read(path: Path) -> Recipe:
     """The recipe in a YAML file. Raises BadRecipe."""
     try:
-        return Recipe.model_validate(yaml.safe_load(path.read_text("utf-8")))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise BadRecipe(f"{path}: {error}\nCompare it with models/recipe.yaml.") from error
+        return Recipe.model_validate(read_yaml(path))
+    except BadYaml as error:
+        raise BadRecipe(str(error)) from None
+    except ValidationError as error:
+        raise BadRecipe(f"{path}: {error}\nCompare it with models/recipe.yaml.") from None

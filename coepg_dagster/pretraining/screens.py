@@ -22,6 +22,7 @@ from PIL import Image
 
 from coepg_dagster.pretraining.architecture import SCREEN_HEIGHT, SCREEN_WIDTH
 from coepg_dagster.pretraining.wordings import Element, askable
+from coepg_dagster.refusal import Refusal
 
 PRETRAIN_SPLIT: Final = "pretrain"
 HELD_OUT_EVERY: Final = 16
@@ -46,7 +47,7 @@ _COLUMNS: Final = [
 ]
 
 
-class WrongSplit(ValueError):
+class WrongSplit(Refusal, ValueError):
     """A step that must not be trained on stands among the pretraining data."""
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from coepg_dagster.miniwob.splits import SPLITS, SplitError, StepKey, assert_disjoint, page_hash
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 
 REMEDY: Final = "Fetch it again, or make it: `coepg collect miniwob --snapshot data/miniwob`."
@@ -32,7 +33,7 @@ TARGETS_SCHEMA: Final = pa.schema(
 """What each step's target is called: the split rule is about these names."""
 
 
-class SnapshotError(ValueError):
+class SnapshotError(Refusal, ValueError):
     """A snapshot file is missing or has a row that cannot be used; names file, row and remedy."""
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from coepg_dagster.prompts import ACTION_TYPES
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import STEP_SCHEMA
 
 READER_SCHEMA: Final = pa.schema(
@@ -74,7 +75,7 @@ MOBILE_ACTIONS: Final = ("CLICK", "LONG_PRESS", "TYPE", "SCROLL", "OPEN_APP", "B
 ALL_ACTIONS: Final = frozenset(ACTION_TYPES) | frozenset(MOBILE_ACTIONS) | {"SCROLL DOWN"}
 
 
-class ReaderError(ValueError):
+class ReaderError(Refusal, ValueError):
     """An import that cannot go on; the message names the file and what to do."""
 
 

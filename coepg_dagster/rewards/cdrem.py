@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coepg_dagster.characters import normal_text
+from coepg_dagster.refusal import Refusal
 
 Floats = npt.NDArray[np.float64]
 Confidence = Literal["probability", "log_probability", "constant"]
@@ -31,7 +32,7 @@ ADVANTAGE_EPSILON: Final = 1e-4
 """What TRL adds to the standard deviation in Eq. 10."""
 
 
-class NoVerdict(RuntimeError):
+class NoVerdict(Refusal, RuntimeError):
     """Every grounder failed on a plan: there is nothing to compute a reward from."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 from coepg_dagster.assets.about import COLUMN_TEXTS, COLUMNS
+from coepg_dagster.assets.build import LEFT_OUT
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
 from dagster._core.definitions.data_version import CachingStaleStatusResolver
 from dagster._core.loader import LoadingContextForTest
@@ -97,3 +98,20 @@ def test_the_same_content_marks_nothing_and_other_content_marks_its_readers(ligh
 
 def test_every_column_says_what_it_means() -> None:
     assert set(COLUMN_TEXTS) == {name for schema in COLUMNS.values() for name in schema.names}
+
+
+def test_a_file_that_cannot_be_used_costs_its_own_experiment(light: InProcess) -> None:
+    """The graph shows what was left out, and why; the rest is as it was."""
+    before = light.defs.resolve_asset_graph().get_all_asset_keys()
+    folder = light.project.root / "experiments"
+    (folder / "light copy (1).yaml").write_text((folder / "light.yaml").read_text())
+    (folder / "draft.yaml").write_text("description: [half a dra")
+    (folder / "child.yaml").write_text("parent: draft\ndescription: x\ntake: [dataset]\n")
+    (folder / "._light.yaml").write_bytes(b"\x00\x05\x16\x07")
+    graph = light.defs.resolve_asset_graph()
+    shown = {key.path[0]: graph.get(key) for key in graph.get_all_asset_keys() - before}
+    assert set(shown) == {"light copy (1)", "draft", "child"}
+    assert {node.group_name for node in shown.values()} == {LEFT_OUT}
+    assert "not valid YAML" in str(shown["draft"].description)
+    assert "draft cannot be used" in str(shown["child"].description)
+    assert light.run(None).success

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import dagster as dg
+from coepg_dagster.assets.automation import failed_inputs
 from coepg_dagster.assets.ledger import (
     EVOLVE_TAG,
     archive,
@@ -70,7 +71,10 @@ def test_a_killed_evolve_gives_its_run_back(light: InProcess) -> None:
 def test_a_failed_blocking_check_keeps_the_next_iteration_from_training(light: InProcess) -> None:
     light.run(None)
     plant(light.project, "check", "light/s1", Ref("dataset", 0))
+    assert failed_inputs(light.instance, light.loop) == []
     assert not light.run(0).success
+    refused = failed_inputs(light.instance, light.loop)
+    assert len(refused) == 1 and refused[0].startswith("dataset[0]: blocking check failed")
     result = light.run(1)
     assert not result.success
     assert f"dataset[0]: blocking check failed: {', '.join(sorted(BLOCKING))}" in light.why(result)
@@ -162,3 +166,17 @@ def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess) -> Non
     assert unfinished_runs(light.instance) == []
     running = begin(light, dg.DagsterRunStatus.STARTED)
     assert unfinished_runs(light.instance) == [running.run_id]
+
+
+def test_what_another_dagster_instance_has_is_said(light: InProcess) -> None:
+    where = f"this is the Dagster instance in {light.instance.root_directory}"
+    missing = light.why(light.run(0, "planner_sft"))
+    assert "open_models does not exist" in missing and missing.endswith(f"({where})")
+    home = light.project.prepare_dagster_home()
+    with dg.DagsterInstance.from_config(str(home)) as own:
+        assert dataclasses.replace(light, instance=own).run(None, "open_models").success
+    missing = light.why(light.run(0, "planner_sft"))
+    assert missing.endswith(f"({where}; the project's own, {home}, has it: set DAGSTER_HOME={home})")
+    (home / "dagster.yaml").unlink()
+    (home / "dagster.yaml").write_text("storage: [half a dra")
+    assert light.why(light.run(0, "planner_sft")).endswith(f"({where}; the project's own, {home}, cannot be opened)")

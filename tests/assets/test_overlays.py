@@ -11,8 +11,7 @@ from coepg_dagster.assets.evolve import RunFailed, evolve_through
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.pages import lineage_of
 
-from coepg_dagster.experiment import load_experiment
-from coepg_dagster.project import ABLATIONS
+from coepg_dagster.experiment import ABLATIONS, load_experiment
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_definitions, light_project, plant

@@ -18,6 +18,7 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
         instance=light.instance, asset_selection=[light.loop.key("evolution_report")]
     )
     assert result.success
+    (light.project.root / "experiments" / "draft.yaml").write_text("")
     server = page_server(light.project, light.instance, 0, "http://127.0.0.1:3000")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
@@ -33,6 +34,7 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
     try:
         for path, text in (
             ("/", "light/s2"),
+            ("/", "draft.yaml: the file must hold a mapping"),
             ("/light/s1", "Iteration 0"),
             ("/light/s1/lineage.html", "Lineage of light/s1"),
             ("/light/s1/evolution.html", "40.0 [35.0, 60.0]"),

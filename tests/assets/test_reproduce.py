@@ -9,8 +9,7 @@ import pytest
 from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time, pool_slots, tasks_of
 
-from coepg_dagster.experiment import ExperimentError
-from coepg_dagster.project import ABLATIONS
+from coepg_dagster.experiment import ABLATIONS, ExperimentError
 from tests.assets.conftest import InProcess
 from tests.assets.test_evolve import QUIET
 from tests.project import REPOSITORY, Forked, make_project

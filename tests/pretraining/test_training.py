@@ -7,8 +7,10 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from coepg_dagster import prompts
+from coepg_dagster.cli import app
 from coepg_dagster.pretraining import architecture, batches, evaluate, recipe, screens, train
 from coepg_dagster.pretraining import tokenizer as tokens
 from coepg_dagster.pretraining.batches import IGNORED, Batches, Task
@@ -137,3 +139,24 @@ def test_the_shipped_recipe_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> N
     wrong.write_text("towers: {}\ncheckpoints: {a: {role: planner, tower: nowhere, wordings: {A: 1}, steps: 1}}\n")
     with pytest.raises(recipe.BadRecipe, match="nowhere"):
         recipe.read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--recipe", "wrong"], "Compare it with models/recipe.yaml"),
+        (["--recipe", "twice"], "the key `towers` stands twice"),
+        (["--only", "nothing"], "has base-grounder, base-planner"),
+        (["--screens", "nothing", "--out", "out"], "holds no screens: `coepg collect miniwob"),
+        (["--out", "wrong"], "File exists"),
+    ],
+)
+def test_mistyped_arguments_of_pretrain(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong").write_text("vocabulary: true\n")
+    (tmp_path / "twice").write_text("towers: {}\ncheckpoints: {}\ntowers: {}\n")
+    shipped = ["--recipe", str(ROOT / "models" / "recipe.yaml"), "--snapshot", str(ROOT / "data" / "miniwob")]
+    refused = CliRunner().invoke(app, ["pretrain", "sandbox", *shipped, *arguments])
+    assert refused.exit_code == 2 and said in refused.stderr, refused.stderr

@@ -1,0 +1,157 @@
+"""What of its labelled steps would stop an experiment later on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
+from coepg_dagster.evaluation.protocols import PROTOCOLS, READERS
+from coepg_dagster.experiment import Experiment, load_experiment
+from coepg_dagster.readers.importing import load_benchmark
+from tests.conftest import step, step_table
+from tests.readers.samples import candidate, episode, mind2web_row, picture, write_android_control, write_mind2web
+
+ROOT = Path(__file__).parent.parent
+SANDBOX = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+
+def changed(**change: Any) -> Experiment:
+    """The sandbox with another benchmark, and with small steps of GRPO."""
+    benchmark = SANDBOX.benchmark.model_dump() | {"test": ["test_seed"], "max_train_steps": None} | change
+    grpo = SANDBOX.grpo.model_copy(update={"prompts_per_step": 2, "micro_batch_size": 16})
+    return Experiment.model_validate(SANDBOX.model_dump() | {"benchmark": benchmark, "grpo": grpo.model_dump()})
+
+
+def steps(**lengths: tuple[int, ...]) -> Any:
+    """Steps of each split, in episodes of these lengths."""
+    return step_table(
+        *(
+            step(f"{split}{e}{i}", split=split, episode_id=f"{split}{e}", step_index=i)
+            for split, episodes in lengths.items()
+            for e, length in enumerate(episodes)
+            for i in range(length)
+        )
+    )
+
+
+ALL: dict[str, tuple[int, ...]] = {"train": (3, 3), "validation": (2,), "test_seed": (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "said"),
+    [
+        (ALL, {}, ""),
+        (ALL, {"max_train_steps": 3, "max_eval_steps": 2}, ""),
+        ({"train": (3,), "validation": (2,)}, {}, "no steps in split test_seed (there are: train, validation)"),
+        (
+            ALL,
+            {"max_train_steps": 2},
+            "max_train_steps`: no episode of split 'train' has at most 2 steps, the shortest has 3",
+        ),
+        (ALL, {"max_eval_steps": 1}, "max_eval_steps`: no episode of split 'validation' has at most 1 steps"),
+        (
+            ALL | {"train": (1,)},
+            {},
+            "grpo.prompts_per_step`: it is 2, and split 'train', with `max_train_steps`, has 1",
+        ),
+    ],
+)
+def test_steps_that_are_too_few(lengths: Any, change: dict[str, Any], said: str) -> None:
+    why = refuse_steps(changed(**change), steps(**lengths))
+    assert (len(why) == 1 and said in why[0]) if said else why == []
+
+
+def test_a_look_at_the_validation_split_needs_an_episode_of_it() -> None:
+    grpo = {"validate_every": 1, "validation_steps": 1, "prompts_per_step": 2}
+    watched = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update=grpo)})
+    why = refuse_steps(watched, steps(**ALL))
+    assert len(why) == 1 and "`grpo.validation_steps`: no episode of split 'validation'" in why[0]
+
+
+def test_a_dataset_that_covers_too_few_steps() -> None:
+    why = refuse_steps(changed(), steps(**ALL), {0: 5, 1: 1})
+    assert len(why) == 1 and "D_1 has 1 training steps" in why[0]
+    without = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update={"enabled": False})})
+    assert refuse_steps(without, steps(**ALL), {1: 1}) == []
+
+
+def test_own_data_without_what_its_protocol_needs() -> None:
+    """A user's own steps may have points, or only boxes."""
+    mine = changed(reader="jsonl", protocol="android_control/os_atlas")
+    why = refuse_steps(mine, steps(**ALL))
+    assert len(why) == 1 and "`benchmark.protocol`: step validation00" in why[0] and "needs the point" in why[0]
+    assert refuse_steps(changed(reader="jsonl", protocol="miniwob/point"), steps(**ALL)) == []
+
+
+def web(folder: Path) -> Path:
+    small: dict[str, Any] = {
+        "screenshot": {"bytes": picture(400, 300), "path": None},
+        "pos_candidates": [candidate(10, 10, 60, 20)],
+    }
+    for split, tasks in (("train", 40), ("test_task", 3)):
+        write_mind2web(folder / f"{split}-0.parquet", [mind2web_row(f"{split}{i}", **small) for i in range(tasks)])
+    return folder
+
+
+def mobile(folder: Path) -> Path:
+    splits = {"train": [0, 1], "validation": [2], "test": [3]}
+    return write_android_control(folder, [episode(i) for i in range(4)], splits).parent
+
+
+@pytest.mark.parametrize(
+    ("reader", "sample", "test"), [("mind2web", web, "test_task"), ("android_control", mobile, "test")]
+)
+def test_every_protocol_that_an_experiment_may_name_scores_its_steps(
+    reader: Any, sample: Any, test: str, tmp_path: Path
+) -> None:
+    source = sample(tmp_path / "data")
+    table, _ = load_benchmark(reader, source, tmp_path / "out")
+    names = [name for name, rule in PROTOCOLS.items() if reader in READERS[name.split("/")[0]] and not rule.needs]
+    assert len(names) >= 3
+    for name in names:
+        experiment = changed(reader=reader, path=source, test=[test], protocol=name)
+        assert refuse_files(experiment, tmp_path) == []
+        assert refuse_steps(experiment, table) == []
+    if reader == "android_control":
+        strange = changed(reader=reader, path=source, test=["tast"], protocol=names[0])
+        assert refuse_files(strange, tmp_path) == [
+            "benchmark: no steps in split tast (there are: test, train, validation)"
+        ]
+
+
+def test_own_data_names_its_splits(tmp_path: Path) -> None:
+    lines = [json.dumps({"split": split}) for split in ("train", "train", "dev", "test")]
+    (tmp_path / "steps.jsonl").write_text("\n".join([*lines, "{half a li", "[]", '{"split": 1}', ""]))
+    mine = changed(reader="jsonl", path=tmp_path, validation="dev", test=["test"])
+    assert refuse_files(mine, tmp_path) == []
+    assert (
+        "no steps in split validation (there are: dev, test, train)"
+        in refuse_files(changed(reader="jsonl", path=tmp_path, test=["test"]), tmp_path)[0]
+    )
+
+
+def test_the_snapshot_is_looked_at_without_its_screenshots() -> None:
+    assert refuse_files(SANDBOX, ROOT) == []
+    assert refuse_files(changed(path=Path("data/nothere")), ROOT)[0].startswith("benchmark: ")
+
+
+def test_a_snapshot_of_other_columns(tmp_path: Path) -> None:
+    for file in (ROOT / "data" / "miniwob").glob("*.parquet"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "train.parquet").unlink()
+    write_mind2web(tmp_path / "train.parquet", [mind2web_row("t", screenshot=None)])
+    why = refuse_files(changed(path=tmp_path), ROOT)
+    assert len(why) == 1 and "train.parquet: is no file of a MiniWoB++ snapshot, column 'split' is missing" in why[0]
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 and no more")
+    assert refuse_files(changed(path=tmp_path), ROOT)[0].startswith("benchmark: ")
+
+
+def test_public_benchmarks_are_planned_before_they_are_fetched(tmp_path: Path) -> None:
+    web_7b = load_experiment(ROOT / "experiments" / "web_7b.yaml").benchmark
+    assert is_to_be_fetched(web_7b, tmp_path) and not is_to_be_fetched(SANDBOX.benchmark, tmp_path)
+    (tmp_path / web_7b.path).mkdir(parents=True)
+    assert not is_to_be_fetched(web_7b, tmp_path)

@@ -1,0 +1,243 @@
+"""Mistyped arguments: every command ends with a message and code 2, and never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coepg_dagster import yaml_files
+from coepg_dagster.cli import app
+from tests.project import REPOSITORY, make_project, tell
+
+FILE, FOLDER, NOTHING, LONG = "a-file", "a-folder", "nothing", "x" * 5000
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A project in which nothing was made yet; its folder is the working folder."""
+    root = make_project(tmp_path_factory.mktemp("cli") / "project", REPOSITORY / "experiments" / "sandbox.yaml")
+    (root / FILE).write_text("no predictions\n")
+    (root / FOLDER).mkdir()
+    before = Path.cwd()
+    os.chdir(root)
+    yield root
+    os.chdir(before)
+
+
+REFERENCES = {
+    "nothing": "no experiment 'nothing'; known: sandbox",
+    "": "no experiment ''",
+    "../sandbox": "no experiment '..'",
+    LONG: "no experiment 'xxx",
+    "sandbox/": "use sandbox or one of sandbox/s13, sandbox/s42",
+    "sandbox/s9": "use sandbox or one of",
+    "sandbox/s²": "use sandbox or one of",
+    "sandbox@1": "no experiment 'sandbox@1'",
+}
+ITERATIONS = {
+    "sandbox": "names no iteration: write EXPERIMENT@k",
+    "sandbox@": "names no iteration",
+    "sandbox@x": "names no iteration",
+    "sandbox@-1": "names no iteration",
+    "sandbox@²": "names no iteration",
+    "sandbox@1.5": "names no iteration",
+    "@1": "names no iteration",
+    "nothing@1": "no experiment 'nothing'",
+    "sandbox/s9@1": "no such seed",
+    "sandbox@4": "sandbox has the iterations 0..3",
+    "sandbox@" + "9" * 99: "sandbox has the iterations 0..3",
+}
+NOT_MADE = {"sandbox@1": "run `coepg evolve sandbox/s13 --through 1` first"}
+OF_EXPERIMENTS = [
+    ["results"],
+    ["plan"],
+    ["lineage"],
+    ["audit"],
+    ["evolve", "--through", "1"],
+    ["report", "--out", "out"],
+]
+OF_ITERATIONS = [["play"], ["rewards", "calibration"], ["rewards", "recompute", "--variant", "literal"]]
+SCORE = ["score", FILE, "--format", "coepg", "--protocol", "miniwob/point"]
+
+MISTYPED: list[tuple[list[str], str]] = [
+    *(([*command, name], said) for command in OF_EXPERIMENTS for name, said in REFERENCES.items()),
+    *(([*command, name], said) for command in OF_ITERATIONS for name, said in ITERATIONS.items()),
+    *((["rewards", "calibration", name], said) for name, said in NOT_MADE.items()),
+    *((["diff", name, "sandbox@1"], said) for name, said in ITERATIONS.items()),
+    *((["diff", "sandbox@0", name], said) for name, said in ITERATIONS.items()),
+    *((["compare", name, "sandbox@1"], said) for name, said in (ITERATIONS | NOT_MADE).items() if "@" in name),
+    (["nothing"], "No such command"),
+    (["rewards", "nothing"], "No such command"),
+    (["results"], "Missing argument"),
+    (["results", "sandbox", "--jsno"], "No such option"),
+    (["evolve", "sandbox"], "Missing option"),
+    (["evolve", "sandbox", "--through", "x"], "Invalid value for"),
+    (["evolve", "sandbox", "--through", "-1"], "Invalid value for"),
+    (["evolve", "sandbox", "--through", "4"], "has iterations 0..3: lower --through"),
+    (["evolve", "sandbox", "--through", "1", "--from", "2"], "--from 2 lies behind --through 1"),
+    (["evolve", "sandbox", "--through", "1", "--device", "gpu"], "'gpu' is not one of"),
+    (["evolve", "sandbox", "--through", "1", "--train-device", "tpu"], "'tpu' is not one of"),
+    (["evolve", "sandbox", "--through", "1", "--processes", "0"], "Invalid value for"),
+    (["evolve", "sandbox", "--through", "1", "--processes", "100000"], "Invalid value for"),
+    (["plan", "sandbox", "--gpu", "Voodoo"], "known: "),
+    (["plan", "sandbox", "--gpus", "0"], "Invalid value for"),
+    (["plan", "sandbox", "--strategy", "zero9"], "'zero9' is not one of"),
+    *((["trace", row], "names no row") for row in ("", "x", "sandbox@1", "sandbox@x#1", "sandbox@1#", "#", "@#")),
+    (["trace", "nothing@1#0"], "no experiment 'nothing'"),
+    (["trace", "sandbox@4#0"], "iterations 0..3"),
+    (["trace", "sandbox@1#0"], "run `coepg evolve sandbox/s13 --through 1` first"),
+    (["trace", "sandbox@1#" + "9" * 5000], "run `coepg evolve"),
+    (["trace", "r0123456789abcdef"], "no D_k in the store holds row"),
+    (["gc", "--keep", "0"], "Invalid value for"),
+    (["report", "sandbox"], "Missing option"),
+    (["report", "sandbox", "--out", FILE], f"{FILE}"),
+    (["report", "sandbox", "--out", f"{FILE}/pages"], "Not a directory"),
+    (["report", "sandbox", "--out", LONG], "File name too long"),
+    (["ui", "--port", "70000"], "Invalid value for"),
+    (["ui", "--port", "4000", "--pages-port", "4000"], "both 4000: choose two"),
+    (["reproduce", "nothing"], "no experiment 'nothing'"),
+    (["reproduce", "sandbox/s13"], "--seeds chooses among its seeds"),
+    *(
+        (["reproduce", "sandbox", "--seeds", s], "whole numbers with commas")
+        for s in ("13,abc", "", ",", "13,", "-1", "²")
+    ),
+    (["reproduce", "sandbox", "--seeds", "13,99"], "has the seeds [13, 42, 1234], not [99]"),
+    (["reproduce", "sandbox", "--jobs", "0"], "Invalid value for"),
+    (["reproduce", "sandbox", "--device", "gpu"], "'gpu' is not one of"),
+    (["reproduce", "sandbox", "--collect", "--out", FILE], "File exists"),
+    (["collect", "nothing"], "'nothing' is not"),
+    (["collect", "miniwob", "--processes", "0"], "Invalid value for"),
+    (["pretrain", "nothing"], "'nothing' is not"),
+    (["pretrain", "sandbox", "--recipe", NOTHING], "does not exist"),
+    (["pretrain", "sandbox", "--recipe", FOLDER], "is a directory"),
+    (["pretrain", "sandbox", "--device", "gpu"], "'gpu' is not one of"),
+    (["pretrain", "sandbox", "--loaders", "-1"], "Invalid value for"),
+    (["pretrain", "sandbox", "--snapshot", NOTHING], "does not exist"),
+    (["play", "sandbox@0", "--device", "gpu"], "'gpu' is not one of"),
+    (["play", "sandbox@0", "--episodes", "0"], "Invalid value for"),
+    (["score", FILE], "Missing option"),
+    (SCORE, FILE),
+    ([*SCORE[:1], NOTHING, *SCORE[2:]], NOTHING),
+    ([*SCORE[:1], FOLDER, *SCORE[2:]], FOLDER),
+    ([*SCORE[:-1], "miniwob/pointt"], "is not known; choose from"),
+    ([*SCORE[:3], "csv", *SCORE[4:]], "csv"),
+    (["compare", FILE, NOTHING], FILE),
+    (["compare", LONG, FILE], "File name too long"),
+    (["compare", FILE, FILE, "--protocol", "x"], "is not known"),
+    (["check-data", NOTHING], "does not exist"),
+    (["rewards", "recompute", "sandbox@1"], "Missing option"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), MISTYPED, ids=[" ".join(part[:20] for part in arguments) for arguments, _ in MISTYPED]
+)
+def test_a_mistyped_argument_ends_with_a_message(arguments: list[str], said: str, project: Path) -> None:
+    code, out, err = tell(project, *arguments)
+    assert code == 2 and not out, f"{code}: {out}{err}"
+    assert said in err and "Traceback" not in err
+    assert list(project.glob("store/*")) == []
+
+
+def test_a_port_that_is_taken(project: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for option in ("--port", "--pages-port"):
+            code, _, err = tell(project, "ui", option, port)
+            assert code == 2 and f"port {port} cannot be used" in err and f"choose another {option}" in err
+
+
+@pytest.mark.parametrize(
+    ("home", "said"),
+    [
+        (".dagster", "Dagster wants an absolute path: set it to "),
+        ("/nowhere/at/all", "there is no such folder"),
+        (FILE, "Dagster wants an absolute path"),
+        ("{project}/" + FILE, "there is no such folder"),
+        ("{project}/" + FOLDER, "cannot be opened"),
+    ],
+)
+def test_a_dagster_home_that_cannot_be_used(home: str, said: str, project: Path) -> None:
+    (project / FOLDER / "dagster.yaml").write_text("storage: [half a dra")
+    place = {"COEPG_ROOT": str(project), "DAGSTER_HOME": home.format(project=project)}
+    refused = CliRunner(env=place).invoke(app, ["results", "sandbox"])
+    assert refused.exit_code == 2 and said in refused.stderr, refused.stderr
+
+
+def test_an_empty_dagster_home_is_none(project: Path) -> None:
+    ended = CliRunner(env={"COEPG_ROOT": str(project), "DAGSTER_HOME": ""}).invoke(
+        app, ["results", "sandbox", "--json"]
+    )
+    assert ended.exit_code == 0 and (project / ".dagster").is_dir()
+
+
+def test_a_store_that_cannot_be_written_to(project: Path) -> None:
+    (project / "store").mkdir()
+    (project / "store" / "pages").write_text("in the way")
+    try:
+        code, _, err = tell(project, "lineage", "sandbox")
+        assert code == 2 and "`coepg report sandbox --out DIR` writes the map elsewhere" in err
+        assert tell(project, "gc", "--dry-run")[0] == 0
+    finally:
+        shutil.rmtree(project / "store")
+
+
+def test_no_project(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "nothing", tmp_path / ("x" * 300)):
+        code, _, err = tell(root, "results", "sandbox")
+        assert (code == 2 and "run this from the project's root" in err) or "too long" in err
+
+
+def test_a_gpu_that_is_not_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for command in (["evolve", "sandbox", "--through", "1"], ["reproduce", "sandbox"], ["play", "sandbox@0"]):
+        code, _, err = tell(project, *command, "--device", "cuda")
+        assert code == 2 and "torch sees no GPU here" in err
+
+
+def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -> None:
+    place = project / "experiments"
+    others = [place / name for name in ("sandbox copy.yaml", "._sandbox.yaml", "draft.yaml")]
+    others[0].write_text((place / "sandbox.yaml").read_text())
+    others[1].write_bytes(b"\x00\x05\x16\x07")
+    others[2].write_text("parent: sandbox\ndescription: x\niterations: yes\nseeds: [-1]\n")
+    try:
+        code, out, err = tell(project, "plan", "sandbox")
+        assert code == 0 and yaml_files.parse(out.split("# would run")[0])["name"] == "sandbox"
+        assert [line.split(":")[0] for line in err.splitlines()] == ["left out", "left out"]
+        assert "draft.yaml: key `iterations`: Input should be a valid integer (got 'yes') (and 1 more)" in err
+        code, out, err = tell(project, "plan", "draft")
+        assert code == 2 and not out and "key `seeds`" in err and "left out" not in err
+    finally:
+        for file in others:
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("benchmark: {path: data/nothere}", "data/nothere: there is no such file or folder; correct `benchmark.path`"),
+        ("benchmark: {path: data}", "is no MiniWoB++ snapshot"),
+        ("benchmark: {reader: mind2web, test: [test_task]}", "is no file of Multimodal-Mind2Web"),
+        ("benchmark: {reader: jsonl, test: [test]}", "holds no files of a jsonl dataset"),
+        (
+            "benchmark: {max_train_steps: 7}",
+            "`grpo.prompts_per_step`: it is 8, and split 'train', with `max_train_steps`",
+        ),
+        ("grpo: {prompts_per_step: 1201, micro_batch_size: 8}", "has 1200 training steps: lower it"),
+    ],
+)
+def test_plan_refuses_what_a_later_step_would(change: str, said: str, project: Path) -> None:
+    file = project / "experiments" / "changed.yaml"
+    file.write_text(f"parent: sandbox\ndescription: x\n{change}\n")
+    try:
+        code, _, err = tell(project, "plan", "changed")
+    finally:
+        file.unlink()
+    assert code == 2 and said in err, err
