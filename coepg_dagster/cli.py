@@ -172,7 +172,12 @@ def plan(
     todo = loop.to_make(records, stale, experiment.iterations)
     for k, assets in todo.items():
         typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
-    if not todo:
+    changed = [ref for ref, record in records.items() if ref.asset in loop.shared and loop.source_changed(record)]
+    for ref in changed:
+        typer.echo(
+            f"# would run {ref}: the files that it was read from changed, and all that follows may be made again"
+        )
+    if not todo and not changed:
         typer.echo("# everything is there and current")
     _dry_run(project, experiment, records, gpu, gpus, strategy)
 
@@ -679,11 +684,22 @@ def protocols() -> None:
 @app.command()
 def check_data(
     path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md")],
+    reference: Annotated[
+        str | None, typer.Option("--experiment", help="NAME whose splits and prompts the data must fit")
+    ] = None,
 ) -> None:
     """Reads your own data as an import would, and says everything that is wrong with it."""
     from coepg_dagster.readers.importing import check_data as check
 
-    report = check(path)
+    if reference is None:
+        report = check(path)
+    else:
+        from coepg_dagster.readers.benchmark import options_of
+
+        _, experiment, _ = _open(reference)
+        benchmark = experiment.benchmark
+        splits = [benchmark.train, benchmark.validation, *benchmark.test]
+        report = check(path, options_of(benchmark, experiment.models.prompts), splits)
     typer.echo(report.text())
     raise typer.Exit(0 if report.ok else 1)
 
