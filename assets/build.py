@@ -33,7 +33,6 @@ DEPS: dict[Asset, tuple[str, ...]] = {
 per iteration; provenance.inputs_of says what is read, which is less at iterations 0 and 1."""
 
 CHECKS: dict[Asset, tuple[str, ...]] = {
-    "benchmark_steps": ("splits_are_there",),
     "planner_sft": (WEIGHTS,),
     "grounder": (WEIGHTS,),
     "planner": (WEIGHTS,),

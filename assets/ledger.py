@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
 from coepg_dagster.auditing.archive import BASE, Archive
-from coepg_dagster.experiment import Experiment, code_version, fingerprint
+from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
     SHARED,
@@ -37,6 +37,7 @@ from coepg_dagster.provenance import (
     staleness,
     to_make,
 )
+from coepg_dagster.readers.benchmark import SOURCE, benchmark_version, files_version
 from coepg_dagster.store import Store
 
 BACKFILL_TAG = "dagster/backfill"
@@ -46,8 +47,6 @@ EVOLVE_TAG = "coepg/evolve"
 """Tag of the runs that live in the process of `coepg evolve`."""
 RECORD = "record"
 """Metadata key of the record."""
-SOURCE = "source"
-"""Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""
 REPORTED: Final[tuple[Asset, ...]] = ("evaluation", "data_quality")
 """What the report reads, of every iteration."""
 CANNOT_OPEN: Final = (dg.DagsterError, SQLAlchemyError, YAMLError)
@@ -202,22 +201,17 @@ class Loop:
         """What each asset's code and configuration are now."""
         return {asset: code_version(self.experiment, asset) for asset in (*SHARED, *self.made)}
 
+    @property
+    def imports(self) -> Path:
+        """Where imported benchmarks are kept."""
+        return Project(self.root).store / ".imports"
+
     def source(self, asset: Asset) -> str:
-        """A fingerprint of the files that an unpartitioned asset is read from: names, sizes, times. Hub models have none."""
+        """A fingerprint of the files that an unpartitioned asset is read from. Hub models have none."""
         experiment = self.experiment
-        roots = (
-            [experiment.benchmark.path]
-            if asset == "benchmark_steps"
-            else [Path(name) for name in experiment.models.checkpoints()]
-        )
-        found = []
-        for root in sorted(set(roots)):
-            place = self.root / root
-            for file in sorted([place] if place.is_file() else place.rglob("*")):
-                if file.is_file():
-                    about = file.stat()
-                    found.append([str(file.relative_to(self.root)), about.st_size, about.st_mtime_ns])
-        return fingerprint(found)
+        if asset == "benchmark_steps":
+            return benchmark_version(experiment.benchmark, self.root, self.imports, experiment.models.prompts)
+        return files_version(self.root, [Path(name) for name in experiment.models.checkpoints()])
 
     def source_changed(self, record: Record) -> bool:
         """Whether the files of an unpartitioned asset are others than those it was made from."""

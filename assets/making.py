@@ -14,13 +14,14 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
-from coepg_dagster.assets.ledger import RECORD, SOURCE, Loop, claim, tag_run
+from coepg_dagster.assets.ledger import RECORD, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 from coepg_dagster.experiment import Member, Models, code_version, fingerprint
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
+from coepg_dagster.readers.benchmark import SOURCE
 from coepg_dagster.store import UNPARTITIONED, Store
 from coepg_dagster.workers import Work
 
@@ -179,7 +180,7 @@ def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, mak
         seed=loop.seed,
         seconds=round(seconds, 3),
         device=outcome.device,
-        figures=outcome.figures | source,
+        figures=source | outcome.figures,  # an import knows better what it read
         files=dict(artifact.files),
         sizes=artifact.sizes,
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-import pyarrow as pa
 import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 
 from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.benchmark import refuse_steps, wanted_splits
-from coepg_dagster.experiment import Benchmark, Member, Models, Strict, fingerprint
+from coepg_dagster.experiment import Benchmark, Member, Models, Strict
 from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
 from coepg_dagster.provenance import Asset
-from coepg_dagster.readers.importing import Options, load_benchmark
-from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.readers.benchmark import read_benchmark
 from coepg_dagster.store import digests
 from coepg_dagster.workers import STEPS, write_steps
 
@@ -30,32 +28,25 @@ WEIGHTS = "weights_are_whole"
 def benchmark_steps(work: Making) -> Outcome:
     """Every split's labelled steps in one table, train, validation and test disjoint by episode."""
     config: Benchmark = work.loop.experiment.benchmark
-    table, counted = read_benchmark(config, work.loop.root, work.store.root / ".imports")
+    table, counted = read_benchmark(config, work.loop.root, work.loop.imports, work.models.prompts)
     counts = {row["values"]: row["counts"] for row in pc.value_counts(table["split"]).to_pylist()}
     wanted = wanted_splits(config)
     missing = [split for split in wanted if not counts.get(split)]
-    why = f"no steps in split {', '.join(missing)} (there are: {', '.join(sorted(counts))})" if missing else None
-    if not missing and (refused := refuse_steps(work.loop.experiment, table)):
+    if missing:
+        left_out = f"; left out were {counted['rejected']}" if counted.get("rejected") else ""
+        raise dg.Failure(
+            f"{config.path}: no usable step in split {', '.join(missing)} (there are {', '.join(sorted(counts))}{left_out}): "
+            "correct the splits under `benchmark`, or the data",
+            allow_retries=False,
+        )
+    if refused := refuse_steps(work.loop.experiment, table):
         raise dg.Failure("; ".join(refused), allow_retries=False)
-    write_steps(table, work.draft / STEPS, [split for split in wanted if split not in missing])
+    write_steps(table, work.draft / STEPS, wanted)
     return Outcome(
         [STEPS],
-        {"steps": {split: counts.get(split, 0) for split in wanted}, **counted},
-        {"splits_are_there": why},
+        {"steps": {split: counts[split] for split in wanted}, **counted},
         config=config.model_dump(mode="json"),
     )
-
-
-def read_benchmark(config: Benchmark, root: Path, imports: Path) -> tuple[pa.Table, dict[str, Any]]:
-    """The steps of a benchmark, and what its import left out or noticed; imported files are kept under `imports`."""
-    if config.reader == "miniwob":
-        return load_snapshot(root / config.path), {}
-    out = imports / fingerprint([config.reader, str(config.path), config.view, config.level])
-    options = Options(view=config.view, level=config.level)
-    table, counts = load_benchmark(config.reader, root / config.path, out, options)
-    return table, {
-        name: counted for name, counted in counts.to_json().items() if name in ("rejected", "noticed", "lost")
-    }
 
 
 def open_models(work: Making) -> Outcome:

@@ -768,11 +768,22 @@ def protocols() -> None:
 @app.command()
 def check_data(
     path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md", exists=True)],
+    reference: Annotated[
+        str | None, typer.Option("--experiment", help="NAME whose splits and prompts the data must fit")
+    ] = None,
 ) -> None:
     """Reads your own data as an import would, and says everything that is wrong with it."""
     from coepg_dagster.readers.importing import check_data as check
 
-    report = check(path)
+    if reference is None:
+        report = check(path)
+    else:
+        from coepg_dagster.readers.benchmark import options_of
+
+        _, experiment, _ = _open(reference)
+        benchmark = experiment.benchmark
+        splits = [benchmark.train, benchmark.validation, *benchmark.test]
+        report = check(path, options_of(benchmark, experiment.models.prompts), splits)
     typer.echo(report.text())
     raise typer.Exit(0 if report.ok else 1)
 

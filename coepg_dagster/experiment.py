@@ -97,6 +97,9 @@ class Benchmark(Strict):
         None, ge=1, description="use at most N training steps, whole episodes; null: all"
     )
     max_eval_steps: int | None = Field(None, ge=1, description="the same for each other split")
+    max_bad_share: float = Field(
+        0.05, ge=0, le=1, description="share of the source's rows that may be damaged; more end the import"
+    )
 
     @field_validator("train", "validation", "test")
     @classmethod
@@ -730,7 +733,11 @@ def code_version(experiment: Experiment, asset: str) -> str:
     if experiment.grpo.validate_every is not None:
         looked_at = [(experiment.benchmark, {"validation"})]
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
-        "benchmark_steps": [(experiment.benchmark, {"reader", "path", "view", "level"})],
+        "benchmark_steps": [
+            (experiment.benchmark, {"reader", "path", "view", "level", "train", "validation"}),
+            # a TYPE needs a target where the prompts are not a phone's; public benchmarks say it themselves
+            *([(experiment.models, {"prompts"})] if experiment.benchmark.reader == "jsonl" else []),
+        ],
         "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
         "planner_sft": [(experiment.sft, None), (experiment.models, eyes)],
         "grounder": [(experiment.sft, None), (experiment.models, eyes)],

@@ -40,6 +40,12 @@ MOBILE_ACTION_TYPES: Final[Mapping[str, str]] = {
 }
 """Every action type of AndroidControl, in canonical names."""
 
+
+def needs_target(action_type: str, style: Style) -> bool:
+    """Whether an action acts on an element. A phone types into the field that has the focus; on the web TYPE names its own."""
+    return action_type in ("CLICK", "LONG_PRESS", "SELECT") or (action_type == "TYPE" and style != "mobile")
+
+
 _PLANNER_INSTRUCT: Final = """You operate a {device} to complete a task.
 Task: {goal}
 {instruction}Previous actions:

@@ -302,6 +302,7 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
         ({"regeneration__max_point_tokens": 9}, {"planner", "verdicts", "evaluation"}),
         ({"benchmark__max_train_steps": 5}, {"candidate_plans", "dataset"}),
         ({"benchmark__max_eval_steps": 5}, {"evaluation"}),
+        ({"benchmark__max_bad_share": 0.5}, set()),
         ({"benchmark__test": ["test_seed", "test_text"]}, {"evaluation"}),
         ({"models__engine": "vllm"}, {"planner", "candidate_plans", "verdicts", "evaluation"}),
         ({"models__verifiers__open_v": {"model": "d", "engine": "vllm"}}, {"open_models"}),
@@ -314,6 +315,11 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
 def test_a_code_version_changes_with_what_its_asset_reads(change: dict[str, Any], changed: set[str]) -> None:
     before, after = versions(content()), versions(content(**change))
     assert {asset for asset in CODE if before[asset] != after[asset]} == changed
+
+
+def test_prompts_decide_which_actions_of_own_data_need_a_target() -> None:
+    one, other = (versions(content(benchmark__reader="jsonl", models__prompts=style)) for style in ("web", "mobile"))
+    assert one["benchmark_steps"] != other["benchmark_steps"]
 
 
 def test_where_an_endpoint_is_and_how_fast_it_is_asked_changes_nothing() -> None:

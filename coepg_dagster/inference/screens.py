@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
-from typing import Final
 
 import pyarrow as pa
 from PIL import Image
 
 from coepg_dagster.geometry import Box, Size, Space, Viewport, smart_resize
-
-MAX_PIXELS: Final = 50_000_000
-"""Larger screenshots are refused before they are decoded (a decompression bomb costs its own row, not the process)."""
+from coepg_dagster.pictures import BadPicture, picture
 
 
 class UnreadableScreenshot(ValueError):
@@ -21,13 +17,10 @@ class UnreadableScreenshot(ValueError):
 
 
 def decode(step_id: str, encoded: bytes) -> Image.Image:
-    """The screenshot as RGB. Raises UnreadableScreenshot."""
+    """The screenshot as it is shown (see `pictures`), RGB. Raises UnreadableScreenshot."""
     try:
-        with Image.open(io.BytesIO(encoded), formats=("PNG", "JPEG", "WEBP")) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} px is over {MAX_PIXELS} px")
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return picture(encoded).convert("RGB")
+    except BadPicture as error:
         raise UnreadableScreenshot(f"step {step_id}: the screenshot cannot be decoded: {error}") from error
 
 

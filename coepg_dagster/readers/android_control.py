@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from coepg_dagster.prompts import normal_value
+from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     TRAINED,
@@ -25,6 +26,7 @@ from coepg_dagster.readers.rows import (
     Reject,
     RejectedRow,
     Step,
+    numbers,
     parse_json,
     part_of,
     step,
@@ -58,7 +60,7 @@ _LISTS: Final = {
 
 def files(source: Path) -> list[Path]:
     """The TFRecord files of a local copy, in order of name."""
-    return [source] if source.is_file() else sorted(path for path in source.rglob("*") if "-of-" in path.name)
+    return [source] if source.is_file() else files_below(source, lambda name: "-of-" in name)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,11 @@ class Splits:
     subsplits: Mapping[int, tuple[str, ...]]
 
     @classmethod
-    def of(cls, folder: Path) -> Splits:
-        """From splits.json and, where it is there, test_subsplits.json. Raises ReaderError."""
+    def of(cls, folder: Path, files: Files | None = None) -> Splits:
+        """From splits.json and, where it is there, test_subsplits.json, which are noted in `files`. Raises ReaderError."""
+        for name in ("splits.json", "test_subsplits.json"):
+            if files is not None:
+                files.note(folder / name)
         split = {episode: name for name, ids in _lists(folder / "splits.json").items() for episode in ids}
         subsplits: dict[int, tuple[str, ...]] = {}
         if (folder / "test_subsplits.json").is_file():
@@ -82,10 +87,12 @@ class Splits:
 
 def _lists(path: Path) -> dict[str, list[int]]:
     try:
-        data = parse_json(path.read_text(encoding="utf-8"), str(path))
+        data = parse_json(path.read_bytes(), str(path))
     except (OSError, RejectedRow) as error:
         raise ReaderError(f"{path}: cannot be read ({error}); it comes with the dataset") from error
-    if not isinstance(data, dict) or not all(isinstance(ids, list) for ids in data.values()):
+    if not isinstance(data, dict) or not all(
+        isinstance(ids, list) and all(type(episode) is int for episode in ids) for ids in data.values()
+    ):
         raise ReaderError(f"{path}: must map split names to lists of episode ids")
     return data
 
@@ -180,7 +187,7 @@ class Action:
 def _action(encoded: bytes) -> Action:
     data = parse_json(encoded, "the action")
     name = data.get("action_type") if isinstance(data, dict) else None
-    if name not in ACTIONS:
+    if not isinstance(name, str) or name not in ACTIONS:
         raise RejectedRow("unknown_action", f"{name!r} is none of {', '.join(ACTIONS)}")
     value, point = "", None
     if name in VALUES:
@@ -191,10 +198,8 @@ def _action(encoded: bytes) -> Action:
         if name == "scroll" and value.lower() not in DIRECTIONS:
             raise RejectedRow("bad_field", f"scroll direction {value!r} is none of {', '.join(sorted(DIRECTIONS))}")
     if name in POINTED:
-        x, y = data.get("x"), data.get("y")
-        if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in (x, y)):
-            raise RejectedRow("bad_field", f"a {name} needs numbers x and y, not {x!r}, {y!r}")
-        point = (float(x), float(y))
+        x, y = numbers([data.get("x"), data.get("y")], 2, f"x and y of a {name}")
+        point = (x, y)
     return Action(ACTIONS[name], value, point)
 
 

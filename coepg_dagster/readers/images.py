@@ -1,7 +1,7 @@
 """Screenshots in, screenshots out: checked, cut to a view, resized once.
 
-A screenshot that is kept whole keeps its bytes. One that is cut or resized is stored in the format it came in (PNG
-lossless, JPEG at quality 95).
+A screenshot that is kept whole keeps its bytes, unless other programs would show them otherwise (`pictures`): then, and where
+it is cut or resized, it is stored in the format it came in (PNG lossless, JPEG at quality 95), as PNG where its pixels changed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from typing import Final
 from PIL import Image
 
 from coepg_dagster.geometry import Box, Point, Size, Space, Viewport, smart_resize
+from coepg_dagster.pictures import BadPicture, TooManyPixels, picture
 from coepg_dagster.readers.rows import RejectedRow
-
-MAX_PIXELS: Final = 50_000_000
-"""Larger images are refused before they are decoded. Mind2Web's largest pages have about 40 million pixels."""
-FORMATS: Final = ("PNG", "JPEG", "WEBP")
 
 
 @dataclass(frozen=True)
@@ -30,24 +27,26 @@ class Resize:
     max_pixels: int = 1_843_200
 
     def of(self, size: tuple[int, int]) -> tuple[int, int]:
-        target = smart_resize(Size(*size), factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        """The size that the model sees; RejectedRow where it sees no image of `size`."""
+        try:
+            target = smart_resize(
+                Size(*size), factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels
+            )
+        except ValueError as error:
+            raise RejectedRow("extreme_aspect", str(error)) from error
         return target.width, target.height
 
 
 def opened(encoded: bytes | None) -> Image.Image:
-    """The whole decoded image; RejectedRow where it is null, too large, damaged or cut short."""
+    """The whole picture as it is shown (see `pictures`); RejectedRow where it is null, too large, damaged or cut short."""
     if not encoded:
         raise RejectedRow("no_screenshot", "there are no bytes")
     try:
-        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise RejectedRow("image_too_large", f"{image.width} x {image.height} px; at most {MAX_PIXELS} are decoded")
-        image.load()
-    except Image.DecompressionBombError as error:
+        return picture(encoded)
+    except TooManyPixels as error:
         raise RejectedRow("image_too_large", str(error)) from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except BadPicture as error:
         raise RejectedRow("bad_image", str(error)) from error
-    return image
 
 
 def encoded(image: Image.Image, format: str) -> bytes:
@@ -79,13 +78,17 @@ def prepared(
     point: tuple[float, float] | None = None,
     resize: Resize | None = None,
 ) -> Prepared:
-    """`image` (decoded from `source`) cut to `view` and resized; boxes and point, in pixels of `image`, move along."""
-    format = image.format or "PNG"
+    """`image` (`opened` from `source`) cut to `view` and resized; boxes and point, in pixels of `image`, move along.
+
+    RejectedRow where no model sees an image of that size.
+    """
     x0, y0, x1, y1 = view or (0, 0, *image.size)
     cut = Size(x1 - x0, y1 - y0)
-    target = Size(*resize.of((cut.width, cut.height))) if resize else cut
+    seen_size = (resize or Resize()).of((cut.width, cut.height))
+    target = Size(*seen_size) if resize else cut
     if (x0, y0, x1, y1) == (0, 0, *image.size) and target == cut:
-        return Prepared(source, image.size, list(boxes), point)
+        kept = source if image.format else encoded(image, "PNG")
+        return Prepared(kept, image.size, list(boxes), point)
     seen = image.crop((x0, y0, x1, y1))
     if target != cut:
         mode = "RGB" if seen.mode not in ("RGB", "L") else seen.mode
@@ -100,7 +103,12 @@ def prepared(
     for b in boxes:
         box = port.box(Box(b[0] - x0, b[1] - y0, b[2] - x0, b[3] - y0, Space.ORIGINAL), Space.RESIZED)
         out.append((box.x1, box.y1, box.x2, box.y2))
-    return Prepared(encoded(seen, format), (target.width, target.height), out, None if point is None else moved(*point))
+    return Prepared(
+        encoded(seen, image.format or "PNG"),
+        (target.width, target.height),
+        out,
+        None if point is None else moved(*point),
+    )
 
 
 LEGIBLE: Final = 8.0

@@ -1,36 +1,42 @@
 """From a dataset's files to Arrow files of steps: streaming, restartable, counted.
 
 Each source file becomes one Arrow file of READER_SCHEMA, which is memory-mapped where it is used, and one of
-REJECT_SCHEMA. An import that was killed goes on after the last finished file. Memory holds a few rows at a time.
+REJECT_SCHEMA. An import that was killed goes on after the last finished file. A file is imported anew where it, or an image that
+its rows name, is not as it was. Memory holds a few rows at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from coepg_dagster.prompts import ACTION_TYPES, MOBILE_ACTION_TYPES, Style, needs_target
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
+from coepg_dagster.readers.files import Files, Version, contents, same_content, version, versions_now
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.rows import (
     EXPECTED,
     READER_SCHEMA,
     REASONS,
     REJECT_SCHEMA,
+    TRAINED,
     UNKNOWN_SPLIT,
     Item,
     ReaderError,
     Reject,
     Step,
 )
-from coepg_dagster.readers.tasks import Task, converted
+from coepg_dagster.readers.tasks import Task, converted, named
 from coepg_dagster.readers.views import Rule
 
 Dataset = Literal["mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"]
@@ -50,6 +56,8 @@ class Options:
     resize: Resize = field(default_factory=Resize)  # what the legibility check assumes
     shrink: bool = False  # store screenshots as resized
     images: str | None = None  # folder of images, where it is not the annotations' own
+    trained: tuple[str, ...] = tuple(sorted(TRAINED))  # splits without rows that lack the target that they need
+    style: Style = "web"  # of the prompts for a user's own data: on the web a TYPE needs a target
     max_bad_share: float = 0.05  # of rows, left out for a reason that is not EXPECTED
     workers: int = 2
 
@@ -114,46 +122,62 @@ def source_files(dataset: Dataset, source: Path) -> list[Path]:
     return found
 
 
-def _tasks(dataset: Dataset, source: Path, path: Path, options: Options) -> Iterator[Task | Reject]:
-    folder = source if source.is_dir() else source.parent
-    images = Path(options.images) if options.images else folder
+def _folder(source: Path) -> Path:
+    return source if source.is_dir() else source.parent
+
+
+def _files(source: Path, options: Options) -> Files:
+    return Files(_folder(source), Path(options.images) if options.images else None)
+
+
+def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: Files) -> Iterator[Task | Reject]:
     match dataset:
         case "mind2web":
             return mind2web.rows(path, options.view, options.resize, options.shrink)
         case "mind2web_blocks":
-            return mind2web.block_rows(path, images, options.resize)
+            return mind2web.block_rows(path, files, options.resize)
         case "android_control":
-            splits = android_control.Splits.of(folder)
+            splits = android_control.Splits.of(_folder(source), files)
             return android_control.rows(path, splits, options.level, options.resize, options.shrink)
         case "screenspot":
-            return screenspot.rows(path, images, options.resize, options.shrink)
+            return screenspot.rows(path, files, options.resize, options.shrink)
         case "jsonl":
-            return own.rows(path, options.resize, options.shrink)
+            return own.rows(path, files, options.resize, options.shrink)
 
 
-MIN_ROWS: Final = 20
-"""The share of bad rows is first judged after this many, and at the end of the dataset."""
+MANY_BAD: Final = 100
+"""The share of bad rows is judged at the end of the dataset, from so many on at once: nobody reads a wrong folder for hours."""
 
 
 def read_items(
-    dataset: Dataset, source: Path, options: Options, counts: Counts, seen: set[str], path: Path
+    dataset: Dataset, source: Path, options: Options, counts: Counts, seen: set[str], path: Path, files: Files
 ) -> Iterator[Item]:
-    """The items of one file: steps with new ids, and rejects; `counts` and `seen` grow. Raises ReaderError."""
-    for item in converted(_tasks(dataset, source, path, options), options.workers):
-        kept = item
-        if isinstance(item, Step):
-            if item.values["step_id"] in seen:
-                again = f"{item.values['step_id']!r} came before"
-                kept = Reject(str(path), item.row, "duplicate_id", again, item.values["split"])
-            else:
-                seen.add(item.values["step_id"])
-                counts.steps[item.values["split"]] += 1
-                counts.noticed.update(f"{item.values['split']}: {fact}" for fact in item.noticed)
-        if isinstance(kept, Reject):
+    """The items of one file: steps with new ids, and rejects; `counts`, `seen`, `files` grow. Raises ReaderError."""
+    for item in converted(_tasks(dataset, source, path, options, files), options.workers):
+        kept = _judged(dataset, item, path, options, seen) if isinstance(item, Step) else item
+        if isinstance(kept, Step):
+            seen.add(kept.values["step_id"])
+            counts.steps[kept.values["split"]] += 1
+            counts.noticed.update(f"{kept.values['split']}: {fact}" for fact in kept.noticed)
+        else:
             counts.leave_out(kept)
-        if counts.rows >= MIN_ROWS:
+        if counts.bad >= MANY_BAD:
             _judge(counts, options, path)
         yield kept
+
+
+def _judged(dataset: Dataset, step: Step, path: Path, options: Options, seen: set[str]) -> Item:
+    """`step`, or why it is left out although it could be read."""
+    about = step.values
+    if about["step_id"] in seen:
+        return Reject(str(path), step.row, "duplicate_id", f"{about['step_id']!r} came before", about["split"])
+    style = "mobile" if dataset == "android_control" else options.style
+    if about["split"] in options.trained and not about["boxes"] and needs_target(about["action_type"], style):
+        reason = "missing_target" if dataset == "jsonl" else "no_target"
+        unless = ", unless `models.prompts` is `mobile`" if about["action_type"] == "TYPE" else ""
+        why = f"a {about['action_type']} of split {about['split']} needs a target box{unless}"
+        return Reject(str(path), step.row, reason, why, about["split"])
+    return step
 
 
 def _judge(counts: Counts, options: Options, path: Path) -> None:
@@ -162,34 +186,46 @@ def _judge(counts: Counts, options: Options, path: Path) -> None:
         why = ", ".join(f"{n} × {reason} ({REASONS[reason]})" for reason, n in worst[:3])
         raise ReaderError(
             f"{path}: {counts.bad} of {counts.rows} rows are bad, over the allowed {options.max_bad_share:.0%}: {why}. "
-            "Look at the rejects, mend the data, or allow a larger max_bad_share"
+            "Look at the rejected rows, mend the data, or raise `benchmark.max_bad_share` in the experiment"
         )
 
 
 def batches(items: Iterable[Item], rejects: list[Reject], size: int = 32) -> Iterator[pa.RecordBatch]:
     """The steps among `items` as record batches of READER_SCHEMA; rejects are appended to `rejects`."""
     held: list[dict[str, Any]] = []
+    held_bytes = 0
     for item in items:
         if isinstance(item, Reject):
             rejects.append(item)
             continue
         held.append(item.values)
-        if len(held) == size:
+        held_bytes += len(item.values["screenshot"])
+        if len(held) == size or held_bytes > MAX_BATCH:
             yield pa.RecordBatch.from_pylist(held, schema=READER_SCHEMA)
-            held = []
+            held, held_bytes = [], 0
     if held:
         yield pa.RecordBatch.from_pylist(held, schema=READER_SCHEMA)
 
 
+MAX_BATCH: Final = 1 << 29
+"""Bytes of screenshots after which a batch is full: Arrow's binary columns hold 2 GiB."""
+
+
 def rejects_table(rejects: Iterable[Reject]) -> pa.Table:
-    return pa.Table.from_pylist([asdict(reject) for reject in rejects], schema=REJECT_SCHEMA)
+    """REJECT_SCHEMA; what is no text in them, such as file names of other encodings, is written as escapes."""
+
+    def plain(value: Any) -> Any:
+        return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+    rows = [{name: plain(value) for name, value in asdict(reject).items()} for reject in rejects]
+    return pa.Table.from_pylist(rows, schema=REJECT_SCHEMA)
 
 
 def stream(dataset: Dataset, source: Path, options: Options | None = None) -> Iterator[pa.RecordBatch]:
     """Record batches of a whole dataset, without storing anything; raises ReaderError past the share of bad rows."""
     options, counts, seen = options or Options(), Counts(), set[str]()
     for path in source_files(dataset, source):
-        yield from batches(read_items(dataset, source, options, counts, seen, path), [])
+        yield from batches(read_items(dataset, source, options, counts, seen, path, _files(source, options)), [])
         _judge(counts, options, path)
 
 
@@ -200,29 +236,116 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
     """
     options, counts, seen = options or Options(), Counts(), set[str]()
     out.mkdir(parents=True, exist_ok=True)
-    for path in source_files(dataset, source):
-        key = _key(dataset, path, source, options)
-        steps_file, rejects_file, counts_file = (out / f"{key}.{kind}" for kind in ("arrow", "rejects.parquet", "json"))
-        if counts_file.is_file():
-            done = json.loads(counts_file.read_text())
+    paths = source_files(dataset, source)
+    for path in paths:
+        one = _Outputs(out, _key(dataset, path, source, options))
+        if (done := one.finished(_folder(source), seen)) is not None:
             for name in COUNTERS:
                 getattr(counts, name).update(done[name])
-            seen.update(_mapped(steps_file)["step_id"].to_pylist())
+            seen.update(_mapped(one.steps)["step_id"].to_pylist())
             continue
+        one.counts.unlink(missing_ok=True)
         before, rejects = {name: getattr(counts, name).copy() for name in COUNTERS}, list[Reject]()
-        draft = steps_file.with_suffix(".draft")
+        ids_before, files = _digest(seen), _files(source, options)
+        files.note(path)
+        draft = one.steps.with_suffix(".draft")
         try:
             with pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, READER_SCHEMA) as writer:
-                for batch in batches(read_items(dataset, source, options, counts, seen, path), rejects):
+                for batch in batches(read_items(dataset, source, options, counts, seen, path, files), rejects):
                     writer.write_batch(batch)
+            if path == paths[-1]:
+                _judge(counts, options, path)
+        except ReaderError as error:
+            raise ReaderError(f"{error}. Rejected rows: {one.rejects}") from error
         finally:
-            pq.write_table(rejects_table(rejects), rejects_file)
+            pq.write_table(rejects_table(rejects), one.rejects)
+            _write(one.read, files.versions)
         own_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
-        draft.replace(steps_file)
+        draft.replace(one.steps)
         facts = {"source": str(path), "options": asdict(options), "key": _chosen(dataset, options)}
-        _write(counts_file, own_counts.to_json() | facts)
+        _write(one.counts, own_counts.to_json() | facts | {"ids_before": ids_before})
     _judge(counts, options, out)
     return counts
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What the import of one source file leaves in `out`; `counts` is written last."""
+
+    out: Path
+    key: str
+
+    @property
+    def steps(self) -> Path:
+        return self.out / f"{self.key}.arrow"
+
+    @property
+    def rejects(self) -> Path:
+        return self.out / f"{self.key}.rejects.parquet"
+
+    @property
+    def read(self) -> Path:
+        """The versions of every file that was read, also of an import that stopped."""
+        return self.out / f"{self.key}.read"
+
+    @property
+    def counts(self) -> Path:
+        return self.out / f"{self.key}.json"
+
+    def versions(self) -> dict[str, Version]:
+        """What was read, with times as they were; nothing where no import was begun."""
+        if not self.read.is_file():
+            return {}
+        return {name: was and tuple(was) for name, was in json.loads(self.read.read_text()).items()}
+
+    def versions_now(self, folder: Path) -> dict[str, Version]:
+        """The present versions of what was read. New times of an old content are remembered: it is not hashed again."""
+        was = self.versions()
+        now = versions_now(folder, was)
+        if now != was and same_content(now, was):
+            with suppress(OSError):  # of a store that cannot be written
+                _write(self.read, now)
+        return now
+
+    def finished(self, folder: Path, seen: set[str]) -> dict[str, Any] | None:
+        """The counts of a finished import that would come out the same now, after the ids `seen`; else None."""
+        if not (self.counts.is_file() and self.steps.is_file() and self.read.is_file()):
+            return None
+        if not same_content(self.versions(), self.versions_now(folder)):
+            return None
+        done: dict[str, Any] = json.loads(self.counts.read_text())
+        if not seen.isdisjoint(_mapped(self.steps)["step_id"].to_pylist()):
+            return None
+        return None if "duplicate_id" in done["rejected"] and done["ids_before"] != _digest(seen) else done
+
+
+def _digest(ids: set[str]) -> str:
+    return hashlib.sha256("\0".join(sorted(ids)).encode()).hexdigest()
+
+
+def version_read(dataset: Dataset, source: Path, out: Path, options: Options) -> str:
+    """The version of everything that the import in `out` read, as it was then: names and content, no times."""
+    return _version(dataset, source, out, options, lambda one: one.versions())
+
+
+def version_now(dataset: Dataset, source: Path, out: Path, options: Options) -> str:
+    """The same of what it would read now. Only files with another size or time are opened."""
+    return _version(dataset, source, out, options, lambda one: one.versions_now(_folder(source)))
+
+
+def _version(
+    dataset: Dataset, source: Path, out: Path, options: Options, look: Callable[[_Outputs], dict[str, Version]]
+) -> str:
+    try:
+        paths = source_files(dataset, source)
+    except ReaderError:
+        paths = []
+    read = []
+    for path in paths:
+        key = _key(dataset, path, source, options)
+        found = look(_Outputs(out, key)) or {path.name: version(path)}
+        read.append([key, sorted(contents(found).items())])
+    return hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
@@ -232,10 +355,10 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:
-    """Names the outputs of one source file: its place, version, and the options that change what is read."""
-    name, version = path.relative_to(source if source.is_dir() else source.parent).as_posix(), path.stat()
-    said = json.dumps([name, version.st_size, version.st_mtime_ns, _chosen(dataset, options)])
-    return f"{path.stem}-{hashlib.sha256(said.encode()).hexdigest()[:10]}"
+    """Names the outputs of one source file: its place, and the options that change what is read."""
+    said = json.dumps([path.relative_to(_folder(source)).as_posix(), _chosen(dataset, options)])
+    name = re.sub(r"[^\w.-]", "_", path.stem)[:80]
+    return f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:10]}"
 
 
 CODE: Final = 2
@@ -251,7 +374,7 @@ def _chosen(dataset: Dataset, options: Options) -> str:
 def load(out: Path) -> pa.Table:
     """The steps of the one import that `out` holds, memory-mapped.
 
-    Raises ReaderError where there is none, one that was not finished, or several of different options or file versions.
+    Raises ReaderError where there is none, one that was not finished, or several of different options.
     """
     done = sorted(out.glob("*.json"))
     if not done:
@@ -260,9 +383,7 @@ def load(out: Path) -> pa.Table:
         raise ReaderError(f"{out}: the import was cut off; run it again, it goes on where it stopped")
     facts = [json.loads(file.read_text()) for file in done]
     if len({fact["source"] for fact in facts}) < len(facts) or any(f["key"] != facts[0]["key"] for f in facts):
-        raise ReaderError(
-            f"{out}: holds imports of different options or file versions; import each into its own folder"
-        )
+        raise ReaderError(f"{out}: holds imports of different options; import each into its own folder")
     return pa.concat_tables([_mapped(file.with_suffix(".arrow")) for file in done])
 
 
@@ -312,6 +433,7 @@ class DataReport:
     counts: Counts
     rejects: pa.Table
     problems: tuple[str, ...]  # of the whole, besides single rows
+    notes: tuple[str, ...] = ()  # what an experiment may want and is not there
 
     @property
     def ok(self) -> bool:
@@ -321,30 +443,44 @@ class DataReport:
         """For people: counts by split, and the first `most` rows that are left out."""
         lines = [f"{n} steps in split {split}" for split, n in sorted(self.counts.steps.items())]
         lines += [f"noticed {fact}: {n}" for fact, n in sorted(self.counts.noticed.items())]
-        lines += list(self.problems)
+        lines += [*self.notes, *self.problems]
         lines += [f"{r['file']}: row {r['row']}: {r['reason']}: {r['detail']}" for r in self.rejects.to_pylist()[:most]]
         if self.rejects.num_rows > most:
             lines.append(f"… and {self.rejects.num_rows - most} more rows")
-        return "\n".join([*lines, "ok" if self.ok else "not ok: mend the rows above"])
+        return "\n".join([*lines, "ok" if self.ok else "not ok: mend what is named above"])
 
 
-def check_data(path: Path) -> DataReport:
-    """Read a user's own data (see `own`) as an import would, and say everything that is wrong (`coepg check-data`)."""
-    options, counts, seen, left_out = Options(max_bad_share=1.0), Counts(), set[str](), list[Reject]()
-    problems = []
+def check_data(path: Path, options: Options | None = None, splits: Sequence[str] = ()) -> DataReport:
+    """Read a user's own data (see `own`) as an import would, and say everything that is wrong (`coepg check-data`).
+
+    Args:
+        options: those of an experiment. Without them the data is a phone's if an action is one that only phones have.
+        splits: those that the experiment needs. Without them a missing split is only noted.
+    """
+    counts, seen, left_out = Counts(), set[str](), list[Reject]()
+    problems, notes = [], []
     episodes: dict[str, set[str]] = {}
     try:
-        files = source_files("jsonl", path)
+        paths = source_files("jsonl", path)
     except ReaderError as error:
         return DataReport(counts, rejects_table([]), (str(error),))
-    for file in files:
-        for item in read_items("jsonl", path, options, counts, seen, file):
+    if options is None:
+        phone = named(paths, "action_type") & (MOBILE_ACTION_TYPES.keys() - ACTION_TYPES.keys())
+        options = Options(style="mobile" if phone else "web")
+    options = replace(options, max_bad_share=1.0)
+    for file in paths:
+        for item in read_items("jsonl", path, options, counts, seen, file, _files(path, options)):
             if isinstance(item, Reject):
                 left_out.append(item)
             else:
                 episodes.setdefault(item.values["episode_id"], set()).add(item.values["split"])
-    if torn := sorted(episode for episode, splits in episodes.items() if len(splits) > 1):
+    if torn := sorted(episode for episode, found in episodes.items() if len(found) > 1):
         problems.append(f"{len(torn)} tasks are in more than one split, for example {torn[0]!r}: put each into one")
     if not counts.steps:
         problems.append(f"{path}: no usable step")
-    return DataReport(counts, rejects_table(left_out), tuple(problems))
+    problems += [f"no step in split {split}, which the experiment needs" for split in splits if not counts.steps[split]]
+    if not splits:
+        missing = [f"split {name}" for name in ("train", "validation") if not counts.steps[name]]
+        missing += [] if set(counts.steps) - {"train", "validation"} else ["any split for tests"]
+        notes = [f"no step in {name}: an experiment needs one (`benchmark` names its splits)" for name in missing]
+    return DataReport(counts, rejects_table(left_out), tuple(problems), tuple(notes))

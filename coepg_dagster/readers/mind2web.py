@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from coepg_dagster.prompts import normal_value
+from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     TRAINED,
@@ -25,11 +23,13 @@ from coepg_dagster.readers.rows import (
     numbers,
     parse_json,
     part_of,
+    position,
     step,
     target_boxes,
+    texts,
     wanted,
 )
-from coepg_dagster.readers.tasks import Task
+from coepg_dagster.readers.tasks import Task, of_lines, of_parquet
 from coepg_dagster.readers.views import Rule, choose
 
 COLUMNS: Final = (
@@ -63,25 +63,12 @@ def split_of(path: Path, annotation_id: str) -> str:
 
 def files(source: Path) -> list[Path]:
     """The Parquet files of a local copy, in order of name."""
-    return [source] if source.is_file() else sorted(source.rglob("*.parquet"))
+    return [source] if source.is_file() else files_below(source, lambda name: name.endswith(".parquet"))
 
 
 def rows(path: Path, view: Rule, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
     """A task per row of one Parquet file; a file that is none is one reject."""
-    try:
-        with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as parquet:
-            missing = [name for name in COLUMNS if name not in parquet.schema_arrow.names]
-            if missing:
-                for i in range(parquet.metadata.num_rows):
-                    yield Reject(str(path), str(i), "missing_column", f"{missing[0]!r} is missing")
-                return
-            i = 0
-            for batch in parquet.iter_batches(batch_size=8, columns=list(COLUMNS)):
-                for row in batch.to_pylist():
-                    yield Task(str(path), str(i), lambda row=row: [convert(row, path, view, resize, shrink)])  # type: ignore[misc]
-                    i += 1
-    except (pa.ArrowInvalid, OSError) as error:
-        yield Reject(str(path), "", "bad_file", str(error))
+    return of_parquet(path, COLUMNS, lambda row, _: [convert(row, path, view, resize, shrink)])
 
 
 def target_box(candidate: object) -> BoxTuple:
@@ -109,9 +96,9 @@ def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shri
 
 
 def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resize: Resize, shrink: bool) -> Step:
-    reprs = wanted(row, "action_reprs", list)
-    index = wanted(row, "target_action_index", str, int)
-    if not str(index).isdigit() or not 0 <= int(index) < len(reprs):
+    reprs = texts(wanted(row, "action_reprs", list), "action_reprs")
+    index = position(wanted(row, "target_action_index", str, int), "target_action_index")
+    if index >= len(reprs):
         raise RejectedRow("bad_field", f"target_action_index {index!r} is not a position in {len(reprs)} action_reprs")
     action_type, value = operation(parse_json(wanted(row, "operation", str), "operation"))
     screenshot = row["screenshot"]
@@ -129,10 +116,10 @@ def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resiz
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
         split=split,
         episode_id=annotation,
-        step_index=int(index),
+        step_index=index,
         family=wanted(row, "website", str),
         goal=wanted(row, "confirmed_task", str),
-        history=[str(text) for text in reprs[: int(index)]],
+        history=reprs[:index],
         screenshot=ready.screenshot,
         size=ready.size,
         boxes=ready.boxes,
@@ -152,11 +139,11 @@ def operation(data: object) -> tuple[str, str]:
     name, value = data.get("op"), data.get("value", "")
     if name in ("HOVER", "ENTER"):
         name = "CLICK"
-    if name not in OPERATIONS:
+    if not isinstance(name, str) or name not in OPERATIONS:
         raise RejectedRow("unknown_action", f"operation {name!r} is none of {', '.join(sorted(OPERATIONS))}")
     if not isinstance(value, str):
         raise RejectedRow("bad_field", f"the operation's value must be text, not {value!r:.80}")
-    return str(name), "" if name == "CLICK" else normal_value(value)
+    return name, "" if name == "CLICK" else normal_value(value)
 
 
 def noticed(boxes: list[BoxTuple], size: tuple[int, int], resize: Resize) -> tuple[str, ...]:
@@ -176,18 +163,15 @@ def noticed(boxes: list[BoxTuple], size: tuple[int, int], resize: Resize) -> tup
 
 def block_files(source: Path) -> list[Path]:
     """The sample files `*_blocks.jsonl` of a folder, or the one file."""
-    return [source] if source.is_file() else sorted(source.rglob("*_blocks.jsonl"))
+    return [source] if source.is_file() else files_below(source, lambda name: name.endswith("_blocks.jsonl"))
 
 
-def block_rows(path: Path, images: Path, resize: Resize) -> Iterator[Task | Reject]:
+def block_rows(path: Path, images: Files, resize: Resize) -> Iterator[Task | Reject]:
     """A task per row of a sample file; `images` holds the folders of blocks."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for i, line in enumerate(lines):
-            if line.strip():
-                yield Task(str(path), str(i), lambda line=line: [convert_block(line, images, resize)])  # type: ignore[misc]
+    return of_lines(path, lambda line, _: [convert_block(line, images, resize)])
 
 
-def convert_block(line: str, images: Path, resize: Resize) -> Step:
+def convert_block(line: bytes, images: Files, resize: Resize) -> Step:
     """The step of one row: its first block with a target, or block 0 where it has none. Boxes are block pixels."""
     row = parse_json(line, "the row")
     if not isinstance(row, dict):
@@ -197,31 +181,29 @@ def convert_block(line: str, images: Path, resize: Resize) -> Step:
         return _block_step(row, split, images, resize)
 
 
-def _block_step(row: Mapping[str, Any], split: str, images: Path, resize: Resize) -> Step:
-    targets = wanted(row, "target_blocks", dict)
-    block = min((int(name) for name in targets if str(name).isdigit()), default=0)
-    file = images / wanted(row, "blocks_path", str) / f"{block}.png"
-    if not file.resolve().is_relative_to(images.resolve()) or not file.is_file():
-        raise RejectedRow("bad_path", f"{file} is not there; make the blocks from the page screenshots first")
-    source = file.read_bytes()
+def _block_step(row: Mapping[str, Any], split: str, images: Files, resize: Resize) -> Step:
+    targets = {position(name, "a block"): held for name, held in wanted(row, "target_blocks", dict).items()}
+    block = min(targets, default=0)
+    source = images.image(str(Path(wanted(row, "blocks_path", str)) / f"{block}.png"))
     image = opened(source)
-    boxes, faults = target_boxes(attempted(_block_box, targets.get(str(block), [])), image.size, trained=False)
+    boxes, faults = target_boxes(attempted(_block_box, targets.get(block, [])), image.size, trained=False)
     action_type, value = operation({"op": wanted(row, "operation", str), "value": wanted(row, "value", str)})
     annotation = wanted(row, "annotation_id", str)
+    ready = prepared(image, source, boxes=boxes)
     return step(
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
         split=split,
         episode_id=annotation,
-        step_index=wanted(row, "step", int),
+        step_index=position(wanted(row, "step", int), "step"),
         family=wanted(row, "website", str),
         goal=wanted(row, "task", str),
-        history=[str(text) for text in wanted(row, "previous_actions", list)],
-        screenshot=source,
-        size=image.size,
-        boxes=boxes,
+        history=texts(wanted(row, "previous_actions", list), "previous_actions"),
+        screenshot=ready.screenshot,
+        size=ready.size,
+        boxes=ready.boxes,
         action_type=action_type,
         value=value,
-        episode_steps=wanted(row, "total_steps", int),
+        episode_steps=position(wanted(row, "total_steps", int), "total_steps"),
         view_rule=f"block {block}",
         noticed=(*faults, *noticed(boxes, image.size, resize)),
     )

@@ -6,16 +6,15 @@ neither a browser nor the miniwob package.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
 from coepg_dagster.miniwob.splits import SPLITS, SplitError, StepKey, assert_disjoint, page_hash
+from coepg_dagster.pictures import BadPicture, picture
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 
@@ -120,10 +119,8 @@ def _check_row(where: str, row: dict[str, Any], split: str) -> None:
     if row["seed"] is None:
         raise SnapshotError(f"{where}: no seed")
     try:
-        with Image.open(io.BytesIO(row["screenshot"])) as image:
-            image.load()
-            size = image.size
-    except (OSError, SyntaxError, ValueError) as error:
+        size = picture(row["screenshot"]).size
+    except BadPicture as error:
         raise SnapshotError(f"{where}: the screenshot does not decode: {error}") from error
     if size != (row["width"], row["height"]):
         raise SnapshotError(

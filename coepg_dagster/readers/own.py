@@ -4,19 +4,20 @@
      "goal": "Buy a red scarf", "history": ["CLICK [Scarves]"], "image": "images/17.png",
      "boxes": [[100, 40, 180, 72]], "action_type": "CLICK", "value": ""}
 
-Boxes are (x1, y1, x2, y2) in pixels of the image; none where the action has no target. For training they must lie in
-the image; other splits keep them as they are, and `check-data` counts them. `history` names the earlier actions, oldest
-first. Optional: `point` [x, y], `instruction` (the step's own), `episode_steps`. Models see the image, `goal`, `history`
-and `instruction`. Unknown fields are errors. Image paths are relative to the file's folder and stay in it.
+Boxes are (x1, y1, x2, y2) in pixels of the image as it is shown, after its EXIF orientation; none where the action has
+no target. For training they must lie in the image; other splits keep them as they are, and `check-data` counts them.
+`history` names the earlier actions, oldest first. Optional: `point` [x, y], `instruction` (the step's own), `episode_steps`.
+Models see the image, `goal`, `history` and `instruction`. Unknown fields are errors. Image paths are relative to the file's
+folder and stay in it; that folder may hold links to images elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     ALL_ACTIONS,
@@ -26,14 +27,17 @@ from coepg_dagster.readers.rows import (
     RejectedRow,
     Step,
     checked_box,
+    checked_point,
     numbers,
     parse_json,
     part_of,
+    position,
     step,
     target_boxes,
+    texts,
     wanted,
 )
-from coepg_dagster.readers.tasks import Task
+from coepg_dagster.readers.tasks import Task, of_lines
 
 FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "step_id": (str,),
@@ -53,38 +57,30 @@ OPTIONAL: Final = frozenset({"point", "instruction", "episode_steps"})
 
 def files(source: Path) -> list[Path]:
     """The JSON-lines files of a folder, or the one file."""
-    return [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+    return [source] if source.is_file() else files_below(source, lambda name: name.endswith(".jsonl"), deep=False)
 
 
-def rows(path: Path, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
     """A task per line."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for i, line in enumerate(lines):
-            if line.strip():
-                yield Task(str(path), str(i), partial(_converted, line, path, resize, shrink))
+    return of_lines(path, lambda line, _: [convert(line, images, resize, shrink)])
 
 
-def _converted(line: str, path: Path, resize: Resize, shrink: bool) -> list[Step]:
+def convert(line: bytes, images: Files, resize: Resize, shrink: bool) -> Step:
+    """The step of one line; RejectedRow where it breaks the format."""
     data = parse_json(line, "the line")
     if not isinstance(data, dict):
         raise RejectedRow("bad_field", f"a line must be an object, not {data!r:.80}")
     with part_of(wanted(data, "split", str)):
-        return [convert(data, path.parent, resize, shrink)]
+        return _step(data, images, resize, shrink)
 
 
-def convert(data: Mapping[str, Any], folder: Path, resize: Resize, shrink: bool) -> Step:
-    """The step of one line; RejectedRow where it breaks the format."""
+def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) -> Step:
     if strange := set(data) - set(FIELDS) - OPTIONAL:
         raise RejectedRow("bad_field", f"{min(strange)!r} is not known; the fields are {', '.join(FIELDS)}")
     values = {name: wanted(data, name, *types) for name, types in FIELDS.items()}
     if values["action_type"] not in ALL_ACTIONS:
         raise RejectedRow("unknown_action", f"{values['action_type']!r} is none of {', '.join(sorted(ALL_ACTIONS))}")
-    if values["step_index"] < 0 or not all(isinstance(text, str) for text in values["history"]):
-        raise RejectedRow("bad_field", "step_index counts from 0, and history is a list of texts")
-    file = folder / values["image"]
-    if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
-        raise RejectedRow("bad_path", f"{values['image']!r} is not there, or leaves {folder}")
-    source = file.read_bytes()
+    source = images.image(values["image"])
     image = opened(source)
     boxes = [_box(entry) for entry in values["boxes"]]
     trained = values["split"] in TRAINED
@@ -93,19 +89,22 @@ def convert(data: Mapping[str, Any], folder: Path, resize: Resize, shrink: bool)
     boxes, faults = target_boxes(boxes, image.size, trained=trained)
     point = None
     if data.get("point") is not None:
-        x, y = numbers(data["point"], 2, "point")
-        point = (x, y)
+        point = checked_point(numbers(data["point"], 2, "point"), image.size)
     ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
     small = bool(boxes) and all(too_small(box, image.size, resize) for box in boxes)
-    plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes")}
+    plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes", "step_index", "history")}
     return step(
         **plain,
+        step_index=position(values["step_index"], "step_index"),
+        history=texts(values["history"], "history"),
         screenshot=ready.screenshot,
         size=ready.size,
         boxes=ready.boxes,
         point=None if ready.point is None else list(ready.point),
         instruction=wanted(data, "instruction", str) if data.get("instruction") is not None else None,
-        episode_steps=wanted(data, "episode_steps", int) if data.get("episode_steps") is not None else None,
+        episode_steps=position(data["episode_steps"], "episode_steps")
+        if data.get("episode_steps") is not None
+        else None,
         noticed=(*faults, *(("target_too_small",) if small else ())),
     )
 

@@ -6,7 +6,6 @@ left out only where no model could see it or its label cannot be read, and targe
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from coepg_dagster.prompts import ACTION_TYPES
+from coepg_dagster import jsonlines
+from coepg_dagster.prompts import ACTION_TYPES, MOBILE_ACTION_TYPES
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import STEP_SCHEMA
 
@@ -45,13 +45,14 @@ REJECT_SCHEMA: Final = pa.schema(
 REASONS: Final[Mapping[str, str]] = {
     "no_screenshot": "the screenshot is null",
     "bad_image": "the screenshot cannot be decoded, or is cut short",
-    "image_too_large": "the screenshot has more pixels than are ever decoded",
+    "image_too_large": "the screenshot has more pixels than are ever decoded, or its file more bytes than are read",
+    "extreme_aspect": "no model sees a screenshot of that shape",
     "bad_candidates": "candidates are malformed",
     "box_outside_image": "a target box does not lie in the image",
     "box_without_area": "a target box has no area",
     "missing_column": "a column or field is missing",
     "bad_field": "a field has another type or value than the format says",
-    "bad_json": "invalid JSON",
+    "bad_json": "invalid JSON, or no UTF-8 text",
     "bad_path": "an image path leaves the data folder, or is not there",
     "unknown_action": "the action type is none of the format's",
     "duplicate_id": "the id came before",
@@ -60,6 +61,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bad_checksum": "a record does not have its checksum",
     "bad_file": "the file is not of its format",
     "not_in_splits": "the episode is in no split",
+    "missing_target": "the action needs a target box and the row has none (left out of training only)",
     "no_target": "no positive candidate, or no target box in any view (left out of training only)",
     "no_enclosing_node": "no clickable node contains the click (left out of training only)",
 }
@@ -71,8 +73,7 @@ TRAINED: Final = frozenset({"train", "validation"})
 """Splits that rows without a target are left out of. Test splits keep them, as every protocol's denominator wants."""
 UNKNOWN_SPLIT: Final = "unknown split"
 
-MOBILE_ACTIONS: Final = ("CLICK", "LONG_PRESS", "TYPE", "SCROLL", "OPEN_APP", "BACK", "HOME", "WAIT")
-ALL_ACTIONS: Final = frozenset(ACTION_TYPES) | frozenset(MOBILE_ACTIONS) | {"SCROLL DOWN"}
+ALL_ACTIONS: Final = frozenset(ACTION_TYPES) | frozenset(MOBILE_ACTION_TYPES) | {"SCROLL DOWN"}
 
 
 class ReaderError(Refusal, ValueError):
@@ -93,14 +94,24 @@ class RejectedRow(Exception):
         return Reject(file, row, self.reason, self.detail, self.split, self.steps)
 
 
+STRANGE: Final = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What a row of a form that nobody thought of raises: it costs that row, and its name stands in the reject."""
+
+
+def strange(error: Exception) -> RejectedRow:
+    """Why a row that raised one of STRANGE is left out."""
+    return RejectedRow("bad_field", f"{type(error).__name__}: {error}")
+
+
 @contextmanager
 def part_of(split: str, steps: int = 1) -> Iterator[None]:
     """Whatever is left out inside are `steps` steps of `split`, which then lacks them."""
     try:
         yield
-    except RejectedRow as rejected:
+    except (RejectedRow, *STRANGE) as error:
+        rejected = error if isinstance(error, RejectedRow) else strange(error)
         rejected.split, rejected.steps = split, steps
-        raise
+        raise rejected from error.__cause__
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,10 @@ def step(
     noticed: tuple[str, ...] = (),
     **optional: Any,
 ) -> Step:
-    """A `Step` from its parts; `optional` are the nullable columns of READER_SCHEMA."""
+    """A `Step` from its parts; `optional` are the nullable columns of READER_SCHEMA.
+
+    RejectedRow where READER_SCHEMA cannot hold one of them: half a surrogate pair, a number that is too large.
+    """
     values = {
         "step_id": step_id,
         "split": split,
@@ -157,8 +171,26 @@ def step(
         "boxes": boxes,
         "action_type": action_type,
         "value": value,
-    }
-    return Step(values | optional, noticed)
+    } | optional
+    _assert_storable(values)
+    return Step(values, noticed)
+
+
+_STORED: Final = [field for field in READER_SCHEMA if field.name != "screenshot"]
+
+
+def _assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED) -> None:
+    try:
+        pa.array([values], pa.struct(fields))
+        if missing := [field.name for field in fields if not field.nullable and values[field.name] is None]:
+            raise RejectedRow("bad_field", f"{missing[0]!r} is null")
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        if len(fields) > 1:  # to name the field that is to blame
+            for field in fields:
+                _assert_storable({field.name: values.get(field.name)}, [field])
+        text = isinstance(error, UnicodeEncodeError)
+        why = "is no UTF-8 text, or holds half a surrogate pair" if text else f"cannot be stored ({error})"
+        raise RejectedRow("bad_field", f"{fields[0].name!r} {why}") from error
 
 
 def parse_json(text: object, what: str) -> Any:
@@ -166,8 +198,8 @@ def parse_json(text: object, what: str) -> Any:
     if not isinstance(text, str | bytes):
         raise RejectedRow("bad_field", f"{what} must be JSON text, not {type(text).__name__}")
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return jsonlines.parse(text)
+    except jsonlines.NotJson as error:
         raise RejectedRow("bad_json", f"{what}: {error}") from error
 
 
@@ -182,11 +214,32 @@ def wanted(row: Mapping[str, Any], key: str, *types: type) -> Any:
 
 
 def numbers(value: object, n: int, what: str) -> tuple[float, ...]:
-    if not isinstance(value, list | tuple) or len(value) != n:
-        raise RejectedRow("bad_field", f"{what} must be {n} numbers, not {value!r:.80}")
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and v == v for v in value):
-        raise RejectedRow("bad_field", f"{what} must be {n} numbers, not {value!r:.80}")
-    return tuple(float(v) for v in value)
+    """`value` as `n` finite numbers; RejectedRow where it is something else."""
+    if isinstance(value, list | tuple) and len(value) == n:
+        found = tuple(float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool))
+        if len(found) == n and all(map(math.isfinite, found)):
+            return found
+    raise RejectedRow("bad_field", f"{what} must be {n} finite numbers, not {value!r:.80}")
+
+
+MAX_STEPS: Final = 10_000
+"""Steps of a task, or blocks of a page: more are no position in one, and evaluation pads tasks to their length."""
+
+
+def position(value: object, what: str) -> int:
+    """`value`, a whole number or its decimal digits, as a number from 0 to MAX_STEPS; RejectedRow otherwise."""
+    digits = value if isinstance(value, str) else str(value) if type(value) is int else ""
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 10 and int(digits) <= MAX_STEPS):
+        raise RejectedRow("bad_field", f"{what} must be a number from 0 to {MAX_STEPS}, not {value!r:.80}")
+    return int(digits)
+
+
+def texts(value: list[Any], what: str) -> list[str]:
+    """`value`, a list of texts; RejectedRow where something else is in it."""
+    for text in value:
+        if not isinstance(text, str):
+            raise RejectedRow("bad_field", f"{what} must be a list of texts, not of {text!r:.80}")
+    return value
 
 
 BoxTuple = tuple[float, float, float, float]
@@ -250,3 +303,11 @@ def target_boxes(
     if faults and not boxes and trained:
         raise faults[0]
     return list(dict.fromkeys(boxes)), tuple(dict.fromkeys(fault.reason for fault in faults))
+
+
+def checked_point(point: tuple[float, ...], size: tuple[int, int]) -> tuple[float, float]:
+    """`point` (x, y), unchanged, if it lies in an image of `size`; RejectedRow otherwise."""
+    x, y = point
+    if not (-SLACK <= x <= size[0] + SLACK and -SLACK <= y <= size[1] + SLACK):
+        raise RejectedRow("bad_field", f"point {point} lies outside the image of {size[0]} x {size[1]} px")
+    return x, y

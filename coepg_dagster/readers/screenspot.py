@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
+from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
     BoxTuple,
@@ -28,7 +27,7 @@ from coepg_dagster.readers.rows import (
     target_boxes,
     wanted,
 )
-from coepg_dagster.readers.tasks import Task
+from coepg_dagster.readers.tasks import Task, of_lines, of_parquet
 
 SPLIT: Final = "test"
 PLATFORMS: Final = ("mobile", "desktop", "web")
@@ -38,26 +37,36 @@ def files(source: Path) -> list[Path]:
     """The annotation files of a folder, or the one file."""
     if source.is_file():
         return [source]
-    return sorted(path for path in source.rglob("*") if path.suffix in (".json", ".jsonl", ".parquet"))
+    return files_below(source, lambda name: name.endswith((".json", ".jsonl", ".parquet")))
 
 
-def rows(path: Path, images: Path, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
     """A task per annotation of one file."""
     if path.suffix == ".parquet":
-        yield from _parquet_rows(path, resize, shrink)
-        return
+        return of_parquet(path, COLUMNS, lambda row, i: [_parquet_step(row, i, path, resize, shrink)])
+    if path.suffix == ".jsonl":
+        return of_lines(path, lambda line, i: _of_entry(line, i, path, images, resize, shrink))
+    return _listed(path, images, resize, shrink)
+
+
+def _listed(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+    """A task per entry of a JSON list. Bytes that are no UTF-8 become halves of surrogate pairs, which cost their entry."""
     try:
-        text = path.read_text(encoding="utf-8")
-        entries = text.splitlines() if path.suffix == ".jsonl" else parse_json(text, str(path))
-    except (OSError, UnicodeDecodeError, RejectedRow) as error:
+        entries = parse_json(path.read_bytes().decode("utf-8", "surrogateescape"), str(path))
+    except (OSError, RejectedRow) as error:
         yield Reject(str(path), "", "bad_file", str(error))
         return
     if not isinstance(entries, list):
         yield Reject(str(path), "", "bad_file", "must be a list of annotations")
         return
     for i, entry in enumerate(entries):
-        if entry != "":
-            yield Task(str(path), str(i), partial(_converted, entry, i, path, images, resize, shrink))
+        yield Task(str(path), str(i), partial(_of_entry, entry, i, path, images, resize, shrink))
+
+
+def _of_entry(entry: object, i: int, path: Path, images: Files, resize: Resize, shrink: bool) -> list[Step]:
+    with part_of(SPLIT):
+        data = parse_json(entry, "the line") if isinstance(entry, bytes) else entry
+        return [convert(data, i, path, images, resize, shrink)]
 
 
 COLUMNS: Final = ("file_name", "bbox", "instruction", "data_type", "data_source", "image")
@@ -65,27 +74,10 @@ SOURCES: Final = {"ios": "mobile", "android": "mobile", "windows": "desktop", "m
 """Platform by data_source; every other source (gitlab, shop, forum, tool) is the web."""
 
 
-def _parquet_rows(path: Path, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
-    try:
-        with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as parquet:
-            missing = [name for name in COLUMNS if name not in parquet.schema_arrow.names]
-            if missing:
-                for i in range(parquet.metadata.num_rows):
-                    yield Reject(str(path), str(i), "missing_column", f"{missing[0]!r} is missing")
-                return
-            i = 0
-            for batch in parquet.iter_batches(batch_size=8, columns=list(COLUMNS)):
-                for row in batch.to_pylist():
-                    yield Task(str(path), str(i), partial(_parquet_step, row, i, path, resize, shrink))
-                    i += 1
-    except (pa.ArrowInvalid, OSError) as error:
-        yield Reject(str(path), "", "bad_file", str(error))
-
-
-def _parquet_step(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shrink: bool) -> list[Step]:
+def _parquet_step(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shrink: bool) -> Step:
     """Boxes of the hub's files are corners in 0..1."""
     with part_of(SPLIT):
-        return [_of_parquet(row, i, path, resize, shrink)]
+        return _of_parquet(row, i, path, resize, shrink)
 
 
 def _of_parquet(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shrink: bool) -> Step:
@@ -100,14 +92,6 @@ def _of_parquet(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shri
     return _step(row, f"{path.stem}_{i:05d}", wanted(row, "file_name", str), family, source, image, box, resize, shrink)
 
 
-def _converted(entry: object, i: int, path: Path, images: Path, resize: Resize, shrink: bool) -> list[Step]:
-    with part_of(SPLIT):
-        data = parse_json(entry, "the annotation") if isinstance(entry, str) else entry
-        if not isinstance(data, dict):
-            raise RejectedRow("bad_field", f"an annotation must be an object, not {data!r:.80}")
-        return [convert(data, i, path, images, resize, shrink)]
-
-
 def group(data: Mapping[str, Any], path: Path) -> str:
     """ "CAD_icon" of -Pro's group and ui_type; "mobile_text" of platform (stated, or in the file's name) and data_type."""
     if "group" in data and "ui_type" in data:
@@ -120,13 +104,12 @@ def group(data: Mapping[str, Any], path: Path) -> str:
     return f"{platform}_{wanted(data, 'data_type', str)}"
 
 
-def convert(data: Mapping[str, Any], i: int, path: Path, images: Path, resize: Resize, shrink: bool) -> Step:
+def convert(data: object, i: int, path: Path, images: Files, resize: Resize, shrink: bool) -> Step:
     """The step of one annotation. -Pro's boxes are corners, the others x, y, width, height."""
+    if not isinstance(data, dict):
+        raise RejectedRow("bad_field", f"an annotation must be an object, not {data!r:.80}")
     name = wanted(data, "img_filename" if "img_filename" in data else "image", str)
-    file = images / name
-    if not file.resolve().is_relative_to(images.resolve()) or not file.is_file():
-        raise RejectedRow("bad_path", f"{file} is not there, or leaves the folder of images")
-    source = file.read_bytes()
+    source = images.image(name)
     image = opened(source)
     a, b, c, d = numbers(wanted(data, "bbox", list), 4, "bbox")
     corners = "img_size" in data and "ui_type" in data

@@ -34,8 +34,8 @@ def script(head: str, value: Any, tail: str = "") -> str:
 
 
 def image_type(start: bytes) -> str:
-    """`png` or `jpeg`, from the first bytes of an encoded image."""
-    return "png" if start[:4] == b"\x89PNG" else "jpeg"
+    """`png`, `webp` or `jpeg`, from the first bytes of an encoded image."""
+    return {b"\x89PNG": "png", b"RIFF": "webp"}.get(start[:4], "jpeg")
 
 
 class Screens(Protocol):
@@ -52,7 +52,7 @@ class ScreenFiles:
         self._folder = folder
 
     def put(self, image: bytes | pa.Buffer) -> str:
-        """Keeps an encoded PNG or JPEG; returns its address relative to the pages."""
+        """Keeps an encoded image; returns its address relative to the pages."""
         view = memoryview(image)
         ending = image_type(bytes(view[:4]))
         name = hashlib.sha256(view).hexdigest()[:20]

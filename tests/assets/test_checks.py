@@ -22,7 +22,7 @@ def leaking(work: Making) -> Outcome:
     rows = TABLE.to_pylist()
     leak = step("x", split="test_seed", screenshot=rows[0]["screenshot"], boxes=rows[0]["boxes"])
     write_steps(step_table(*rows, leak), work.draft / STEPS, ["train", "test_seed"])
-    return Outcome([STEPS], {}, {"splits_are_there": None})
+    return Outcome([STEPS], {})
 
 
 def plans(work: Making) -> Outcome:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from coepg_dagster.readers.importing import (
+    MANY_BAD,
     Counts,
     Options,
     ReaderError,
@@ -79,6 +80,12 @@ def test_rows_without_target_stay_in_test_and_leave_training(tmp_path: Path) -> 
     (step,), _, counts = imported(tmp_path / "b", rows, "test_task-00000-of-00001.parquet")
     assert step["boxes"] == [] and step["view_rule"] == "block 0" and step["split"] == "test_task"
     assert counts.noticed["test_task: no_target"] == 1
+
+
+def test_a_test_split_that_an_experiment_trains_on_has_targets_too(tmp_path: Path) -> None:
+    rows = [mind2web_row(index=0, pos_candidates=[]), mind2web_row(index=1)]
+    steps, left_out, _ = imported(tmp_path, rows, "test_task-0.parquet", trained=("test_task", "validation"))
+    assert [s["step_id"] for s in steps] == ["t0_a1"] and [r["reason"] for r in left_out] == ["no_target"]
 
 
 def test_several_targets_are_all_kept_when_they_share_a_block(tmp_path: Path) -> None:
@@ -164,6 +171,20 @@ def test_past_the_share_of_bad_rows_the_import_stops_and_says_why(tmp_path: Path
     with pytest.raises(ReaderError):
         list(stream("mind2web", tmp_path / "data"))
     assert import_dataset("mind2web", tmp_path / "data", tmp_path / "out", Options(max_bad_share=0.3)).bad == 6
+
+
+def test_the_share_of_bad_rows_is_that_of_the_whole_dataset(tmp_path: Path) -> None:
+    """Wherever the bad ones stand; only very many end it early."""
+    small = {"screenshot": {"bytes": picture(300, 300), "path": None}, "pos_candidates": [candidate(1, 1, 20, 20)]}
+    good_row = mind2web_row(**small)
+    rows = [good_row | {"annotation_id": f"t{i}"} | ({} if i > 1 else {"screenshot": None}) for i in range(40)]
+    write_mind2web(tmp_path / "data/train-0.parquet", rows)
+    assert import_dataset("mind2web", tmp_path / "data", tmp_path / "out", Options(max_bad_share=0.05)).bad == 2
+    bad_row = mind2web_row(screenshot=None)
+    rows = [bad_row | {"annotation_id": f"t{i}"} for i in range(2 * MANY_BAD)]
+    write_mind2web(tmp_path / "data/train-0.parquet", rows)
+    with pytest.raises(ReaderError, match=f"{MANY_BAD} of {MANY_BAD} rows are bad"):
+        import_dataset("mind2web", tmp_path / "data", tmp_path / "out")
 
 
 def test_an_import_goes_on_after_the_last_finished_file(tmp_path: Path) -> None:

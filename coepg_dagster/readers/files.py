@@ -1,0 +1,109 @@
+"""The files that an import reads: found, read, and remembered as they were, so that a later change of any of them is seen.
+
+Links on the disk are the user's own and are followed. A name that comes out of the data stays below its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from coepg_dagster.readers.rows import RejectedRow
+
+MAX_IMAGE_BYTES: Final = 1 << 28
+"""Larger image files are not read: 50 million pixels are at most 400 MB before compression."""
+
+Version = tuple[int, int, int, str] | None
+"""(bytes, time of the last change of content and of status, ns, SHA-256) of a file; None: it cannot be read."""
+
+
+def files_below(folder: Path, wanted: Callable[[str], bool], deep: bool = True) -> list[Path]:
+    """The files of a folder and, if `deep`, of those below it whose name is `wanted`, in order; hidden ones are none."""
+    files: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        folders[:] = [name for name in folders if deep and here not in seen and not name.startswith(".")]
+        if here not in seen:
+            files += [Path(place, name) for name in names if wanted(name) and not name.startswith(".")]
+        seen.add(here)
+    return sorted(path for path in files if path.is_file())
+
+
+class Files:
+    """The files that one import reads in `folder` and `images`; `versions` has each by its path from `folder`, if it is there."""
+
+    def __init__(self, folder: Path, images: Path | None = None) -> None:
+        self._folder, self._images = folder, images or folder
+        self.versions: dict[str, Version] = {}
+
+    def note(self, path: Path) -> None:
+        """Remembers a file that is read elsewhere, or is not there; call it first, so that a change meanwhile is seen later."""
+        self.versions[self._name(path)] = version(path)
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self._folder) if path.is_relative_to(self._folder) else path.absolute())
+
+    def image(self, name: str) -> bytes:
+        """The content of the image file that a row names, relative to the folder of images.
+
+        Raises RejectedRow where the name leaves that folder or cannot be read.
+        """
+        inside = Path(os.path.normpath(name))
+        if inside.is_absolute() or os.pardir in inside.parts:
+            raise RejectedRow("bad_path", f"{name!r} leaves {self._images}: names are relative to it and stay in it")
+        path = self._images / inside
+        key = self._name(path)
+        try:
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):
+                raise RejectedRow("bad_path", f"{name!r} in {self._images} is no file")
+            with path.open("rb") as file:
+                content = file.read(MAX_IMAGE_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            self.versions.setdefault(key, None)
+            why = f"cannot be read ({error})"
+            if isinstance(error, FileNotFoundError):
+                why = f"is not there ({os.path.realpath(path)})"
+            raise RejectedRow("bad_path", f"{name!r} in {self._images} {why}") from error
+        digest = hashlib.sha256(content).hexdigest()
+        self.versions.setdefault(key, (about.st_size, about.st_mtime_ns, about.st_ctime_ns, digest))
+        if len(content) > MAX_IMAGE_BYTES:
+            raise RejectedRow(
+                "image_too_large", f"{name!r} has {about.st_size:,} bytes; at most {MAX_IMAGE_BYTES:,} are read"
+            )
+        return content
+
+
+def version(path: Path | str, known: Version = None) -> Version:
+    """The version of a file, None where it cannot be read. It is read only where its size or a time is not as `known`."""
+    try:
+        about = os.stat(path)  # noqa: PTH116 (a hundred thousand of them)
+        if not stat.S_ISREG(about.st_mode):
+            return None
+        state = about.st_size, about.st_mtime_ns, about.st_ctime_ns
+        if known is not None and known[:3] == state:
+            return known
+        with Path(path).open("rb") as file:
+            return (*state, hashlib.file_digest(file, "sha256").hexdigest())
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return None
+
+
+def versions_now(folder: Path, known: Mapping[str, Version]) -> dict[str, Version]:
+    """The present versions of the files of `Files.versions`."""
+    return {name: version(os.path.join(folder, name), was) for name, was in known.items()}  # noqa: PTH118
+
+
+def same_content(one: Mapping[str, Version], other: Mapping[str, Version]) -> bool:
+    """Whether the same files are there with the same content, whatever their times."""
+    return contents(one) == contents(other)
+
+
+def contents(versions: Mapping[str, Version]) -> dict[str, str | None]:
+    """The SHA-256 of each file, without its times."""
+    return {name: version and version[3] for name, version in versions.items()}

@@ -1,0 +1,53 @@
+"""The benchmark of an experiment with its real maker, on a user's own data: what changes is noticed, what is missing is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from coepg_dagster.assets import ledger
+from coepg_dagster.assets.automation import Todo, next_todo
+from coepg_dagster.assets.shared import benchmark_steps
+
+from coepg_dagster.provenance import Ref
+from tests.assets.conftest import InProcess
+from tests.assets.light import EXPERIMENT, LIGHT_MAKERS, light_project
+from tests.project import tell
+from tests.readers.samples import own_row, picture, write_own
+
+MINE = EXPERIMENT.replace("{reader: miniwob, path: data, test: [test_seed]", "{reader: jsonl, path: own, test: [test]")
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess]:
+    project = light_project(tmp_path / "project")
+    (project.root / "experiments" / "light.yaml").write_text(MINE)
+    write_own(project.root / "own", [own_row(split, split=split, episode_id=split) for split in ("train", "test")])
+    with dg.DagsterInstance.ephemeral() as instance:
+        monkeypatch.setattr(ledger, "open_instance", lambda _: instance)  # for `coepg plan`
+        yield InProcess(project, instance, {"makers": LIGHT_MAKERS | {"benchmark_steps": benchmark_steps}})
+
+
+def test_a_mended_screenshot_and_a_missing_split(mine: InProcess) -> None:
+    root = mine.project.root
+    assert "no usable step in split validation (there are test, train)" in mine.why(mine.run(None, "benchmark_steps"))
+    code, out, _ = tell(root, "check-data", str(root / "own"), "--experiment", "light")
+    assert code == 1 and "no step in split validation, which the experiment needs" in out
+    assert tell(root, "check-data", str(root / "own"))[0] == 0
+    with (root / "own/steps.jsonl").open("a") as file:
+        file.write(json.dumps(own_row("v", split="validation", episode_id="v")))
+
+    assert next_todo(mine.instance, mine.loop, 0) == Todo(None, ("benchmark_steps", "open_models"))
+    assert mine.run(None).success
+    first = mine.version("benchmark_steps", None)
+    changed = f"would run {Ref('benchmark_steps')}: the files that it was read from changed"
+    assert (todo := next_todo(mine.instance, mine.loop, 0)) is not None and todo.iteration == 0
+    assert changed not in tell(root, "plan", "light")[1]
+
+    (root / "own/images/1.png").write_bytes(picture(100, 60, "PNG", (0, 0, 50, 50)))
+    assert changed in tell(root, "plan", "light")[1]
+    assert next_todo(mine.instance, mine.loop, 0) == Todo(None, ("benchmark_steps",))
+    assert mine.run(None, "benchmark_steps").success and mine.version("benchmark_steps", None) != first
