@@ -356,6 +356,12 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         "micro_batch_size": {"micro_batch_size": 2},
         "prompts_per_step": {"prompts_per_step": 7},
         "group_size": {"group_size": 14},
+        "num_train_epochs": {"num_train_epochs": 2},
+        "num_iterations": {"num_iterations": 2},
+        "lr_scheduler_type": {"lr_scheduler_type": "linear"},
+        "loss_type": {"loss_type": "dapo"},
+        "scale_rewards": {"scale_rewards": "batch"},
+        "epsilon_high": {"epsilon_high": 0.3},
     }
     for key, default in section().model_dump().items():
         if key in others:

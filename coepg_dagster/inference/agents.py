@@ -130,10 +130,12 @@ class Grounder:
         if any(kept.weights not in weights for kept in self._kept.values()) and weights:
             self._kept.clear()
             return self.ground(plans)
-        first = {pair: replace(reading, seconds=seconds) for pair, reading in found.items()}
+        first = set(found)
         readings = []
         for pair in plans:
-            readings.append(first.pop(pair, None) or found.get(pair) or self._kept[pair])
+            reading = found.get(pair) or self._kept[pair]
+            readings.append(replace(reading, seconds=seconds) if pair in first else reading)
+            first.discard(pair)
         self._kept |= {pair: reading for pair, reading in found.items() if reading.failure is None}
         return readings
 

@@ -137,7 +137,7 @@ def _hash_of(tensors: Embeddings) -> str:
     digest = hashlib.blake2b(digest_size=KEY)
     for name in sorted(tensors):
         digest.update(name.encode() + str(tuple(tensors[name].shape)).encode())
-        digest.update(tensors[name].view(torch.uint8).numpy())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

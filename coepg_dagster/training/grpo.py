@@ -266,6 +266,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._cut: list[bool] = []
         self._shown, self._core, self._whole = shown, core, whole
         self._packs = can_pack(core)
+        self._passes: list[dict[str, Any]] | None = None  # of the rollouts at hand
         self._continued = True  # until the first step shows whether it is
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
@@ -300,11 +301,11 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         passes = self.args.steps_per_generation
-        if self._step % (passes * self.num_iterations) == 0 or self._buffered_inputs is None:
+        if self._step % (passes * self.num_iterations) == 0 or self._passes is None:
             batch = self._generate_and_score_completions(generation_batch)
             alone = self.accelerator.num_processes == 1 and not self._spread
-            self._buffered_inputs = in_passes(batch, passes, self.loss_type, drop=self.beta == 0, empty=alone)
-        return self._buffered_inputs[self._step % passes]
+            self._passes = in_passes(batch, passes, self.loss_type, drop=self.beta == 0, empty=alone)
+        return self._passes[self._step % passes]
 
     @property
     def _spread(self) -> bool:

@@ -18,6 +18,7 @@ from coepg_dagster.experiment import load_experiment
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
+from coepg_dagster.readers.files import Files
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.importing import Counts, Options, import_dataset, load, lost_of, rejects
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
@@ -97,7 +98,7 @@ def test_a_step_of_ugrounds_blocks_stays_whatever_its_boxes_are(box: Any) -> Non
     row = {"annotation_id": "t", "action_uid": "a", "task": "Rent", "website": "w", "operation": "CLICK", "value": ""}
     row |= {"previous_actions": [], "step": 0, "total_steps": 1, "split": "task", "blocks_path": "."}
     row |= {"target_blocks": {"0": [[x1, y1, x2 - x1, y2 - y1], [1, 2], [5, 5, 9, 9]]}}
-    step = mind2web.convert_block(json.dumps(row), BLOCKS, Resize())
+    step = mind2web.convert_block(json.dumps(row).encode(), Files(BLOCKS), Resize())
     assert step.values["boxes"][-1] == (5, 5, 14, 14) and "bad_field" in step.noticed
 
 
@@ -122,7 +123,7 @@ def test_an_item_of_screenspot_stays_whatever_its_box_is(box: Any) -> None:
         "group": "CAD",
         "ui_type": "icon",
     }
-    step = screenspot.convert(item | {"img_size": [WIDE, HIGH]}, 0, Path("pro.json"), BLOCKS, Resize(), False)
+    step = screenspot.convert(item | {"img_size": [WIDE, HIGH]}, 0, Path("pro.json"), Files(BLOCKS), Resize(), False)
     assert step.values["boxes"] == [(x1, y1, x2, y2)]
 
 
@@ -187,7 +188,8 @@ def test_own_data_is_strict_for_training_only(tmp_path: Path) -> None:
     def boxes_of(split: str, box: list[float]) -> Any:
         write_own(tmp_path, [])
         try:
-            return own.convert(own_row(split=split, boxes=[box]), tmp_path, Resize(), False).values["boxes"]
+            line = json.dumps(own_row(split=split, boxes=[box])).encode()
+            return own.convert(line, Files(tmp_path), Resize(), False).values["boxes"]
         except RejectedRow as left_out:
             return left_out.reason
 

@@ -157,6 +157,9 @@ def test_bytes_and_numbers_that_json_cannot_hold(
     row = GOOD[dataset][1] | place | {text: "GOAL"}
     good = json.dumps(row | {ID[dataset]: "one"}).encode()
     ids, left_out = imported(dataset, folder, [spoil(json.dumps(row).encode()), good])
+    if dataset == "mind2web_blocks" and reason == "bad_field" and what in ("number", "nested"):
+        assert len(ids) == 2 and not left_out, "a test split keeps its steps whatever their boxes are"
+        return
     assert [step_id.removeprefix("t_") for step_id in ids] == ["one"]
     if what != "UTF-16":  # its zero bytes are line ends too
         assert [(r["row"], r["reason"]) for r in left_out] == [("0", reason)]

@@ -316,7 +316,7 @@ def test_a_policy_that_wants_vision_tokens_and_groups_without_spread(
             str(init), *graders, dataset, steps, models, config, 8, 8, 5, "cpu", run.out, quiet, scratch=beside(run.out)
         )
     assert not any(token in row["text"] for row in run.rows for token in VISION_TOKENS)
-    completions = run.trainer._buffered_inputs
+    completions = run.trainer._passes
     unwanted = torch.tensor(vision_token_ids(run.trainer.processing_class.tokenizer))
     assert not any(torch.isin(batch["completion_ids"], unwanted).any() for batch in completions)
 
