@@ -114,7 +114,7 @@ class Making:
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
         settings |= resource.placement(kind)  # how many processes share the work does not change what it finds
         serving = self.context.resources.engines.serving()
-        work = kind(**common, **settings, serving=serving, out=self.draft, scratch=scratch)
+        work = kind(**common, **settings, serving=serving, visual=self.store.visual, out=self.draft, scratch=scratch)
         result = resource.launch(self.context, work, self.loop.root)
         shutil.rmtree(scratch)
         return result

@@ -294,12 +294,14 @@ def collect(folder: Path) -> None:
                 say(f"{name}, {split}, {rollouts} rollouts: " + "; ".join(map(change_text, changes)))
     draw(table)
     last = table[LONG]["unused"]
-    final = [change["difference"] for change in last[max(last, key=int)]]
+    whole = [rollouts for rollouts, changes in last.items() if len(changes) == len(curves)]
+    final = [change["difference"] for change in last[max(whole, key=int)]]
     baseline.write(
         NAME,
         command="python -m benchmarks.grpo_curve",
         value=round(float(np.mean(final)), 2),
-        unit="points of Step SR on unused training steps, after the longest run",
+        unit="points of Step SR on unused training steps",
+        rollouts=max(map(int, whole)),
         against="pi_1",
         ratio=None,
         repetitions=table,
@@ -322,9 +324,9 @@ def draw(table: dict[str, Any]) -> None:
         rollouts = sorted(map(int, looks))
         seeds = len(looks["0"])
         for seed in range(seeds):
-            axis.plot(
-                [max(n, 512) for n in rollouts], [looks[str(n)][seed]["after"] for n in rollouts], color="0.7", lw=1
-            )
+            line = [looks[str(n)][seed]["after"] for n in rollouts if len(looks[str(n)]) > seed]
+            axis.plot([max(n, 512) for n in rollouts[: len(line)]], line, color="0.7", lw=1)
+        rollouts = [n for n in rollouts if len(looks[str(n)]) == seeds]  # a run may have been ended by its time
         mean = [float(np.mean([change["after"] for change in looks[str(n)]])) for n in rollouts]
         axis.plot([max(n, 512) for n in rollouts], mean, color="C0", lw=2, marker="o", label="mean of the seeds")
         axis.axhline(mean[0], color="0.5", ls=":", lw=1)

@@ -104,6 +104,11 @@ class Store:
                 return f"{folder}/{name} (it has {size:,} bytes, not {sizes[name]:,})"
         return None
 
+    @property
+    def visual(self) -> Path:
+        """The folder of visual embeddings (see `inference.visual`): what is deleted there is computed again."""
+        return self.root / ".visual"
+
     def scratch(self, key: str) -> Path:
         """A folder that outlives a killed run, for the work whose inputs and configuration hash to `key`."""
         folder = self.root / ".scratch" / key

@@ -93,6 +93,7 @@ class Work(Strict):
     batch_size: int
     seed: int
     serving: Serving = Serving()
+    visual: Path | None = None  # where embeddings of screenshots are kept for other jobs; None: nowhere
 
     def device_name(self) -> str:
         """The device as a person would name it."""
@@ -326,6 +327,9 @@ class ChunkedWork(Work):
         """`_make` in a process of its own."""
         import torch
 
+        from coepg_dagster.inference.visual import keep_in
+
+        keep_in(self.visual)
         # torch replaces the thread pool of the process that was forked at its first use, which threads must not race for
         torch.set_num_threads(torch.get_num_threads())
         with last_words():

@@ -12,6 +12,7 @@ from typing import Final
 
 from dagster_pipes import PipesContext, open_dagster_pipes
 
+from coepg_dagster.inference.visual import keep_in
 from coepg_dagster.processes import end_with_parent, last_words
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.launch import is_main, is_rank, launch, see_one_gpu
@@ -28,6 +29,7 @@ def main(work_file: Path, result_file: Path) -> None:
     """
     end_with_parent()
     work = read_work(work_file)
+    keep_in(work.visual)
     on_gpu = work.device != "cpu"
     try:
         if isinstance(work, TrainingWork) and not is_rank():

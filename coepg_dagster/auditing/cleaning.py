@@ -17,6 +17,8 @@ PLAY: Final = "play"
 """The folder of `coepg play` beside the assets of a loop."""
 DRAFT_SECONDS: Final = 3600
 """A draft in which nothing was written for so long belongs to a process that was killed."""
+VISUAL_SECONDS: Final = 7 * 24 * 3600
+"""Embeddings to which nothing was added for so long are hardly read any more; they are computed again if they are."""
 _SCRATCH: Final = re.compile(r"(?P<job>.+)-[0-9a-f]{12}")
 
 
@@ -25,7 +27,7 @@ class Leftover:
     """A folder of the store that may go."""
 
     folder: Path
-    kind: str  # "version", "play", "scratch" or "draft"
+    kind: str  # "version", "play", "scratch", "draft" or "visual"
     size: int  # bytes
 
     def remove(self) -> None:
@@ -55,7 +57,8 @@ def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: f
       log does not cost the store;
     - what `coepg play` left, but for the newest `keep` of each iteration;
     - scratch folders of jobs in `finished` (EXPERIMENT-sSEED-ASSET-K of current artifacts): nothing will go on from them;
-    - drafts of processes that were killed.
+    - drafts of processes that were killed;
+    - visual embeddings of towers that no job has asked about anything new for VISUAL_SECONDS.
     """
     stay, known = needed(archive, keep), set(archive.current)
     found: list[tuple[Path, str]] = []
@@ -73,6 +76,9 @@ def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: f
     for folder in _folders(archive.store / ".drafts"):
         if _last_write(folder) < (time.time() if now is None else now) - DRAFT_SECONDS:
             found.append((folder, "draft"))
+    for folder in _folders(archive.store / ".visual"):
+        if _last_write(folder) < (time.time() if now is None else now) - VISUAL_SECONDS:
+            found.append((folder, "visual"))
     return [Leftover(folder, kind, _size(folder)) for folder, kind in sorted(found)]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.auditing.archive import Archive, NotFound, place_of
-from coepg_dagster.auditing.cleaning import DRAFT_SECONDS, leftovers, needed
+from coepg_dagster.auditing.cleaning import DRAFT_SECONDS, VISUAL_SECONDS, leftovers, needed
 from coepg_dagster.provenance import Record, Ref
 from tests.auditing.loop import Hand
 
@@ -103,11 +103,19 @@ def test_scratch_drafts_and_plays(hand: Hand) -> None:
         (folder / "file").write_text("x")
         for path in (folder / "file", folder):
             os.utime(path, (now - 2 * DRAFT_SECONDS + age,) * 2 if folder != alive else (now - 10,) * 2)
+    idle, asked = root / ".visual" / "idle", root / ".visual" / "asked"
+    for age, folder in ((VISUAL_SECONDS + 60, idle), (VISUAL_SECONDS - 60, asked)):
+        file = folder / "ab" / "screenshot.safetensors"
+        file.parent.mkdir(parents=True)
+        file.write_text("x")
+        for path in (file, file.parent, folder):
+            os.utime(path, (now - age,) * 2)
     found = leftovers(hand.archive, {"hand-s1-verdicts-1"}, now=now)
     assert {(leftover.folder, leftover.kind) for leftover in found} == {
         (done, "scratch"),
         (killed, "draft"),
         (plays[0], "play"),
+        (idle, "visual"),
     }
     assert leftovers(hand.archive, {"hand-s1-verdicts-1"}, keep=2, now=now) == [f for f in found if f.kind != "play"]
 
