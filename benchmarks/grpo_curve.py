@@ -331,7 +331,8 @@ def draw(table: dict[str, Any]) -> None:
         axis.plot([max(n, 512) for n in rollouts], mean, color="C0", lw=2, marker="o", label="mean of the seeds")
         axis.axhline(mean[0], color="0.5", ls=":", lw=1)
         axis.set_xscale("log")
-        axis.set_xticks([512, *LOOKS], ["0", *(f"{n // 1024}k" for n in LOOKS)])
+        ticks = [n for n in LOOKS if n & (n - 1) == 0 and n <= max(map(int, looks))]
+        axis.set_xticks([512, *ticks], ["0", *(f"{n // 1024}k" for n in ticks)])
         axis.minorticks_off()
         axis.set_title({"validation": "validation", "unused": "training steps that no model saw"}[split])
         axis.set_xlabel("rollouts")
