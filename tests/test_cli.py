@@ -228,7 +228,7 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
         ("benchmark: {reader: jsonl, test: [test]}", "holds no files of a jsonl dataset"),
         (
             "benchmark: {max_train_steps: 7}",
-            "`grpo.prompts_per_step`: it is 8, and split 'train', with `max_train_steps`",
+            "`grpo.prompts_per_step`: it is 64, and split 'train', with `max_train_steps`",
         ),
         ("grpo: {prompts_per_step: 1201, micro_batch_size: 8}", "has 1200 training steps: lower it"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -195,22 +194,28 @@ class TransformersEngine:
 
     def _prefill(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
         """(keys and values of each prefix, the position of the token that follows each)."""
+        if self._shown is None:
+            return self._prefilled(heads, images)
+        with self._shown.keys():
+            found = self._prefilled(heads, images)
+            if self._path is not None:  # a trainer forgets its batches itself
+                self._shown.forget()
+            return found
+
+    def _prefilled(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
         device = self._model.device
-        with self._shown.keys() if self._shown else nullcontext():
-            inputs = self._processor(
-                text=heads,
-                images=[[image] for image in images],
-                padding=True,
-                return_tensors="pt",
-                do_resize=False,
-                device=str(device),  # a GPU scales the pixels and cuts the patches too
-            ).to(device)
+        inputs = self._processor(
+            text=heads,
+            images=[[image] for image in images],
+            padding=True,
+            return_tensors="pt",
+            do_resize=False,
+            device=str(device),  # a GPU scales the pixels and cuts the patches too
+        ).to(device)
         if not bool(inputs["attention_mask"].all()):
             raise ValueError("prefixes of one batch differ in length: give images of one size and one chat template")
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         _, cache, next_position = prefill(self._model, self._model, inputs)
-        if self._shown and self._path is not None:  # a trainer forgets its batches itself
-            self._shown.forget()
         return cache, next_position
 
     def _choose(self, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,6 +159,7 @@ class Screenshots:
     def __init__(self, processor: Any) -> None:
         self._images = processor.image_processor
         self.merged: int = self._images.merge_size**2  # patches in a visual token
+        self.lock = threading.RLock()  # for those who share a processor between threads, as a server of one does
         self._shown: dict[str, Callable[[], Any]] = {}
         self._shown_before: dict[str, Callable[[], Any]] = {}
 
@@ -168,7 +170,7 @@ class Screenshots:
     @contextmanager
     def keys(self) -> Iterator[None]:
         """Within it the processor writes keys for pixels. Raises ValueError for images that it would resize."""
-        prepare = self._images.preprocess
+        prepare = type(self._images).preprocess.__get__(self._images)  # its own, whoever else writes keys now
         factor = self._images.patch_size * self._images.merge_size
         limits = {"min_pixels": self._images.size["shortest_edge"], "max_pixels": self._images.size["longest_edge"]}
 
@@ -191,11 +193,12 @@ class Screenshots:
             rows, grids = zip(*(known[id(image)] for image in flat), strict=True)
             return BatchFeature({"pixel_values": torch.cat(rows), "image_grid_thw": torch.tensor(grids)})
 
-        self._images.preprocess = keyed
-        try:
-            yield
-        finally:
-            del self._images.preprocess
+        with self.lock:
+            self._images.preprocess = keyed
+            try:
+                yield
+            finally:
+                del self._images.preprocess
 
     def grid(self, image: Image.Image) -> list[int]:
         """The patches of an image: of how many times, rows and columns."""

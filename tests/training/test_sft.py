@@ -18,6 +18,7 @@ from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
+from coepg_dagster.inference.visual import names, screenshot_key
 from coepg_dagster.prompts import parse_grounder, parse_planner
 from coepg_dagster.training.examples import NothingToTrainOn, grounder_examples, grpo_prompts, planner_examples
 from coepg_dagster.training.sft import train_sft
@@ -82,9 +83,8 @@ def test_sft(
     # the trainer's own processor sees the pixels that the engine sees: one resize, not two
     screens = Screens(steps, RESIZE)
     images = [screens.image(f"s{i}") for i in range(6)]
-    pixels = processor.image_processor(images=images, do_resize=False, return_tensors="pt")["pixel_values"]
-    rows = {tuple(row) for row in pixels.flatten(1)[:, :40].tolist()}
-    assert all(tuple(row) in rows for batch in seen for row in batch["pixel_values"].flatten(1)[:, :40].tolist())
+    keys = {screenshot_key(image).hex() for image in images}
+    assert all(set(names(batch["pixel_values"], batch["image_grid_thw"])) <= keys for batch in seen)
 
     # trained, and frozen where asked
     before = load_file(init / "model.safetensors")
