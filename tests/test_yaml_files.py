@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from coepg_dagster.yaml_files import MAX_BYTES, MAX_VALUES, BadYaml, dump, parse, read
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Cn"]), max_size=20)
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Cn"]), max_size=20).filter(
+    lambda text: "Infinity" not in text  # replaced below, where it is a number
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
