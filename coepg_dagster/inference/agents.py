@@ -127,7 +127,7 @@ class Grounder:
         seconds = (time.perf_counter() - started) / max(1, len(requests))
         found = {pair: self._read(pair[0], answer[0]) for pair, answer in zip(new, answers, strict=True)}
         weights = {reading.weights for reading in found.values() if reading.failure is None}
-        if any(kept.weights not in weights for kept in self._kept.values()) and weights:
+        if weights and any(kept.weights not in weights for kept in self._kept.values()):
             self._kept.clear()
             return self.ground(plans)
         first = set(found)

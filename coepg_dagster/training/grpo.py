@@ -332,7 +332,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         rows |= {name: more[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
         said, size = [], batch_size or len(input_ids)
         for start in range(0, len(input_ids), size):
-            chunk = select_rows(rows, range(start, min(len(input_ids), start + size)))
+            whole = size >= len(input_ids)  # as in the update: nothing to choose, and nothing to copy
+            chunk = rows if whole else select_rows(rows, range(start, min(len(input_ids), start + size)))
             packed = pack(self._core, completion=logits_to_keep, **chunk)
             with self.accelerator.autocast():
                 output = model(**packed.inputs, labels=packed.labels, fused_lm_head=True)

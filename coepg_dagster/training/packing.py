@@ -39,9 +39,7 @@ class Packed:
 
     inputs: dict[str, Any]  # of the model's forward pass
     labels: torch.Tensor  # (groups, length), IGNORED but at completion tokens
-    places: (
-        torch.Tensor
-    )  # (rollouts, completion length): where a token's prediction is in (groups, length - 1), flattened
+    places: torch.Tensor  # (rollouts, completion length): where a prediction is in (groups, length - 1), flattened
     real: torch.Tensor  # (rollouts, completion length), bool: the tokens that are no padding
 
     def unpack(self, predictions: torch.Tensor) -> torch.Tensor:
