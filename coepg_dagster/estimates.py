@@ -9,7 +9,6 @@ takes the time of its operations, and that of the host, which launches the kerne
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,8 @@ GB: Final = 1e9
 DEFAULT_SERVING: Final = Serving()
 CONTEXT: Final = 1.5 * GB
 """Beside the tensors of a process: CUDA context, libraries, fragments."""
+VISUAL_MEMORY: Final = 1 << 30
+"""Bytes of visual embeddings that a process keeps at most, as `inference.visual`."""
 
 
 @dataclass(frozen=True)
@@ -425,16 +426,15 @@ def grpo_memory(
         reference -= bytes_each * model.vision.parameters
     graded = float(sum(bytes_each * grader.parameters for grader in graders))
     rollouts = -(-config.prompts_per_step * config.group_size // gpus)
-    update = training_activations(
-        model, example, config.micro_batch_size, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision
-    )
-    # TRL keeps every rollout's own copy of its screenshot on the GPU until the step is over
-    visual = model.image_tokens(*example.image) * model.vision.merge**2
-    pixels = float(rollouts * visual * 3 * model.vision.temporal * model.vision.patch**2 * 4)
-    if shared:  # and the tower its pixels and what it made of them, for each prompt
+    row, rows = update_row(config, example, gpus)
+    update = training_activations(model, row, rows, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision)
+    if row is not example:  # who sees whom in a row, as booleans and as numbers that are added to the scores
+        update += rows * row.tokens(model) ** 2 * (1 + 2)
+    if config.freeze_vision:  # what the towers made of the screenshots of a step
+        visual = model.image_tokens(*example.image) * model.vision.merge**2
         made = bytes_each * visual * (model.vision.hidden + model.hidden / model.vision.merge**2)
-        pixels += pixels / config.group_size + rollouts / config.group_size * made
-    held = replace(held, weights=held.weights + reference + graded, activations=update + pixels)
+        update += min(float(VISUAL_MEMORY), config.prompts_per_step / gpus * made * (1 + len(graders)))
+    held = replace(held, weights=held.weights + reference + graded, activations=update)
     if config.rollouts == "vllm":
         engine = 0.0 if serving.rollout_server else serving.rollout_memory * card
         return replace(held, vllm=max(0.0, engine - held.activations) if serving.rollout_sleep else engine)
@@ -462,28 +462,44 @@ def grpo_seconds(
         generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
     reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
 
+    row, rows = update_row(config, example)
+    groups = config.group_size * rows if row is not example else rows  # rollouts of a pass
+    passes = rollouts / groups
+
     def operations(screenshots: float, train: bool) -> Flops:
-        """Of one rollout, where a pass of `rows` of them encodes so many screenshots."""
-        one = sequence_flops(model, config, example, train=train)
+        """Of one row, where a pass of `rows` of them encodes so many screenshots."""
+        one = sequence_flops(model, config, row, train=train)
         return replace(one, vision=one.vision * screenshots / rows)
 
-    rows, tower = config.micro_batch_size, 0 if frozen else model.vision.layers
-    # a frozen tower encodes the screenshots of a step once, while its policy samples or before the first pass that needs them;
-    # one that is trained those of each pass: log-probabilities are computed group by group, then TRL shuffles the rollouts
+    tower = 0 if frozen else model.vision.layers
+    # a frozen tower encodes a screenshot once, while its policy samples or before the first pass that needs it; one that is
+    # trained encodes those of each pass
     encode = pass_seconds(config.prompts_per_step * operations(rows, train=False).vision, model.vision.layers, rates)
     encoding = rollouts / step * encode if frozen and config.rollouts == "vllm" else 0.0
-    shown = config.prompts_per_step * (1 - math.comb(step - size, rows) / math.comb(step, rows))
-    scored = operations(0 if frozen else -(-rows // size), train=False)
+    shown = 0 if frozen else -(-groups // size)
+    scored = operations(shown, train=False)
     scoring = pass_seconds(rows * scored.total, model.layers + tower, rates)
-    trained = operations(0 if frozen else shown, train=True)
+    trained = operations(shown, train=True)
     again = recomputed(trained, 1.0, freeze_vision=frozen, fixed_weights=fixed)
     layers = layer_passes(model, recompute=1.0, freeze_vision=frozen) - (model.vision.layers if frozen else 0)
     update = pass_seconds(rows * (trained.total + again), layers, rates)
-    # of the reference, and of the policy where another engine sampled
+    # of the reference, and of the policy where another engine sampled; without KL, groups without spread need no update: how
+    # many that will be is not known
     scorings = bool(config.kl_beta) + (config.rollouts == "vllm")
-    # TRL tokenizes every rollout's prompt twice and copies its screenshot: 2.2 s for 64 on an H200's host
-    prepared = rollouts * rates.image
-    return generate + reward + prepared + encoding + rollouts / rows * (scorings * scoring + update)
+    return generate + reward + prompts * rates.image + encoding + passes * (scorings * scoring + update)
+
+
+def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Example, int]:
+    """What one row of GRPO's passes holds, and how many rows a pass has.
+
+    A group is one row, [prompt][last token, c_1] … [last token, c_G], where attention takes a mask (see `training.packing`);
+    else a rollout is one, which is `example` itself.
+    """
+    if config.attention == "flash_attention_2":
+        return example, config.micro_batch_size
+    size = config.group_size
+    rows = max(1, config.pass_size(packs=True, processes=processes) // size)
+    return replace(example, prompt=example.prompt + size - 1, answer=size * example.answer), rows
 
 
 def looks(config: Grpo, steps: int) -> int:

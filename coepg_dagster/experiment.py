@@ -403,6 +403,21 @@ class Grpo(Strict):
             )
         return self
 
+    def pass_size(self, *, packs: bool, processes: int = 1) -> int:
+        """Rollouts of a pass: `micro_batch_size`, or as many more as leave groups whole.
+
+        Args:
+            packs: whether a group is one row.
+            processes: that share an optimizer step.
+        """
+        groups, torn = divmod(self.prompts_per_step, processes)
+        if not packs or torn:
+            return self.micro_batch_size
+        wanted = -(-self.micro_batch_size // self.group_size)
+        return self.group_size * min(
+            n for n in range(1, groups + 1) if groups % n == 0 and (n >= wanted or n == groups)
+        )
+
 
 class Regeneration(Strict):
     """How the pools make D_k: candidates, verdicts, selection."""

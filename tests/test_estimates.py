@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from coepg_dagster.estimates import (
     CARDS,
     EAGER,
     EAGER_LAYER_SECONDS,
+    VISUAL_MEMORY,
     Example,
     Memory,
     Stage,
@@ -34,9 +34,11 @@ from coepg_dagster.estimates import (
     rates_of,
     sft_memory,
     sft_seconds,
+    update_row,
     vllm_seconds,
 )
 from coepg_dagster.experiment import Grpo, Lora, Serving, Sft, load_experiment
+from coepg_dagster.inference import visual
 
 ROOT = Path(__file__).parents[1]
 MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
@@ -174,37 +176,53 @@ def test_what_is_spared_takes_no_time(rows: int, share: float, frozen: bool, com
     assert seconds(freeze_vision=False) - seconds(freeze_vision=True) == pytest.approx((2 + share) * tower)
 
 
-def test_rollouts_of_a_group_share_the_encoding_of_their_screenshot() -> None:
+def test_a_group_is_one_row_of_the_update() -> None:
     model, example = MODELS[0], Example((1288, 728), 90, 80)
 
-    def seconds(group: int = 8, **changed: Any) -> float:
-        config = Grpo(prompts_per_step=64 // group, group_size=group, micro_batch_size=8, **changed)
-        return grpo_seconds(model, [], config, example, example, 64 // group, RATES, 64)
+    def config(**changed: Any) -> Grpo:
+        settings = {"prompts_per_step": 8, "group_size": 8, "micro_batch_size": 8, "kl_beta": 0.0}
+        return Grpo.model_validate(settings | changed)
 
-    encoding = flops(model, image=example.image, text=170, scored=80, train=False).vision / (EAGER * RATES.train)
-    prompt = flops(model, image=example.image, text=90, scored=1, train=False).total / (EAGER * RATES.train)
-    # the policy samples for 32 or 4 prompts; what a frozen tower makes of their screenshots is kept
-    assert seconds(2) - seconds(16) == pytest.approx((32 - 4) * prompt, rel=0.02)
-    # one that is trained encodes again in 8 passes of log-probabilities, 4 or 1 each, and in 8 of the update, whose rollouts
-    # are shuffled: forward, again, and backward
-    fewer = 8 * (4 - 1) + 8 * 4 * (different(32, 2) - different(4, 16))
-    trained = seconds(2, freeze_vision=False) - seconds(16, freeze_vision=False)
-    assert trained == pytest.approx((32 - 4) * prompt + fewer * encoding, rel=0.02)
-    # what another engine sampled is scored by the policy too, and its screenshots are encoded for that
+    def seconds(**changed: Any) -> float:
+        return grpo_seconds(model, [], config(**changed), example, example, 8, RATES, 64)
+
+    row, rows = update_row(config(), example)
+    visual = example.tokens(model) - example.text
+    assert rows == 1 and row.tokens(model) == visual + 90 - 1 + 8 * (1 + 80)
+    assert update_row(config(attention="flash_attention_2"), example) == (example, 8)
+    apart = seconds(attention="flash_attention_2") - seconds()
+    flash, packed = (
+        n * flops(model, image=example.image, text=e.text, scored=e.answer, train=True, freeze_vision=True).language
+        for n, e in ((8, example), (1, row))
+    )
+    assert 5 < flash / packed < 8, "the prompt is computed once"
+    # 4/3: layers are computed again in the backward pass; attention and head are what is left of it
+    assert apart == pytest.approx(8 * (flash - packed) * 4 / 3 / (EAGER * RATES.train), rel=0.1)
+    # groups of a pass share its launches, and a tower that is trained goes through the screenshots of each pass
+    spared = 4 * (model.layers * 4) * EAGER_LAYER_SECONDS
+    assert seconds() - seconds(micro_batch_size=16) == pytest.approx(spared)
+    vision = flops(model, image=example.image, text=170, scored=80, train=False).vision
+    tower = 8 * pass_seconds(4 * vision, 4 * model.vision.layers, RATES)
+    assert seconds(freeze_vision=False) - seconds() == pytest.approx(tower)
+
+
+def test_what_another_engine_sampled_is_scored_by_the_policy_too() -> None:
+    model, example = MODELS[0], Example((1288, 728), 90, 80)
+
+    def seconds(**changed: Any) -> float:
+        config = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=8, **changed)
+        return grpo_seconds(model, [], config, example, example, 8, RATES, 64)
+
     scoring = seconds() - seconds(kl_beta=0.0)
     assert scoring > 8 * model.layers * EAGER_LAYER_SECONDS
-    tower = pass_seconds(
-        8 * flops(model, image=example.image, text=170, scored=80, train=False).vision, model.vision.layers, RATES
-    )
+    vision = flops(model, image=example.image, text=170, scored=80, train=False).vision
+    tower = pass_seconds(8 * vision, model.vision.layers, RATES)
     sampled = policy_seconds(model, example, 8, 8, 1, RATES) - vllm_seconds(model, example, 64, 8, 64, RATES)
     assert seconds() - seconds(rollouts="vllm") == pytest.approx(sampled - scoring - tower)
 
 
-def different(prompts: int, group: int) -> float:
-    """Of 8 shuffled rollouts, how many different prompts they have on average."""
-    draw = np.random.default_rng(5)
-    rows = np.repeat(np.arange(prompts), group)
-    return float(np.mean([len(set(draw.permutation(rows)[:8])) for _ in range(4000)]))
+def test_as_many_visual_embeddings_are_kept_as_there_is_room_for() -> None:
+    assert VISUAL_MEMORY == visual.MEMORY
 
 
 def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coepg_dagster import yaml_files
 from coepg_dagster.evaluation.case import ScoringError
@@ -522,3 +524,18 @@ def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_on
         }
         assert different == expected
         assert all(before[key] == after[key] for key in ("iterations", "seeds", "batch_size", "pool"))
+
+
+@given(st.integers(1, 12), st.integers(2, 8), st.integers(1, 4), st.data())
+def test_a_pass_holds_whole_groups_and_passes_are_equal(
+    prompts: int, group: int, processes: int, data: st.DataObject
+) -> None:
+    micro = data.draw(st.sampled_from([m for m in range(1, prompts * group + 1) if prompts * group % m == 0]))
+    config = Grpo(prompts_per_step=prompts, group_size=group, micro_batch_size=micro)
+    assert config.pass_size(packs=False, processes=processes) == micro
+    size = config.pass_size(packs=True, processes=processes)
+    if prompts % processes:
+        assert size == micro, "groups are shared by processes"
+    else:
+        assert size % group == 0 and (prompts * group // processes) % size == 0
+        assert size >= min(micro, prompts * group // processes)

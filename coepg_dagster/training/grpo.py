@@ -51,7 +51,7 @@ from coepg_dagster.training.common import (
 from coepg_dagster.training.end_to_end import PointReward
 from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
 from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
-from coepg_dagster.training.packing import can_pack, in_passes, pack, pass_size, refuse_other_screenshots, select_rows
+from coepg_dagster.training.packing import can_pack, in_passes, pack, refuse_other_screenshots, select_rows
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import Probe, probed_steps
 from coepg_dagster.training.sampling import (
@@ -593,7 +593,7 @@ def _train(
     Tower(model, shown, store)
     if is_main() and not can_pack(model):
         print(f"each rollout is a row of its own: attention {config.attention} takes no mask for groups", flush=True)
-    micro = pass_size(config, can_pack(model))
+    micro = config.pass_size(packs=can_pack(model), processes=placement.processes)
     trainer = CdremTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),

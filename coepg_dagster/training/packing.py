@@ -9,7 +9,6 @@ screenshot is a thousand tokens and a plan fifty, which is why it pays here more
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +16,6 @@ from typing import Any, Final
 import torch
 from PIL import Image
 
-from coepg_dagster.experiment import Grpo
 from coepg_dagster.inference.visual import Screenshots, names, screenshot_key
 from coepg_dagster.progress import Ended
 
@@ -198,18 +196,3 @@ def first_of_runs(
     alike &= (image_grid_thw[1:] == image_grid_thw[:-1]).all(-1)
     again = [same and torch.equal(images[i + 1], images[i]) for i, same in enumerate(alike.tolist())]
     return [0] + [i + 1 for i, same in enumerate(again) if not same]
-
-
-def pass_size(config: Grpo, packs: bool, processes: int | None = None) -> int:
-    """Rollouts of a pass: `micro_batch_size`, or as many more as leave groups whole.
-
-    Args:
-        packs: whether a group is one row.
-        processes: that share an optimizer step; None: as many as there are.
-    """
-    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
-    groups, torn = divmod(config.prompts_per_step, processes)
-    if not packs or torn:
-        return config.micro_batch_size
-    wanted = -(-config.micro_batch_size // config.group_size)
-    return config.group_size * min(n for n in range(1, groups + 1) if groups % n == 0 and (n >= wanted or n == groups))

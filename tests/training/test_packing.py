@@ -24,7 +24,7 @@ from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import planner_messages
 from coepg_dagster.training import grpo
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.packing import Packed, can_pack, in_passes, pack, pass_size
+from coepg_dagster.training.packing import Packed, can_pack, in_passes, pack
 from coepg_dagster.training.sampling import compare_logprobs
 from tests.conftest import beside, quiet
 
@@ -170,21 +170,6 @@ def test_what_has_no_gradient_is_left_out_and_the_loss_stays(
         assert len(rest["pixel_values"]) == 2 * kept == 2 * len(rest["num_images"])
 
 
-@given(st.integers(1, 12), st.integers(2, 8), st.integers(1, 4), st.data())
-def test_a_pass_holds_whole_groups_and_passes_are_equal(
-    prompts: int, group: int, processes: int, data: st.DataObject
-) -> None:
-    micro = data.draw(st.sampled_from([m for m in range(1, prompts * group + 1) if prompts * group % m == 0]))
-    config = Grpo(prompts_per_step=prompts, group_size=group, micro_batch_size=micro)
-    assert pass_size(config, packs=False, processes=processes) == micro
-    size = pass_size(config, packs=True, processes=processes)
-    if prompts % processes:
-        assert size == micro, "groups are shared by processes"
-    else:
-        assert size % group == 0 and (prompts * group // processes) % size == 0
-        assert size >= min(micro, prompts * group // processes)
-
-
 @given(st.floats(0, 0.2), st.integers(0, 5))
 def test_sampler_and_trainer_are_compared_where_both_are_known(apart: float, at: int) -> None:
     sampled = torch.full((2, 3), -1.0)
@@ -300,7 +285,7 @@ def test_rows_and_groups_train_the_same_planner(
     norms = []
     for packs in (True, False):
         monkeypatch.setattr(grpo, "can_pack", lambda _, packs=packs: packs)
-        monkeypatch.setattr(grpo, "pass_size", lambda *_: 6)
+        monkeypatch.setattr(Grpo, "pass_size", lambda *_, **__: 6)
         train(config)
         log = [line for line in (tmp_path / "out/training_log.jsonl").read_text().splitlines() if "grad_norm" in line]
         norms.append([json.loads(line) for line in log])
