@@ -144,7 +144,10 @@ class Loop:
                 init=str(ROOT / init),
                 dataset=data,
                 train_split=train,
-                config=experiment.sft,
+                validation_split=experiment.benchmark.validation,
+                max_plan_tokens=pools.max_plan_tokens,
+                max_point_tokens=pools.max_point_tokens,
+                config=experiment.sft.model_copy(update={"probe_steps": 0}),
                 placement=ALONE,
             )
             for asset, role, init in (
