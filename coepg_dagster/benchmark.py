@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
 from coepg_dagster.experiment import Benchmark, Experiment
-from coepg_dagster.miniwob.splits import SPLITS
 from coepg_dagster.readers import android_control, mind2web
 from coepg_dagster.readers.importing import source_files
-from coepg_dagster.readers.miniwob import TARGETS_FILE
 from coepg_dagster.readers.rows import ReaderError
+from coepg_dagster.sandbox.miniwob.reader import TARGETS_FILE
+from coepg_dagster.sandbox.miniwob.splits import SPLITS
 from coepg_dagster.workers import limited
 
 

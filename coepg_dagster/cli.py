@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from coepg_dagster import yaml_files
-from coepg_dagster.estimates import CARDS, Strategy
 from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, split_reference
+from coepg_dagster.planning.estimates import CARDS, Strategy
 from coepg_dagster.processes import leave_words
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.refusal import Refusal
@@ -287,8 +287,8 @@ def _dry_run(
     strategy: Strategy,
 ) -> None:
     """The part of `plan` that says what a run would take."""
-    from coepg_dagster import dryrun
-    from coepg_dagster.estimates import rates_of
+    from coepg_dagster.planning import dryrun
+    from coepg_dagster.planning.estimates import rates_of
     from coepg_dagster.provenance import Ref
 
     here = dryrun.found_card() if gpu is None else (CARDS[gpu], gpus or 1)
@@ -583,10 +583,10 @@ def collect(
     Only episodes that the environment rewards are kept. What is there is not collected again; a killed run goes on.
     Needs Chromium, ChromeDriver and the extra `miniwob`.
     """
-    from coepg_dagster.miniwob.browser import find_pages, find_programs
-    from coepg_dagster.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
-    from coepg_dagster.miniwob.collect import collect as collect_shards
-    from coepg_dagster.miniwob.snapshot import build_snapshot
+    from coepg_dagster.sandbox.miniwob.browser import find_pages, find_programs
+    from coepg_dagster.sandbox.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
+    from coepg_dagster.sandbox.miniwob.collect import collect as collect_shards
+    from coepg_dagster.sandbox.miniwob.snapshot import build_snapshot
 
     find_programs()
     find_pages()
@@ -627,10 +627,9 @@ def pretrain(
     Writes a model card for each, with results per split. The full recipe wants a GPU (minutes); a CPU takes many hours.
     """
     _require(device)
-    from coepg_dagster.pretraining import cards
-    from coepg_dagster.pretraining import recipe as recipes
-    from coepg_dagster.pretraining import screens as pages
-    from coepg_dagster.pretraining.train import run
+    from coepg_dagster.sandbox.pretraining import corpus, model_cards
+    from coepg_dagster.sandbox.pretraining import recipe as recipes
+    from coepg_dagster.sandbox.pretraining.train import run
 
     def show(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
@@ -643,9 +642,9 @@ def pretrain(
     shards = sorted((screens / "pretrain").glob("*/*.parquet"))
     if not shards:
         _refuse(f"{screens}/pretrain holds no screens: `coepg collect miniwob --screens-per-family 600` makes them")
-    pictures = pages.read(shards)
+    pictures = corpus.read(shards)
     run(settings, pictures, out, device, show, only=only, parallel=parallel, loaders=loaders)
-    cards.write(out, settings, pictures, snapshot, only=only, device=device)
+    model_cards.write(out, settings, pictures, snapshot, only=only, device=device)
 
 
 @app.command()
@@ -674,7 +673,7 @@ def play(
         out.mkdir(parents=True, exist_ok=True)
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.assets.live import play_iteration
-    from coepg_dagster.reports.play import rate, why
+    from coepg_dagster.sandbox.miniwob.play_page import rate, why
 
     def show(done: int, of: int, figures: Mapping[str, float]) -> None:
         if done % 10 == 0 or done == of:

@@ -33,11 +33,11 @@ from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import refuse_protocol
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.capabilities import EngineName, require
-from coepg_dagster.miniwob.splits import SPLITS as MINIWOB_SPLITS
 from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset
 from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
 from coepg_dagster.refusal import Refusal
+from coepg_dagster.sandbox.miniwob.splits import SPLITS as MINIWOB_SPLITS
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
 """Names become parts of asset keys and of paths."""

@@ -143,7 +143,7 @@ CORPUS = [f"Click {word}. Enter red into {word}." for word in WORDS]
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Checkpoints with random weights, by seed; made once each."""
-    from coepg_dagster.pretraining.architecture import build_random_checkpoint
+    from coepg_dagster.sandbox.pretraining.tiny_models import build_random_checkpoint
 
     root = tmp_path_factory.mktemp("random")
 

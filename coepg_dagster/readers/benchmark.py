@@ -11,7 +11,7 @@ import pyarrow as pa
 from coepg_dagster.experiment import Benchmark, fingerprint
 from coepg_dagster.prompts import Style
 from coepg_dagster.readers.importing import Options, load_benchmark, version_now, version_read
-from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
 SOURCE = "source"
 """Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""
