@@ -777,7 +777,7 @@ def check_data(
     if reference is None:
         report = check(path)
     else:
-        from coepg_dagster.readers.benchmark import options_of
+        from coepg_dagster.benchmark import options_of
 
         _, experiment, _ = _open(reference)
         benchmark = experiment.benchmark

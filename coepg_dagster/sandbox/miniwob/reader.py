@@ -6,7 +6,7 @@ neither a browser nor the miniwob package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coepg_dagster.pictures import BadPicture, picture
-from coepg_dagster.refusal import Refusal
+from coepg_dagster.readers.rows import ReaderError
 from coepg_dagster.sandbox.miniwob.splits import SPLITS, SplitError, StepKey, assert_disjoint, page_hash
 from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 
@@ -32,7 +32,7 @@ TARGETS_SCHEMA: Final = pa.schema(
 """What each step's target is called: the split rule is about these names."""
 
 
-class SnapshotError(Refusal, ValueError):
+class SnapshotError(ReaderError):
     """A snapshot file is missing or has a row that cannot be used; names file, row and remedy."""
 
 
@@ -56,6 +56,20 @@ def load_snapshot(path: Path) -> pa.Table:
     except SplitError as error:
         raise SnapshotError(f"{path}: {error}. {REMEDY}") from error
     return pa.concat_tables(tables)
+
+
+def load_labels(path: Path, columns: Sequence[str]) -> pa.Table:
+    """These columns of the steps of the snapshot folder `path`, rows unchecked. Raises SnapshotError."""
+    files = [path / f"{split}.parquet" for split in SPLITS]
+    if missing := [file.name for file in (*files, path / TARGETS_FILE) if not file.is_file()]:
+        raise SnapshotError(f"{path}: is no MiniWoB++ snapshot, {missing[0]} is missing; correct `path` or `reader`")
+    for file in files:
+        there = pq.read_schema(file).names
+        if lacking := [name for name in columns if name not in there]:
+            raise SnapshotError(
+                f"{file}: is no file of a MiniWoB++ snapshot, column {lacking[0]!r} is missing; correct `path` or `reader`"
+            )
+    return pa.concat_tables([pq.read_table(file, columns=list(columns)) for file in files])
 
 
 def load_targets(path: Path) -> dict[str, tuple[str, str, tuple[str, ...]]]:

@@ -34,7 +34,7 @@ SEEDS: Final[dict[Split, range]] = {
     "pretrain": range(1_000_000, 1_000_000_000),
 }
 SPLITS: Final[tuple[Split, ...]] = ("train", "validation", "test_seed", "test_text", "test_family")
-"""The splits of the shipped snapshot."""
+"""The splits of the shipped snapshot, which are those that an experiment with the reader `miniwob` may name."""
 
 UNSEEN_FAMILIES: Final = (
     "choose-date-easy",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from coepg_dagster.experiment import Benchmark
 from coepg_dagster.sandbox.miniwob.splits import (
     INTERFACE,
     KNOWN_FAMILIES,
@@ -87,6 +90,8 @@ def test_seed_ranges_do_not_meet() -> None:
     ranges = sorted(SEEDS.values(), key=lambda r: r.start)
     assert all(a.stop <= b.start for a, b in itertools.pairwise(ranges))
     assert set(SPLITS) | {"pretrain"} == set(SEEDS)
+    with pytest.raises(ValidationError, match=f"it has {', '.join(SPLITS)}"):
+        Benchmark(reader="miniwob", path=Path("data"), train="pretrain", test=["test_seed"], protocol="miniwob/point")
 
 
 def test_families_are_apart_and_all_have_an_oracle() -> None:
