@@ -1,8 +1,7 @@
-"""The `coepg` command."""
+"""The commands that make and show artifacts, through the Dagster instance."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import pyarrow as pa
 import typer
@@ -21,99 +20,33 @@ from rich.console import Console
 from rich.table import Table
 
 from coepg_dagster import yaml_files
-from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, split_reference
+from coepg_dagster.cli.common import (
+    Device,
+    Iteration,
+    Reference,
+    err,
+    open_experiment,
+    open_iteration,
+    refuse,
+    require_device,
+    say,
+    two_decimals,
+)
+from coepg_dagster.experiment import ABLATIONS, Experiment
 from coepg_dagster.planning.estimates import CARDS, Strategy
 from coepg_dagster.processes import leave_words
 from coepg_dagster.project import Project, find_project
-from coepg_dagster.refusal import Refusal
 
 if TYPE_CHECKING:
+    import dagster as dg
+
     from coepg_dagster.assets.ledger import Loop
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
     from coepg_dagster.provenance import Asset, Record, Ref, Stale
 
-err = Console(stderr=True)
-
-
-class _Commands(typer.core.TyperGroup):
-    """Whatever a person asked for and cannot have ends with one message and code 2."""
-
-    def invoke(self, ctx: Any) -> Any:
-        _told.clear()
-        try:
-            return super().invoke(ctx)
-        except Refusal as error:
-            _refuse(str(error))
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
-                raise
-            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            _refuse(f"{what}: name another place, or mend this one")
-        except ModuleNotFoundError as error:
-            if error.name not in _EXTRAS:
-                raise
-            extra = _EXTRAS[error.name]
-            _refuse(f"the package {error.name} is not installed: pip install 'coepg-dagster[{extra}]'")
-
-
-_told: set[str] = set()
-"""The files that this command has said to be left out."""
-_EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", "ray": "ray", "vllm": "vllm"}
-"""Optional packages, and the extras that bring them."""
-
-
-app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    help="""Co-evolution of a planner and a grounder for GUI agents (Co-EPG, arXiv 2511.10705).
-
-Start with `coepg plan sandbox`, then `coepg evolve sandbox --through 2`, then `coepg results sandbox`. `make ui` opens
-the same runs in Dagster's web UI. EXPERIMENT is NAME (a file under experiments/, its first seed) or NAME/sSEED.""",
-)
+app = typer.Typer()
 rewards = typer.Typer(no_args_is_help=True, help="What rewarded the planner's rollouts, and what else would have.")
-app.add_typer(rewards, name="rewards")
-Reference = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="NAME or NAME/sSEED")]
-Iteration = Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="iteration k of NAME or NAME/sSEED")]
-Device = Literal["cpu", "cuda"]
-
-
-def _open(reference: str) -> tuple[Project, Experiment, int]:
-    """The project, experiment and seed that the user named; says which other files cannot be used. Raises ExperimentError."""
-    project = find_project()
-    known = project.all_experiments()
-    opened = split_reference(reference, known)
-    for name in sorted(known.left_out.keys() - _told):
-        first, *more = known.left_out[name].splitlines()
-        _print(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
-        _told.add(name)
-    return project, *opened
-
-
-def _open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
-    """The project, experiment, seed and k of `EXPERIMENT@k`. Raises ExperimentError."""
-    name, _, k = reference.rpartition("@")
-    if not (name and k.isascii() and k.isdecimal()):
-        raise ExperimentError(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
-    project, experiment, seed = _open(name)
-    if k.lstrip("0")[4:] or int(k) > experiment.iterations:
-        raise ExperimentError(f"{reference}: {experiment.name} has the iterations 0..{experiment.iterations}")
-    return project, experiment, seed, int(k)
-
-
-def _require(*devices: Device | None) -> None:
-    """Ends with a message where a GPU is asked for that is not there."""
-    if "cuda" in devices:
-        import torch
-
-        if not torch.cuda.is_available():
-            _refuse("cuda: torch sees no GPU here: use `cpu`, or look at the driver and at CUDA_VISIBLE_DEVICES")
-
-
-def _print(text: str, style: str) -> None:
-    err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _archive(project: Project) -> Archive:
@@ -121,6 +54,15 @@ def _archive(project: Project) -> Archive:
     from coepg_dagster.assets.ledger import archive, open_instance
 
     return archive(project, open_instance(project))
+
+
+def _definitions(experiment: Experiment) -> dg.Definitions:
+    """Those of the code location that holds an experiment: they take a while to build."""
+    if experiment.name in find_project().experiments(ABLATIONS):
+        from coepg_dagster.reproductions import defs
+    else:
+        from coepg_dagster.definitions import defs
+    return defs
 
 
 @app.command()
@@ -138,29 +80,24 @@ def evolve(
     Every iteration is one run: watch it in the web UI too. A run that was killed goes on where it was when you call this
     again.
     """
-    project, experiment, seed = _open(reference)
+    project, experiment, seed = open_experiment(reference)
     if through > experiment.iterations:
-        _refuse(f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`")
+        refuse(f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`")
     if first > through:
-        _refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
+        refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
     if ray is None:
-        _require(device, train_device)
+        require_device(device, train_device)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
     from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
 
-    if experiment.name in project.experiments(ABLATIONS):
-        from coepg_dagster.reproductions import defs
-    else:
-        from coepg_dagster.definitions import defs
-
     loop = Loop(experiment, seed, project.root)
     try:
         place = place_of(device, train_device, processes, ray)
-        made = evolve_through(defs, instance, loop, through, err, place, first)
+        made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
     except RunFailed as error:
-        _print(str(error), "red")
+        say(str(error), "red")
         leave_words(str(error))
         raise typer.Exit(1) from None
     err.print(f"{made} runs" if made else "everything is there and current")
@@ -172,7 +109,7 @@ def results(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Prints Step SR, data quality and time of every iteration; stale artifacts are named with their root cause."""
-    project, experiment, seed = _open(reference)
+    project, experiment, seed = open_experiment(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
@@ -227,9 +164,9 @@ def plan(
     and from measured rates. Ends with code 2 where a later step would fail on the data or on a failed check; with code 3
     where a stage cannot fit, and names three settings that would help.
     """
-    project, experiment, seed = _open(reference)
+    project, experiment, seed = open_experiment(reference)
     if gpu is not None and gpu not in CARDS:
-        _refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
+        refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
     from coepg_dagster.assets.automation import failed_inputs
     from coepg_dagster.assets.ledger import Loop, open_instance
 
@@ -240,7 +177,7 @@ def plan(
     stale = loop.stale(records)
     why = [*_bad_steps(loop, records, stale), *failed_inputs(instance, loop)]
     if why:
-        _refuse("\n".join(f"{experiment.name}: {line}" for line in why))
+        refuse("\n".join(f"{experiment.name}: {line}" for line in why))
     for ref, cause in stale.items():
         typer.echo(f"# stale: {ref}: {cause}")
     shared = loop.shared_to_make(records, stale)
@@ -273,7 +210,7 @@ def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, St
         }
         return refuse_steps(experiment, all_steps(file), covered)
     if is_to_be_fetched(experiment.benchmark, loop.root):
-        _print(f"{experiment.benchmark.path} is not there yet: fetch the data before `coepg evolve`", "yellow")
+        say(f"{experiment.benchmark.path} is not there yet: fetch the data before `coepg evolve`", "yellow")
         return []
     return refuse_files(experiment, loop.root)
 
@@ -298,14 +235,14 @@ def _dry_run(
     hardware = dryrun.Hardware(card, gpus or count, strategy)
     benchmark = records.get(Ref("benchmark_steps"))
     if wrong := dryrun.broken(experiment.models, project.root):
-        _refuse("\n".join(wrong))
+        refuse("\n".join(wrong))
     dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
     rates = rates_of(card or dryrun.CPU, project.root / "benchmarks" / "baselines")
     report = dryrun.report(dry, hardware, rates)
     for line in report.lines:
         typer.echo(f"# {line}")
     for line in report.refused:
-        _print(line, "red")
+        say(line, "red")
     if report.refused:
         raise typer.Exit(3)
 
@@ -317,7 +254,7 @@ def lineage(reference: Reference) -> None:
     Every artifact with its data version, run, time and key number; stale ones are marked with their root cause. `coepg ui`
     serves the same map, drawn anew each time it is opened.
     """
-    project, experiment, seed = _open(reference)
+    project, experiment, seed = open_experiment(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
@@ -326,7 +263,7 @@ def lineage(reference: Reference) -> None:
     try:
         page = write_lineage(project, Loop(experiment, seed, project.root), instance)
     except OSError as error:
-        _refuse(f"{error.filename}: {error.strerror}: `coepg report {reference} --out DIR` writes the map elsewhere")
+        refuse(f"{error.filename}: {error.strerror}: `coepg report {reference} --out DIR` writes the map elsewhere")
     typer.echo(page)
 
 
@@ -354,7 +291,7 @@ def trace(
         archive = _archive(find_project())
         found = trace_row(archive, *find_row(archive, place.what))
     else:
-        project, experiment, seed, k = _open_iteration(f"{place.reference}@{place.k}")
+        project, experiment, seed, k = open_iteration(f"{place.reference}@{place.k}")
         from coepg_dagster.assets.ledger import Loop
 
         owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
@@ -367,7 +304,7 @@ def trace(
         typer.echo(trace_text(found))
     if found["row"]["tampered"]:
         for line in found["row"]["tampered"]:
-            _print(f"tampered: {line}", "red")
+            say(f"tampered: {line}", "red")
         raise typer.Exit(1)
 
 
@@ -381,7 +318,7 @@ def audit(
     And every row of every D_k with its screenshot, its candidate and its verdicts. What was tampered with is named, and the
     exit code is 1.
     """
-    project, experiment, seed = _open(reference)
+    project, experiment, seed = open_experiment(reference)
     from coepg_dagster.auditing.check import check
 
     found = check(_archive(project), f"{experiment.name}/s{seed}")
@@ -407,7 +344,7 @@ def diff(
 
     sides = []
     for name in (a, b):
-        project, experiment, seed, k = _open_iteration(name)
+        project, experiment, seed, k = open_iteration(name)
         from coepg_dagster.assets.ledger import Loop
 
         loop = Loop(experiment, seed, project.root)
@@ -438,7 +375,7 @@ def gc(
     end_dead_runs(instance, project.store)
     busy = unfinished_runs(instance)
     if busy:
-        _refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
+        refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
     found = leftovers(_archive(project), finished_jobs(project, instance), keep)
     for leftover in found:
         if not dry_run:
@@ -459,7 +396,7 @@ def report(
     The lineage map, the evolution report, an audit page for each D_k and a page for each model. They need no server and no
     network. What is there and current is not written again. `coepg ui` serves the same pages, and the trace of each row.
     """
-    project, experiment, seed = _open(reference)
+    project, experiment, seed = open_experiment(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
@@ -478,7 +415,7 @@ def ui(
     """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
     project = find_project()
     if port == pages_port:
-        _refuse(f"--port and --pages-port are both {port}: choose two")
+        refuse(f"--port and --pages-port are both {port}: choose two")
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     instance = open_instance(project)
@@ -490,11 +427,11 @@ def ui(
     try:
         socket.create_server(("127.0.0.1", port)).close()  # Dagster's own message would scroll away
     except OSError as error:
-        _refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
+        refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
     try:
         pages = page_server(project, instance, pages_port, dagster)
     except OSError as error:
-        _refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
+        refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
     threading.Thread(target=pages.serve_forever, daemon=True).start()
     tools = Path(sys.executable).parent
     commands = [
@@ -544,13 +481,13 @@ def reproduce(
     chosen = None
     if seeds is not None:
         if not all(seed.isascii() and seed.isdecimal() and len(seed) <= 10 for seed in seeds.split(",")):
-            _refuse(f"--seeds {seeds}: give whole numbers with commas between them, e.g. 13,42")
+            refuse(f"--seeds {seeds}: give whole numbers with commas between them, e.g. 13,42")
         chosen = [int(seed) for seed in seeds.split(",")]
     if "/" in name:
-        _refuse(f"{name}: name the experiment alone; --seeds chooses among its seeds")
-    project, _, _ = _open(name)
+        refuse(f"{name}: name the experiment alone; --seeds chooses among its seeds")
+    project, _, _ = open_experiment(name)
     if not only_collect:
-        _require(device, train_device)
+        require_device(device, train_device)
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     instance = open_instance(project)
@@ -564,182 +501,11 @@ def reproduce(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
         with one_at_a_time(project):
             end_dead_runs(instance, project.store)
-            failed = Reproduction(project, instance, err, jobs, device, train_device or device, processes).run(study)
+            reproduction = Reproduction(project, instance, err, jobs, device, train_device or device, processes)
+            failed = reproduction.run(study, _definitions)
     page = collect_study(project, instance, find_study(project, name), out)
     typer.echo(str(page))
     raise typer.Exit(1 if failed else 0)
-
-
-@app.command()
-def collect(
-    benchmark: Annotated[Literal["miniwob"], typer.Argument(help="the one that can be collected")],
-    out: Annotated[Path, typer.Option(help="folder of the shards")] = Path("cache/miniwob"),
-    screens_per_family: Annotated[int, typer.Option(help="training screens for pretraining, about", min=0)] = 0,
-    snapshot: Annotated[Path | None, typer.Option(help="folder of the snapshot to write")] = None,
-    processes: Annotated[int, typer.Option(help="browsers at work", min=1, max=256)] = 2,
-) -> None:
-    """Renders MiniWoB++ episodes in headless Chromium, solved by DOM oracles with real mouse and key events.
-
-    Only episodes that the environment rewards are kept. What is there is not collected again; a killed run goes on.
-    Needs Chromium, ChromeDriver and the extra `miniwob`.
-    """
-    from coepg_dagster.sandbox.miniwob.browser import find_pages, find_programs
-    from coepg_dagster.sandbox.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
-    from coepg_dagster.sandbox.miniwob.collect import collect as collect_shards
-    from coepg_dagster.sandbox.miniwob.snapshot import build_snapshot
-
-    find_programs()
-    find_pages()
-    out.mkdir(parents=True, exist_ok=True)
-    shards = benchmark_plan()
-    if screens_per_family:
-        shards += plan("pretrain", -(-screens_per_family // STEPS_PER_SHARD["pretrain"]))
-
-    def show(state: Progress) -> None:
-        done = state.skipped + state.shards
-        err.print(f"{done}/{state.of_shards} shards, {state.steps} steps, {state.seconds:.0f} s", highlight=False)
-
-    collect_shards(out, shards, processes, show)
-    if snapshot is not None:
-        typer.echo(yaml_files.dump(build_snapshot(out, snapshot)))
-
-
-@app.command()
-def pretrain(
-    benchmark: Annotated[Literal["sandbox"], typer.Argument(help="the one whose models are made here")],
-    recipe: Annotated[
-        Path, typer.Option(help="towers, checkpoints and their settings", exists=True, dir_okay=False)
-    ] = Path("models/recipe.yaml"),
-    screens: Annotated[Path, typer.Option(help="folder of `coepg collect`")] = Path("cache/miniwob"),
-    out: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("models"),
-    only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; again for more")] = None,
-    device: Annotated[Device, typer.Option(help="where they are trained")] = "cpu",
-    parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1, max=256)] = 1,
-    loaders: Annotated[
-        int, typer.Option(help="processes that prepare batches, per model; 2 to 4 on a GPU", min=0, max=256)
-    ] = 0,
-    snapshot: Annotated[Path, typer.Option(help="the benchmark, for the model cards", exists=True)] = Path(
-        "data/miniwob"
-    ),
-) -> None:
-    """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners.
-
-    Writes a model card for each, with results per split. The full recipe wants a GPU (minutes); a CPU takes many hours.
-    """
-    _require(device)
-    from coepg_dagster.sandbox.pretraining import corpus, model_cards
-    from coepg_dagster.sandbox.pretraining import recipe as recipes
-    from coepg_dagster.sandbox.pretraining.train import run
-
-    def show(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
-        err.print(f"{stage} {step}/{steps} {numbers}", highlight=False)
-
-    settings = recipes.read(recipe)
-    if unknown := sorted(set(only or ()) - settings.checkpoints.keys()):
-        _refuse(f"--only {unknown[0]}: {recipe} has {', '.join(settings.checkpoints)}")
-    out.mkdir(parents=True, exist_ok=True)
-    shards = sorted((screens / "pretrain").glob("*/*.parquet"))
-    if not shards:
-        _refuse(f"{screens}/pretrain holds no screens: `coepg collect miniwob --screens-per-family 600` makes them")
-    pictures = corpus.read(shards)
-    run(settings, pictures, out, device, show, only=only, parallel=parallel, loaders=loaders)
-    model_cards.write(out, settings, pictures, snapshot, only=only, device=device)
-
-
-@app.command()
-def play(
-    agent: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="planner and grounder of iteration k")],
-    split: Annotated[str, typer.Option(help="whose episodes are played")] = "test_seed",
-    episodes: Annotated[int, typer.Option(help="of each family", min=1)] = 3,
-    family: Annotated[list[str] | None, typer.Option(help="only this one; again for more")] = None,
-    first_seed: Annotated[int | None, typer.Option(help="fresh episodes, from this seed on", min=0)] = None,
-    max_steps: Annotated[int, typer.Option(help="of an episode", min=1)] = 16,
-    shown: Annotated[int, typer.Option(help="episodes of each family on the page", min=0)] = 2,
-    device: Annotated[Device, typer.Option(help="of planner and grounder")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; more than one slow tiny models", min=1, max=1024)] = 1,
-    out: Annotated[Path | None, typer.Option(help="folder to write to instead of the store")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Lets the agent of iteration k act on MiniWoB++ pages in headless Chromium; the page says whether it succeeded.
-
-    Plays the first episodes of a split that is scored offline, or fresh ones of the same families, which need not be
-    solvable. Prints success rates; keeps every frame, plan and point, and a page to look at. Needs Chromium, ChromeDriver
-    and the extra `miniwob`.
-    """
-    project, experiment, seed, k = _open_iteration(agent)
-    _require(device)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    from coepg_dagster.assets.ledger import Loop, open_instance
-    from coepg_dagster.assets.live import play_iteration
-    from coepg_dagster.sandbox.miniwob.play_page import rate, why
-
-    def show(done: int, of: int, figures: Mapping[str, float]) -> None:
-        if done % 10 == 0 or done == of:
-            err.print(f"{done}/{of} episodes, {figures['solved']:g} solved", highlight=False)
-
-    about = play_iteration(
-        project,
-        Loop(experiment, seed, project.root),
-        open_instance(project),
-        k,
-        split=split,
-        per_family=episodes,
-        families=family,
-        first_seed=first_seed,
-        max_steps=max_steps,
-        shown=shown,
-        device=device,
-        threads=threads,
-        out=out,
-        report=show,
-    )
-    for ref, reason in about["stale"].items():
-        _print(f"stale: {ref}: {reason}", "yellow")
-    if as_json:
-        typer.echo(json.dumps(about))
-        return
-    view = Table("family", "solved", "episodes", "steps", "why not", title=f"{agent}, live on MiniWoB++")
-    for name, row in about["families"].items():
-        view.add_row(name, *(str(row[key]) for key in ("solved", "episodes", "steps")), why(row["failures"]))
-    console = Console()
-    console.print(view)
-    typer.echo(f"solved: {about['solved']} of {about['episodes']}, {rate(about['success'])} (95 % over episodes)")
-    typer.echo(f"macro over families: {rate(about['macro'])} (95 % over families)")
-    console.print(f"page: {about['page']}", highlight=False, soft_wrap=True)
-
-
-@app.command()
-def score(
-    file: Annotated[Path, typer.Argument(help="predictions that somebody made")],
-    format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, ui_genie or uground")],
-    protocol: Annotated[str, typer.Option(help="see `coepg protocols`")],
-    labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
-    answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
-    from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE
-    from coepg_dagster.evaluation.score import score_file
-
-    result = score_file(file, format, protocol, labels=labels, answers=answers)
-    if as_json:
-        typer.echo(result.to_json())
-        return
-    lacking = {what: result.notes[what] for what in (NO_PREDICTION, UNREADABLE) if what in result.notes}
-    view = Table(
-        *("metric", "micro", "macro", "95 % of macro", "n"),
-        title=f"{protocol}: {result.scored} scored",
-        caption="\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,
-    )
-    for name, metric in result.metrics.items():
-        interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
-        view.add_row(name, _two(metric.micro), _two(metric.macro), interval, str(metric.n))
-    Console().print(view)
-    for reason, count in (*result.skipped.items(), *result.notes.items()):
-        if reason not in lacking:
-            typer.echo(f"{reason}: {count}")
 
 
 @app.command()
@@ -754,37 +520,6 @@ def compare(
 
     first, second = (_result_of(name, protocol, format) for name in (a, b))
     typer.echo(compare_results(first, second).to_json())
-
-
-@app.command()
-def protocols() -> None:
-    """Lists the protocols with what they count, as Markdown."""
-    from coepg_dagster.evaluation.protocols import protocols_markdown
-
-    typer.echo(protocols_markdown())
-
-
-@app.command()
-def check_data(
-    path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md", exists=True)],
-    reference: Annotated[
-        str | None, typer.Option("--experiment", help="NAME whose splits and prompts the data must fit")
-    ] = None,
-) -> None:
-    """Reads your own data as an import would, and says everything that is wrong with it."""
-    from coepg_dagster.readers.importing import check_data as check
-
-    if reference is None:
-        report = check(path)
-    else:
-        from coepg_dagster.benchmark import options_of
-
-        _, experiment, _ = _open(reference)
-        benchmark = experiment.benchmark
-        splits = [benchmark.train, benchmark.validation, *benchmark.test]
-        report = check(path, options_of(benchmark, experiment.models.prompts), splits)
-    typer.echo(report.text())
-    raise typer.Exit(0 if report.ok else 1)
 
 
 @rewards.command("recompute")
@@ -804,11 +539,11 @@ def rewards_recompute(
 
     record, folder = _record_of(reference, "planner")
     if not (folder / ROLLOUTS).exists():
-        _refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
+        refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
     try:
         made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
     except (NoVerdict, ValueError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     logged = record.config["confidence"]
     facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
         made
@@ -862,20 +597,20 @@ def rewards_calibration(
         view = Table(*heads, title=f"{reference}: confidence against hits, {source}")
         for name, one in calibrations.items():
             rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))
-            view.add_row(name, str(one.n), *rates, f"{one.brier:.3f}", _two(one.auroc))
+            view.add_row(name, str(one.n), *rates, f"{one.brier:.3f}", two_decimals(one.auroc))
         Console().print(view)
 
 
 def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
     """The current version of an asset of `EXPERIMENT@k` and its folder; ends with the message where there is none."""
-    project, experiment, seed, k = _open_iteration(reference)
+    project, experiment, seed, k = open_iteration(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
 
     loop = Loop(experiment, seed, project.root)
     record = loop.record(open_instance(project), Ref(asset, k))
     if record is None:
-        _refuse(f"{reference} has no {asset}: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
+        refuse(f"{reference} has no {asset}: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
     _whole(loop, record)
     return record, project.store / record.folder
 
@@ -884,17 +619,7 @@ def _whole(loop: Loop, *records: Record) -> None:
     """Ends with the message where files of an artifact are gone."""
     for record in records:
         if gone := loop.lost(record):
-            _refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
-
-
-def _refuse(message: str) -> NoReturn:
-    """Says why a command cannot go on, and ends it."""
-    _print(message, "red")
-    raise typer.Exit(2) from None
-
-
-def _two(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+            refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
 
 
 def _result_of(name: str, protocol: str, format: str) -> Result:
@@ -903,7 +628,7 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
 
     if "@" not in name or Path(name).exists():
         return score_file(Path(name), format, protocol)
-    project, experiment, seed, k = _open_iteration(name)
+    project, experiment, seed, k = open_iteration(name)
     import pyarrow.parquet as pq
 
     from coepg_dagster.assets.ledger import Loop, open_instance
@@ -913,7 +638,7 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     loop, instance = Loop(experiment, seed, project.root), open_instance(project)
     record = loop.record(instance, Ref("evaluation", k))
     if record is None:
-        _refuse(f"{name} has no evaluation: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
+        refuse(f"{name} has no evaluation: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
     steps_made = loop.record(instance, Ref("benchmark_steps"))
     _whole(loop, *[record, steps_made] if steps_made else [record])
     predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
@@ -924,7 +649,3 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     wanted = set(steps["step_id"].to_pylist())
     predictions = predictions.filter(pa.array(s in wanted for s in predictions["step_id"].to_pylist()))
     return score_steps(experiment.benchmark.protocol, steps, predictions)
-
-
-if __name__ == "__main__":
-    app()
