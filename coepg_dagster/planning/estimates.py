@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from coepg_dagster.experiment import Grpo, Serving, Sft
 from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
@@ -223,7 +223,6 @@ def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 """How `accelerate launch` spreads training over GPUs; with one GPU all are alike."""
-STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)
 
 
 def states(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -30,12 +30,10 @@ from coepg_dagster.sandbox.miniwob.splits import (
     SEEDS,
     SPLITS,
     Split,
-    StepKey,
     episode_wanted,
     families_of,
     goal_wanted,
     held_out,
-    page_hash,
 )
 from coepg_dagster.steps import BOX, STEP_SCHEMA
 
@@ -254,22 +252,3 @@ def read_shards(root: Path, split: Split) -> pa.Table:
     if not paths:
         raise FileNotFoundError(f"no shards of {split} under {root}: run `coepg collect miniwob` first")
     return pa.concat_tables([pq.read_table(path, schema=SHARD_SCHEMA) for path in paths])
-
-
-def step_keys(shards: pa.Table) -> Iterator[StepKey]:
-    """What the split rule needs to know of each step of `read_shards`, for `assert_disjoint`."""
-    for batch in shards.to_batches(max_chunksize=512):
-        for row in batch.to_pylist():
-            yield StepKey(
-                step_id=row["step_id"],
-                split=row["split"],
-                episode_id=row["episode_id"],
-                family=row["family"],
-                seed=row["seed"],
-                step_index=row["step_index"],
-                goal=row["goal"],
-                history=tuple(row["history"]),
-                names=tuple(row["elements"][index]["name"] for index in row["targets"]),
-                value=row["value"],
-                page=page_hash(row["goal"], row["screenshot"]),
-            )

@@ -1,7 +1,7 @@
 """What can be seen on a MiniWoB++ page: the DOM as a list of visible, named elements.
 
 Belongs here: the walk over the DOM, the words for kinds and names, and what counts as visible. What to do with an
-element is decided in `oracles`. An element is visible when at least MIN_SIDE × MIN_SIDE px of it lie inside the task
+element is decided in `oracles`. An element is visible when at least 4 × 4 px of it lie inside the task
 area, below the instruction bar, and the browser's own hit test finds it (or something inside it) at the centre of
 that part.
 """
@@ -14,10 +14,6 @@ from typing import Any, Final
 
 Box = tuple[float, float, float, float]
 """(x1, y1, x2, y2) in screenshot pixels."""
-
-TASK_WIDTH: Final = 160
-TASK_HEIGHT: Final = 210
-MIN_SIDE: Final = 4
 
 
 @dataclass(frozen=True)

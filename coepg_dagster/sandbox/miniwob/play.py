@@ -39,7 +39,6 @@ NO_POINT: Final = "no point"
 OFF_SCREEN: Final = "point off the screen"
 NOT_REWARDED: Final = "not rewarded"
 STEP_LIMIT: Final = "step limit"
-FAILURES: Final = (UNPARSED, UNKNOWN_ACTION, NO_POINT, OFF_SCREEN, NOT_REWARDED, STEP_LIMIT)
 """Why an episode is not solved: one of the first four ends it before the step's action, NOT_REWARDED is the page's
 own verdict, STEP_LIMIT ours."""
 
@@ -51,7 +50,7 @@ EPISODE_SCHEMA: Final = pa.schema(
         pa.field("entry", pa.string()),  # the action as the next step's history tells it; null: nothing was done
         pa.field("reward", pa.float64(), nullable=False),  # the page's raw reward after the action
         pa.field("done", pa.bool_(), nullable=False),  # whether the page ended the episode
-        pa.field("failure", pa.string()),  # on the last step of an episode that is not solved: one of FAILURES
+        pa.field("failure", pa.string()),  # on the last step of an episode that is not solved: the reason
     ]
 )
 """One step of live play: what was seen, what the models said (as in a prediction), and what came of it."""
@@ -226,5 +225,4 @@ def write_play(
     write_table(table, folder / EPISODES_FILE)
     (folder / SUMMARY_FILE).write_text(json.dumps(about, indent=1, sort_keys=True), "utf-8")
     write_page(table, about, title, shown, folder / PAGE_FILE)
-    return about
     return about

@@ -11,14 +11,14 @@ import platform
 import shutil
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from coepg_dagster.sandbox.miniwob.browser import HEIGHT, WIDTH, Browser
 from coepg_dagster.sandbox.miniwob.collect import read_shards
@@ -165,44 +165,3 @@ def recipe(counts: dict[str, dict[str, int]], chromium: str) -> str:
     for family in sorted({family for by_family in counts.values() for family in by_family}):
         lines.append(f"| {family} | {' | '.join(str(counts[split].get(family, '')) for split in SPLITS)} |")
     return "\n".join(lines) + "\n"
-
-
-def contact_sheet(rows: Iterable[dict[str, Any]], columns: int = 8, scale: int = 1) -> Image.Image:
-    """Steps as a picture: each screen with its target boxes in red and its action below.
-
-    `rows` have the columns screenshot, boxes, action_type, value, and step_id.
-    """
-    tiles = [_tile(row, scale) for row in rows]
-    width, height = tiles[0].size
-    lines = -(-len(tiles) // columns)
-    sheet = Image.new("RGB", (columns * (width + 6) + 6, lines * (height + 6) + 6), "#888888")
-    for index, tile in enumerate(tiles):
-        sheet.paste(tile, (6 + index % columns * (width + 6), 6 + index // columns * (height + 6)))
-    return sheet
-
-
-def _tile(row: dict[str, Any], scale: int) -> Image.Image:
-    with Image.open(io.BytesIO(row["screenshot"])) as stored:
-        screen = stored.convert("RGB").resize((WIDTH * scale, HEIGHT * scale), Image.Resampling.NEAREST)
-    tile = Image.new("RGB", (screen.width, screen.height + 26), "white")
-    tile.paste(screen, (0, 0))
-    draw = ImageDraw.Draw(tile)
-    for x1, y1, x2, y2 in row["boxes"]:
-        draw.rectangle((x1 * scale, y1 * scale, x2 * scale, y2 * scale), outline="#ff0000", width=scale)
-    action = f"{row['action_type']} {row['value']}".strip()
-    draw.text((3, screen.height), "/".join(row["step_id"].split("/")[1:])[-28:], fill="#666666")
-    draw.text((3, screen.height + 12), action[:28], fill="#000000")
-    return tile
-
-
-def write_family_sheet(steps: pa.Table, path: Path) -> None:
-    """Writes a contact sheet of one step of each family (the second of an episode where there is one) as PNG."""
-    by_family: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in steps.to_pylist():
-        by_family[row["family"]].append(row)
-    chosen = [
-        max(rows, key=lambda row: (row["step_index"] == 1, -int(row["seed"]))) for _, rows in sorted(by_family.items())
-    ]
-    sheet = contact_sheet(chosen, columns=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -7,7 +7,7 @@ and trains Qwen2.5-VL-7B serves and trains these. A screen of 168 x 224 px passe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -208,28 +208,6 @@ def check(directory: Path, expected: Qwen2_5_VLForConditionalGeneration | None =
         differs = [name for name in saved if not torch.equal(saved[name].float(), state[name])]
         if differs:
             raise BadCheckpoint(f"{directory}: reloaded weights differ from the model's: {differs}")
-
-
-_SAMPLE_CORPUS: Final = (
-    'Click on the "previous" button.',
-    "Select Onida from the list and click Submit.",
-    'Enter "Cristin" into the text field and press Submit.',
-    "Switch between the tabs to find and click on the link libero.",
-)
-
-
-def build_random_checkpoint(
-    out_dir: Path | str,
-    preset: Preset = "base",
-    seed: int = 0,
-    corpus: Iterable[str] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
-    """A checkpoint with random weights, for tests; returns its directory. `corpus` gives the tokenizer's words."""
-    directory = Path(out_dir)
-    model, model_processor = build(preset, tokens.fit(_SAMPLE_CORPUS if corpus is None else corpus), seed)
-    save(model, model_processor, directory, dtype)
-    return directory
 
 
 def load(directory: Path) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 
-from coepg_dagster.sandbox.miniwob.splits import KNOWN_FAMILIES, SEEDS, assert_disjoint, held_out
+from coepg_dagster.sandbox.miniwob.splits import KNOWN_FAMILIES, SEEDS, StepKey, assert_disjoint, held_out, page_hash
 
 pytest.importorskip("selenium")
 pytest.importorskip("miniwob")
@@ -24,7 +25,6 @@ from coepg_dagster.sandbox.miniwob.collect import (
     plan,
     play_shard,
     read_shards,
-    step_keys,
 )
 from coepg_dagster.steps import STEP_SCHEMA
 
@@ -50,6 +50,25 @@ def test_reading_nothing_says_what_to_do(tmp_path: Path) -> None:
 
 def test_shards_have_the_columns_of_labelled_steps() -> None:
     assert [SHARD_SCHEMA.field(name) for name in STEP_SCHEMA.names] == list(STEP_SCHEMA)
+
+
+def step_keys(shards: pa.Table) -> Iterator[StepKey]:
+    """What the split rule needs to know of each step of `read_shards`, for `assert_disjoint`."""
+    for batch in shards.to_batches(max_chunksize=512):
+        for row in batch.to_pylist():
+            yield StepKey(
+                step_id=row["step_id"],
+                split=row["split"],
+                episode_id=row["episode_id"],
+                family=row["family"],
+                seed=row["seed"],
+                step_index=row["step_index"],
+                goal=row["goal"],
+                history=tuple(row["history"]),
+                names=tuple(row["elements"][index]["name"] for index in row["targets"]),
+                value=row["value"],
+                page=page_hash(row["goal"], row["screenshot"]),
+            )
 
 
 @pytest.mark.browser
