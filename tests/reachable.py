@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
-
-ENTRIES = ("coepg_dagster.cli.__main__", "coepg_dagster.reproductions", "coepg_dagster.training.launch")
-"""Modules that something else starts: the shell, Dagster (`reproductions` imports `definitions`), accelerate."""
+ENTRIES = ("coepg_dagster.cli.__main__", "coepg_dagster.definitions", "coepg_dagster.training.launch")
+"""Modules that something else starts: the shell, Dagster, accelerate."""
+FOUND_BY_NAME = ("defs", "app")
+"""What is looked up in a module from outside: by Dagster, by the console script."""
 Definition = tuple[str, str]
 """(module, name at its top); the name is empty for what runs when the module is imported."""
-
-
-def module_of(file: Path) -> str:
-    """The name by which a source file is imported."""
-    parts = file.relative_to(REPOSITORY).with_suffix("").parts
-    parts = parts if parts[0] == "coepg_dagster" else ("coepg_dagster", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def sources() -> dict[str, ast.Module]:
-    """Module → its syntax tree, of everything that a wheel holds."""
-    files = [
-        file for folder in ("coepg_dagster", "assets", "resources") for file in (REPOSITORY / folder).rglob("*.py")
-    ]
-    return {module_of(file): ast.parse(file.read_text("utf-8")) for file in files}
 
 
 def _names(statement: ast.stmt) -> list[str]:
@@ -42,68 +27,93 @@ def _names(statement: ast.stmt) -> list[str]:
     return []
 
 
-@cache
-def _definitions() -> dict[Definition, list[ast.stmt]]:
-    """A decorated function is also what runs when the module is imported: a decorator may keep it."""
-    found: dict[Definition, list[ast.stmt]] = {}
-    for module, tree in sources().items():
-        found[module, ""] = []
-        for statement in tree.body:
-            for name in _names(statement) or [""]:
-                found.setdefault((module, name), []).append(statement)
-            if isinstance(statement, ast.FunctionDef) and statement.decorator_list:
-                found[module, statement.name] = [statement]
-    return found
+class Product:
+    """The source below `root`: coepg_dagster/, assets/ and resources/."""
 
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        files = [file for folder in ("coepg_dagster", "assets", "resources") for file in (root / folder).rglob("*.py")]
+        self.sources = {self.module_of(file): ast.parse(file.read_text("utf-8")) for file in files}
 
-@cache
-def _imported(module: str) -> dict[str, Definition]:
-    """Local name → what it stands for, of every import of the product in a module, inside functions too."""
-    found = {}
-    for node in ast.walk(sources()[module]):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                target = (whole, "") if whole in sources() else (node.module, alias.name)
-                found[alias.asname or alias.name] = target
-        elif isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
-    return {name: target for name, target in found.items() if target[0] in sources()}
+    def module_of(self, file: Path) -> str:
+        """The name by which a source file is imported."""
+        parts = file.relative_to(self.root).with_suffix("").parts
+        parts = parts if parts[0] == "coepg_dagster" else ("coepg_dagster", *parts)
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
+    @cached_property
+    def definitions(self) -> dict[Definition, list[ast.stmt]]:
+        """A decorated function runs with its module: the decorator may have kept it."""
+        found: dict[Definition, list[ast.stmt]] = {}
+        for module, tree in self.sources.items():
+            found[module, ""] = []
+            for statement in tree.body:
+                for name in _names(statement) or [""]:
+                    found.setdefault((module, name), []).append(statement)
+                if isinstance(statement, ast.FunctionDef) and statement.decorator_list:
+                    found[module, statement.name] = [statement]
+        return found
 
-def _used(module: str, statement: ast.stmt) -> Iterator[Definition]:
-    local = _imported(module)
-    for node in ast.walk(statement):
-        match node:
-            case ast.Name(id=name):
-                yield local.get(name, (module, name))
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if local.get(name, ("", "-"))[1] == "":
-                yield local[name][0], attribute
-            case ast.Import() | ast.ImportFrom():
-                for alias in node.names:
-                    if target := local.get(alias.asname or alias.name):
-                        yield target[0], ""
+    @cached_property
+    def _imported(self) -> dict[str, dict[str, set[Definition]]]:
+        """Module → local name → what it may stand for: every import of the product, inside functions too."""
+        found: dict[str, dict[str, set[Definition]]] = {}
+        for module, tree in self.sources.items():
+            names: dict[str, set[Definition]] = defaultdict(set)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.module in self.sources:
+                    for alias in node.names:
+                        whole = f"{node.module}.{alias.name}"
+                        target = (whole, "") if whole in self.sources else (node.module, alias.name)
+                        names[alias.asname or alias.name].add(target)
+            found[module] = dict(names)
+        return found
 
+    def _used(self, module: str, statement: ast.stmt) -> Iterator[Definition]:
+        local = self._imported[module]
+        for node in ast.walk(statement):
+            match node:
+                case ast.FunctionDef(name=name, decorator_list=[_, *_]):
+                    yield module, name
+                case ast.Name(id=name):
+                    yield from local.get(name, {(module, name)})
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                    yield from ((target, attribute) for target, inside in local.get(name, ()) if not inside)
+                case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                    for alias in aliases:
+                        yield from ((target, "") for target, _ in local.get(alias.asname or alias.name, ()))
 
-@cache
-def reachable() -> frozenset[Definition]:
-    """Every definition that is used, over any number of others, by what runs when one of ENTRIES starts."""
-    found: set[Definition] = set()
-    todo: list[Definition] = [(module, "") for module in ENTRIES]
-    while todo:
-        one = todo.pop()
-        if one in found or one not in _definitions():
-            continue
-        found.add(one)
-        parents = [one[0].rsplit(".", n)[0] for n in range(1, one[0].count(".") + 1)]
-        todo += [(module, "") for module in (one[0], *parents)]
-        for statement in _definitions()[one]:
-            todo += _used(one[0], statement)
-    return frozenset(found)
+    @cached_property
+    def reachable(self) -> frozenset[Definition]:
+        """Every definition that is used, over any number of others, by what runs when one of ENTRIES starts."""
+        found: set[Definition] = set()
+        todo: list[Definition] = [(module, "") for module in ENTRIES]
+        while todo:
+            one = todo.pop()
+            if one in found or one not in self.definitions:
+                continue
+            found.add(one)
+            module, _ = one
+            packages = [module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)]
+            todo += [(name, "") for name in (module, *packages)]
+            todo += [(module, name) for name in FOUND_BY_NAME]
+            for statement in self.definitions[one]:
+                todo += self._used(module, statement)
+        return frozenset(found)
 
+    @cached_property
+    def _attributes(self) -> frozenset[str]:
+        """Every `.name` that occurs in a reachable definition."""
+        nodes = (node for one in self.reachable for statement in self.definitions[one] for node in ast.walk(statement))
+        return frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
 
-@cache
-def attributes() -> frozenset[str]:
-    """Every `.name` that occurs in a reachable definition."""
-    nodes = (node for one in reachable() for statement in _definitions()[one] for node in ast.walk(statement))
-    return frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
+    def uses(self, file: str, name: str = "") -> bool:
+        """Whether the product uses a function, class, constant or `Class.method` of a file."""
+        owner, _, method = name.partition(".")
+        known = (self.module_of(self.root / file), owner) in self.reachable
+        return known and (not method or method in self._attributes or method.startswith("__"))
+
+    @property
+    def unused(self) -> list[str]:
+        """`module:name` of every definition that the product does not use."""
+        return [f"{module}:{name}" for module, name in sorted(self.definitions.keys() - self.reachable)]
