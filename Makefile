@@ -25,12 +25,13 @@ test: setup  ## lint goes on beside the tests
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder; passed=$$?; \
 	wait $$lint && exit $$passed
 
-lint: setup  ## mypy sees assets/ and resources/ where they are imported from, through links
+lint: setup  ## mypy and import-linter see assets/ and resources/ where they are imported from, through links
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed/coepg_dagster
 	ln -s $(CURDIR)/coepg_dagster/* $(CURDIR)/assets $(CURDIR)/resources build/typed/coepg_dagster/
 	MYPYPATH=build/typed $(VENV)/bin/mypy -p coepg_dagster
+	cd build/typed && $(CURDIR)/$(VENV)/bin/lint-imports --no-logo --no-cache $(CURDIR)/pyproject.toml
 
 reproducible: setup  ## the sandbox twice with the same seed: the same data versions of D_0, D_1, D_2
 	$(VENV)/bin/python -m tests.reproducible

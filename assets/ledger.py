@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
 from coepg_dagster.auditing.archive import BASE, Archive
+from coepg_dagster.benchmark import SOURCE, benchmark_version, files_version
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
@@ -37,7 +38,6 @@ from coepg_dagster.provenance import (
     staleness,
     to_make,
 )
-from coepg_dagster.readers.benchmark import SOURCE, benchmark_version, files_version
 from coepg_dagster.store import Store
 
 BACKFILL_TAG = "dagster/backfill"

@@ -1,6 +1,6 @@
 """`coepg play`: the models of one iteration, found in the store, act live; what they did is kept in the store.
 
-No asset: nothing of the loop reads it. The playing itself is `coepg_dagster.miniwob.play`.
+No asset: nothing of the loop reads it. The playing itself is `coepg_dagster.sandbox.miniwob.play`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.shared import checkpoint_of
 
 from coepg_dagster.inference.transformers_engine import TransformersEngine
-from coepg_dagster.miniwob.browser import Browser, find_pages, find_programs
-from coepg_dagster.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_tasks, play, tasks_of, write_play
 from coepg_dagster.progress import Report
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import NotUsable, Record, Ref
+from coepg_dagster.sandbox.miniwob.browser import Browser, find_pages, find_programs
+from coepg_dagster.sandbox.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_tasks, play, tasks_of, write_play
 from coepg_dagster.store import Store
 from coepg_dagster.workers import STEPS, all_steps
 

@@ -19,9 +19,9 @@ from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
+from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment import Member, Models, code_version, fingerprint
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
-from coepg_dagster.readers.benchmark import SOURCE
 from coepg_dagster.store import UNPARTITIONED, Store
 from coepg_dagster.workers import Work
 

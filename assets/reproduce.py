@@ -167,11 +167,15 @@ class Reproduction:
     processes: int
     running: dict[tuple[str, int], tuple[Task, WarmProcess]] = field(default_factory=dict)
 
-    def run(self, study: Study) -> list[Task]:
-        """Makes what is missing or stale; returns the tasks that could not be made, each with the reason."""
+    def run(self, study: Study, definitions: Callable[[Experiment], dg.Definitions]) -> list[Task]:
+        """Makes what is missing or stale; returns the tasks that could not be made, each with the reason.
+
+        Args:
+            definitions: of the code location that holds an experiment.
+        """
         for name, why in study.left_out.items():
             self.console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
-        self._inputs(study)
+        self._inputs(study, definitions)
         waiting = tasks_of(study, self.instance)
         of, done = len(waiting), 0
         failed: list[Task] = []
@@ -202,15 +206,12 @@ class Reproduction:
         self.console.print(f"{done} made, {len(failed)} not, {minutes:.1f} minutes", highlight=False)
         return failed
 
-    def _inputs(self, study: Study) -> None:
+    def _inputs(self, study: Study, definitions: Callable[[Experiment], dg.Definitions]) -> None:
         """The inputs that seeds share, before they start side by side."""
-        from coepg_dagster import definitions, reproductions
-
         for name in dict.fromkeys(loop.experiment.name for loop in study.loops):
             loop = next(loop for loop in study.loops if loop.experiment.name == name)
             if loop.shared:
-                defs = definitions.defs if loop.experiment.name == study.root.name else reproductions.defs
-                make_inputs(defs, self.instance, loop, self.console)
+                make_inputs(definitions(loop.experiment), self.instance, loop, self.console)
 
     def _start(self, waiting: list[Task], failed: list[Task]) -> None:
         """Starts what can start; what waits for something that failed has failed."""

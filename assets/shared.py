@@ -11,13 +11,12 @@ import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 
 from coepg_dagster.auditing.archive import BASE, MODELS
-from coepg_dagster.benchmark import refuse_steps, wanted_splits
+from coepg_dagster.benchmark import read_benchmark, refuse_steps, wanted_splits
 from coepg_dagster.experiment import Benchmark, Member, Models, Strict
 from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
 from coepg_dagster.provenance import Asset
-from coepg_dagster.readers.benchmark import read_benchmark
 from coepg_dagster.store import digests
 from coepg_dagster.workers import STEPS, write_steps
 

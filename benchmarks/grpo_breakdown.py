@@ -32,8 +32,8 @@ from transformers import TrainerCallback
 from trl.generation import vllm_generation
 
 from benchmarks import baseline, limited, sized
-from coepg_dagster.estimates import CONTEXT, Example, grpo_memory
 from coepg_dagster.experiment import Grpo, Lora, Serving
+from coepg_dagster.planning.estimates import CONTEXT, Example, grpo_memory
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.training import grpo
 

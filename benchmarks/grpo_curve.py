@@ -36,7 +36,7 @@ from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.pools.selection import select
 from coepg_dagster.project import Project
-from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 from coepg_dagster.training import grpo
 from coepg_dagster.training.launch import ALONE
 from coepg_dagster.workers import (

@@ -31,7 +31,7 @@ from PIL import Image
 
 from benchmarks import sized
 from benchmarks.baseline import Log, command_line, write, write_none
-from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
 NAME: Final = "one_iteration"
 EXPERIMENT: Final = "web_3b_shrunk"

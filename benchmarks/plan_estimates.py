@@ -26,8 +26,9 @@ from benchmarks import grpo_breakdown, limited, pool_scaling, sized
 from benchmarks.baseline import FOLDER, Log, command_line, device_name, write, write_none
 from benchmarks.sft_mfu import measure as measure_sft
 from coepg_dagster import workers
-from coepg_dagster.dryrun import found_card
-from coepg_dagster.estimates import (
+from coepg_dagster.experiment import Grpo, Regeneration, Sft
+from coepg_dagster.planning.dryrun import found_card
+from coepg_dagster.planning.estimates import (
     CARDS,
     Example,
     Memory,
@@ -40,7 +41,6 @@ from coepg_dagster.estimates import (
     sft_memory,
     sft_seconds,
 )
-from coepg_dagster.experiment import Grpo, Regeneration, Sft
 from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED
 
 NAME: Final = "plan_estimates"

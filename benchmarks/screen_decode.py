@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw
 from benchmarks import baseline
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.readers.images import Resize
-from coepg_dagster.readers.importing import Options, import_dataset, load
+from coepg_dagster.readers.importing import Options, load_benchmark
 
 NAME = "screen_decode"
 PAGES, USES, REPETITIONS, THREADS = 24, 7, 3, 2
@@ -107,9 +107,8 @@ def measure(folder: Path, log: baseline.Log) -> None:
     def imported(workers: int, shrink: bool = False) -> pa.Table:
         nonlocal imports
         imports += 1
-        out = folder / str(imports)
-        import_dataset("mind2web", source.parent.parent, out, Options(workers=workers, resize=RESIZE, shrink=shrink))
-        return load(out)
+        options = Options(workers=workers, resize=RESIZE, shrink=shrink)
+        return load_benchmark("mind2web", source.parent.parent, folder / str(imports), options)[0]
 
     table, shrunk = imported(THREADS), imported(THREADS, shrink=True)
     if table.num_rows != PAGES:

@@ -1,6 +1,6 @@
 """SFT of a 3B-sized Qwen2.5-VL on one GPU: the share of the card's measured bf16 rate that training reaches.
 
-The count of operations is coepg_dagster.architecture.flops: 6 · parameters · tokens, causal attention, the vision tower
+The count of operations is coepg_dagster.inference.architecture.flops: 6 · parameters · tokens, causal attention, the vision tower
 (forward only where it is frozen), the output layer for the scored tokens only; recomputed activations are not counted.
 The rate is that of 8192³ bf16 matrix products of random data, measured in the same process just before.
 

@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from benchmarks import sized
-from coepg_dagster.architecture import Architecture, flops
 from coepg_dagster.experiment import Sft
+from coepg_dagster.inference.architecture import Architecture, flops
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.training import sft
 

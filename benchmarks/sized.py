@@ -1,6 +1,6 @@
 """Checkpoints of true size with random weights, for machines that can download none; and their screenshots and rows.
 
-A size is `3B` or `7B` (the configurations of Qwen2.5-VL, from coepg_dagster.architecture) or `tiny` (a copy of the source,
+A size is `3B` or `7B` (the configurations of Qwen2.5-VL, from inference/architecture.py) or `tiny` (a copy of the source,
 to prove a benchmark's code on a CPU). Tokenizer and processor come from a local checkpoint: its tokens get the first ids,
 the rest of the vocabulary is filled, so that every id that a random model writes is a token.
 """
@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from coepg_dagster.architecture import KNOWN, Architecture
 from coepg_dagster.experiment import Models
+from coepg_dagster.inference.architecture import KNOWN, Architecture
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash
 
 Size = Literal["3B", "7B", "tiny"]

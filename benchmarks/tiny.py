@@ -22,7 +22,7 @@ from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
-from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
 ROOT: Final = Path(__file__).parents[1]
 MODELS: Final = ROOT / "models"

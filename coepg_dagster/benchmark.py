@@ -1,11 +1,13 @@
-"""What of its labelled steps would stop an experiment later on, found before anything is trained.
+"""The labelled steps of an experiment: read by the reader it names, and checked before anything is trained.
 
-`coepg plan` and the import of a benchmark ask this. Screenshots are not looked at.
+`coepg plan` and the import of a benchmark ask `refuse_files` and `refuse_steps`; screenshots are not looked at. This is the
+only module of the method that imports the sandbox, and only where an experiment names its reader.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,68 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
-from coepg_dagster.experiment import Benchmark, Experiment
-from coepg_dagster.miniwob.splits import SPLITS
+from coepg_dagster.experiment import Benchmark, Experiment, fingerprint
+from coepg_dagster.prompts import Style
 from coepg_dagster.readers import android_control, mind2web
-from coepg_dagster.readers.importing import source_files
-from coepg_dagster.readers.miniwob import TARGETS_FILE
+from coepg_dagster.readers.importing import Dataset, Options, load_benchmark, source_files, version_now, version_read
 from coepg_dagster.readers.rows import ReaderError
 from coepg_dagster.workers import limited
+
+SOURCE = "source"
+"""Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""
+
+
+def options_of(config: Benchmark, style: Style = "web") -> Options:
+    """How a benchmark is read for prompts of `style`."""
+    return Options(
+        view=config.view,
+        level=config.level,
+        trained=tuple(sorted((config.train, config.validation))),
+        style=style if config.reader == "jsonl" else "web",
+        max_bad_share=config.max_bad_share,
+    )
+
+
+def read_benchmark(
+    config: Benchmark, root: Path, imports: Path, style: Style = "web"
+) -> tuple[pa.Table, dict[str, Any]]:
+    """The steps of a benchmark, and figures of its import: what it left out or noticed, and SOURCE.
+
+    Imported files are kept under `imports`. Raises ReaderError.
+    """
+    if config.reader == "miniwob":
+        from coepg_dagster.sandbox.miniwob.reader import load_snapshot
+
+        return load_snapshot(root / config.path), {}
+    place, options = _import_of(config, root, imports), options_of(config, style)
+    table, counts = load_benchmark(config.reader, *place, options)
+    figures = {name: counted for name, counted in counts.to_json().items() if name in ("rejected", "noticed", "lost")}
+    return table, figures | {SOURCE: version_read(config.reader, *place, options)}
+
+
+def benchmark_version(config: Benchmark, root: Path, imports: Path, style: Style = "web") -> str:
+    """SOURCE as it would be if the benchmark was read now."""
+    if config.reader == "miniwob":
+        return files_version(root, [config.path])
+    return version_now(config.reader, *_import_of(config, root, imports), options_of(config, style))
+
+
+def _import_of(config: Benchmark, root: Path, imports: Path) -> tuple[Path, Path]:
+    """(what is read, the folder of its import)."""
+    out = imports / fingerprint([config.reader, str(config.path), config.view, config.level])
+    return root / config.path, out
+
+
+def files_version(root: Path, paths: list[Path]) -> str:
+    """The fingerprint of the files in folders below `root`: names, sizes, times."""
+    found = []
+    for path in sorted(set(paths)):
+        place = root / path
+        for file in sorted([place] if place.is_file() else place.rglob("*")):
+            if file.is_file():
+                about = file.stat()
+                found.append([os.path.relpath(file, root), about.st_size, about.st_mtime_ns])
+    return fingerprint(found)
 
 
 def wanted_splits(benchmark: Benchmark) -> tuple[str, ...]:
@@ -47,8 +104,10 @@ def refuse_files(experiment: Experiment, root: Path) -> list[str]:
         if not place.exists():
             raise ReaderError(f"{place}: there is no such file or folder; correct `benchmark.path`, or fetch the data")
         if benchmark.reader == "miniwob":
-            return refuse_steps(experiment, _snapshot(place))
-        return _missing(benchmark, _splits(benchmark, place))
+            from coepg_dagster.sandbox.miniwob.reader import load_labels
+
+            return refuse_steps(experiment, load_labels(place, ("split", *STEP_COLUMNS)))
+        return _missing(benchmark, _splits(benchmark, benchmark.reader, place))
     except (ReaderError, OSError, pa.ArrowException) as error:
         return [f"benchmark: {error}"]
 
@@ -113,32 +172,16 @@ def _right_answers(steps: pa.Table) -> pa.Table:
     return pa.table(labels | {"x": x, "y": y})
 
 
-def _snapshot(place: Path) -> pa.Table:
-    """What the files of a MiniWoB++ snapshot say of their steps."""
-    missing = [
-        name for name in (*(f"{split}.parquet" for split in SPLITS), TARGETS_FILE) if not (place / name).is_file()
-    ]
-    if missing:
-        raise ReaderError(f"{place}: is no MiniWoB++ snapshot, {missing[0]} is missing; correct `path` or `reader`")
-    tables = []
-    for file in (place / f"{split}.parquet" for split in SPLITS):
-        _require_columns(file, ("split", *STEP_COLUMNS), "a MiniWoB++ snapshot")
-        tables.append(pq.read_table(file, columns=["split", *STEP_COLUMNS]))
-    return pa.concat_tables(tables)
-
-
 def _require_columns(file: Path, columns: Sequence[str], what: str) -> None:
     there = pq.read_schema(file).names
     if lacking := [name for name in columns if name not in there]:
         raise ReaderError(f"{file}: is no file of {what}, column {lacking[0]!r} is missing; correct `path` or `reader`")
 
 
-def _splits(benchmark: Benchmark, place: Path) -> list[str]:
+def _splits(benchmark: Benchmark, reader: Dataset, place: Path) -> list[str]:
     """The splits of a benchmark's files."""
-    if benchmark.reader == "miniwob":
-        return list(SPLITS)
-    files = source_files(benchmark.reader, place)
-    match benchmark.reader:
+    files = source_files(reader, place)
+    match reader:
         case "mind2web":
             _require_columns(files[0], mind2web.COLUMNS, "Multimodal-Mind2Web")
             named = [file.name.split("-")[0].removesuffix(".parquet") for file in files]

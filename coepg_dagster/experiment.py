@@ -29,11 +29,10 @@ from pydantic import (
 )
 
 from coepg_dagster import yaml_files
+from coepg_dagster.capabilities import EngineName, require
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import refuse_protocol
 from coepg_dagster.geometry import Space
-from coepg_dagster.inference.capabilities import EngineName, require
-from coepg_dagster.miniwob.splits import SPLITS as MINIWOB_SPLITS
 from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset
 from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
@@ -68,7 +67,7 @@ def fingerprint(value: Any) -> str:
 
 
 _KNOWN_SPLITS: Final[dict[str, tuple[str, ...]]] = {
-    "miniwob": MINIWOB_SPLITS,
+    "miniwob": ("train", "validation", "test_seed", "test_text", "test_family"),
     "mind2web": (*MIND2WEB_SPLITS, "validation"),
     "mind2web_blocks": tuple(split for split in MIND2WEB_SPLITS if split != "train"),
     "screenspot": ("test",),
@@ -159,7 +158,6 @@ class Member(Strict):
                     f"{', '.join(given)}: only `engine: openai` has an endpoint; remove it, or set `engine`"
                 )
             return self
-        require("openai", "an open model")
         url = urlsplit(self.base_url or "")
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError("`engine: openai` needs `base_url`, e.g. `http://10.0.0.7:8000/v1`")

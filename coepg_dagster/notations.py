@@ -1,4 +1,4 @@
-"""Where a model's answer lies in its text, and which point a grounder's answer names: one table of notations.
+"""Where a model's answer lies in its text, and which point a grounder's answer names. docs/engines.md has the table of notations.
 
 Reading goes in this order. Reasoning is cut: the answer follows the last `</think>`, and a `<think>` without its end has no
 answer; of `<answer>` the last counts. In the answer every group of two numbers (a point) or four (a box, read as its centre) is
@@ -13,79 +13,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Final
 
 from coepg_dagster.characters import SAME, WITHOUT_WIDTH
-from coepg_dagster.markdown import table
-
-NOTATIONS: Final[Mapping[str, str]] = {
-    "(X, Y)": "this project, UGround, GTA1",
-    "[X, Y]": "ShowUI (0 to 1), Aria-UI, UI-Venus",
-    "X, Y": "",
-    "（X，Y）": "full-width brackets, commas and digits",
-    "(Xpx, Ypx)": "",
-    "x=X, y=Y": "",
-    "x: X\ny: Y": "",
-    "<point>X Y</point>": "UI-TARS 1.5, Seed1.5-VL",
-    "<point>[[X, Y]]</point>": "OS-Atlas",
-    '<point x="X" y="Y" alt="Save">Save</point>': "Molmo (per cent of the image)",
-    "<click>X, Y</click>": "",
-    "<|box_start|>(X,Y)<|box_end|>": "UI-TARS",
-    "click(start_box='(X,Y)')": "UI-TARS",
-    "click(start_box='<|box_start|>(X,Y)<|box_end|>')": "UI-TARS",
-    "click(point='<point>X Y</point>')": "UI-TARS 1.5",
-    "Thought: the second of (1, 2).\nAction: click(start_box='(X,Y)')": "UI-TARS",
-    "pyautogui.click(X, Y)": "Aguvis, OpenCUA",
-    "pyautogui.click(x=X, y=Y, clicks=1, button='left')": "Aguvis, OpenCUA, Jedi",
-    '{"x": X, "y": Y}': "",
-    '{"point": [X, Y]}': "",
-    '{"POINT": [X, Y], "to": "up"}': "AgentCPM-GUI",
-    '[{"point_2d": [X, Y], "label": "Save"}]': "Qwen2.5-VL, Qwen3-VL, InfiGUI-G1",
-    "{'action': 'CLICK', 'value': None, 'position': [X, Y]}": "ShowUI",
-    "<answer>[{'action': 'click', 'point': [X, Y], 'input_text': 'no input text'}]</answer>": "GUI-R1",
-    '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [X, Y]}}\n</tool_call>': (
-        "Qwen2.5-VL, Qwen3-VL, Jedi, GUI-Owl"
-    ),
-    "<think>Not (1, 2).</think>(X, Y)": "any model that thinks aloud",
-    "[X1, Y1, X2, Y2]": "",
-    "[[X1, Y1, X2, Y2]]": "CogAgent, SeeClick",
-    "CLICK(box=[[X1,Y1,X2,Y2]], element_info='Save')": "CogAgent",
-    "[[X1, Y1], [X2, Y2]]": "",
-    "(X1,Y1),(X2,Y2)": "Qwen2-VL, OS-Atlas, where special tokens are left out",
-    "(X1, Y1) to (X2, Y2)": "",
-    "<|object_ref_start|>Save<|object_ref_end|><|box_start|>(X1,Y1),(X2,Y2)<|box_end|>": "Qwen2-VL, OS-Atlas",
-    "<ref>Save</ref><box>[[X1, Y1, X2, Y2]]</box>": "InternVL",
-    "<|ref|>Save<|/ref|><|det|>[[X1, Y1, X2, Y2]]<|/det|>": "DeepSeek-VL2",
-    "<|begin_of_box|>[[X1,Y1,X2,Y2]]<|end_of_box|>": "GLM-4.5V",
-    "<bbox>X1 Y1 X2 Y2</bbox>": "Seed1.5-VL",
-    '```json\n[{"bbox_2d": [X1, Y1, X2, Y2], "label": "Save"}]\n```': "Qwen2.5-VL, Qwen3-VL",
-    '{"x1": X1, "y1": Y1, "x2": X2, "y2": Y2}': "",
-}
-"""How a point (X, Y) or a box with the corners (X1, Y1) and (X2, Y2) may be written → who is known to write so."""
-
-REFUSED: Final[Mapping[str, str]] = {
-    "<think>(12, 34) or": "reasoning that does not end",
-    "[12, 34, 56]": "neither two numbers nor four",
-    "[[12, 34], [56, 34], [56, 78], [12, 78]]": "a polygon",
-    "[[56, 78, 12, 34]]": "corners out of order, perhaps x, y, width, height",
-    '{"x": 12, "y": 34, "width": 56, "height": 78}': "a corner or a centre: it does not say",
-    '[{"box_2d": [12, 34, 56, 78], "label": "Save"}]': "Gemini: y comes first",
-    '<points x1="12" y1="34" x2="56" y2="78" alt="rows">rows</points>': "Molmo: several points",
-    "<loc0012><loc0034><loc0056><loc0078>": "PaliGemma, Florence-2: tokens with bins of their own",
-    "(12%, 34%)": "per cent",
-    "(12; 34)": "no comma",
-    "(12, 34) or (56, 78)": "two places",
-    '{"top_left": [12, 34], "bottom_right": [56, 78]}': "corners apart",
-    "image_size: [1920, 1080]": "a size",
-    "1920x1080": "a size",
-    "(1e999, 34)": "not finite",
-    "(1.2.3, 4)": "not a number",
-    "١٢, ٣٤": "digits that are neither ASCII nor full-width",
-}
-"""What is not read → why."""
 
 
 @dataclass(frozen=True)
@@ -235,14 +168,3 @@ def _place(numbers: Sequence[float], spans: Sequence[Span]) -> Location | None:
         return Location(numbers[0], numbers[1], tuple(spans))
     x1, y1, x2, y2 = numbers
     return Location(x1 / 2 + x2 / 2, y1 / 2 + y2 / 2, tuple(spans)) if x1 <= x2 and y1 <= y2 else None
-
-
-def notations_markdown() -> str:
-    """The two tables of notations, as docs/engines.md shows them."""
-
-    def code(written: str) -> str:
-        return f"`` {written} ``".replace("\n", " ⏎ ")
-
-    read = table(("Read", "Written so by"), [(code(text), by or "–") for text, by in NOTATIONS.items()])
-    refused = table(("Not read", "Why"), [(code(text), why) for text, why in REFUSED.items()])
-    return f"{read}\n\n{refused}\n"

@@ -143,15 +143,17 @@ CORPUS = [f"Click {word}. Enter red into {word}." for word in WORDS]
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Checkpoints with random weights, by seed; made once each."""
-    from coepg_dagster.pretraining.architecture import build_random_checkpoint
-
     root = tmp_path_factory.mktemp("random")
 
     def checkpoint(seed: int) -> Path:
         import torch
 
+        from coepg_dagster.sandbox.pretraining import tiny_models, tokenizer
+
         folder = root / str(seed)
-        return folder if folder.exists() else build_random_checkpoint(folder, "small", seed, CORPUS, torch.float32)
+        if not folder.exists():
+            tiny_models.save(*tiny_models.build("small", tokenizer.fit(CORPUS), seed), folder, torch.float32)
+        return folder
 
     return checkpoint
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coepg_dagster.readers.miniwob import load_snapshot
+from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 from tests.project import REPOSITORY, Forked, make_project, run
 from tests.readers.samples import candidate, episode, forest, mind2web_row, write_android_control, write_mind2web
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coepg_dagster.characters import WITHOUT_WIDTH, normal_text
-from coepg_dagster.notations import NOTATIONS, REFUSED, locate, notations_markdown
+from coepg_dagster.markdown import table
+from coepg_dagster.notations import locate
 from coepg_dagster.prompts import coordinate_span, parse_grounder
 
 PLACE = re.compile(r"(?<![A-Z])(?:X1|Y1|X2|Y2|X|Y)(?![A-Z0-9])")
@@ -24,6 +25,72 @@ NUMBERS = (
     | st.builds("{:+d}".format, st.integers(0, 999))
     | st.integers(0, 999).map("{:03d}".format)
 )
+NOTATIONS = {
+    "(X, Y)": "this project, UGround, GTA1",
+    "[X, Y]": "ShowUI (0 to 1), Aria-UI, UI-Venus",
+    "X, Y": "",
+    "（X，Y）": "full-width brackets, commas and digits",
+    "(Xpx, Ypx)": "",
+    "x=X, y=Y": "",
+    "x: X\ny: Y": "",
+    "<point>X Y</point>": "UI-TARS 1.5, Seed1.5-VL",
+    "<point>[[X, Y]]</point>": "OS-Atlas",
+    '<point x="X" y="Y" alt="Save">Save</point>': "Molmo (per cent of the image)",
+    "<click>X, Y</click>": "",
+    "<|box_start|>(X,Y)<|box_end|>": "UI-TARS",
+    "click(start_box='(X,Y)')": "UI-TARS",
+    "click(start_box='<|box_start|>(X,Y)<|box_end|>')": "UI-TARS",
+    "click(point='<point>X Y</point>')": "UI-TARS 1.5",
+    "Thought: the second of (1, 2).\nAction: click(start_box='(X,Y)')": "UI-TARS",
+    "pyautogui.click(X, Y)": "Aguvis, OpenCUA",
+    "pyautogui.click(x=X, y=Y, clicks=1, button='left')": "Aguvis, OpenCUA, Jedi",
+    '{"x": X, "y": Y}': "",
+    '{"point": [X, Y]}': "",
+    '{"POINT": [X, Y], "to": "up"}': "AgentCPM-GUI",
+    '[{"point_2d": [X, Y], "label": "Save"}]': "Qwen2.5-VL, Qwen3-VL, InfiGUI-G1",
+    "{'action': 'CLICK', 'value': None, 'position': [X, Y]}": "ShowUI",
+    "<answer>[{'action': 'click', 'point': [X, Y], 'input_text': 'no input text'}]</answer>": "GUI-R1",
+    '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [X, Y]}}\n</tool_call>': (
+        "Qwen2.5-VL, Qwen3-VL, Jedi, GUI-Owl"
+    ),
+    "<think>Not (1, 2).</think>(X, Y)": "any model that thinks aloud",
+    "[X1, Y1, X2, Y2]": "",
+    "[[X1, Y1, X2, Y2]]": "CogAgent, SeeClick",
+    "CLICK(box=[[X1,Y1,X2,Y2]], element_info='Save')": "CogAgent",
+    "[[X1, Y1], [X2, Y2]]": "",
+    "(X1,Y1),(X2,Y2)": "Qwen2-VL, OS-Atlas, where special tokens are left out",
+    "(X1, Y1) to (X2, Y2)": "",
+    "<|object_ref_start|>Save<|object_ref_end|><|box_start|>(X1,Y1),(X2,Y2)<|box_end|>": "Qwen2-VL, OS-Atlas",
+    "<ref>Save</ref><box>[[X1, Y1, X2, Y2]]</box>": "InternVL",
+    "<|ref|>Save<|/ref|><|det|>[[X1, Y1, X2, Y2]]<|/det|>": "DeepSeek-VL2",
+    "<|begin_of_box|>[[X1,Y1,X2,Y2]]<|end_of_box|>": "GLM-4.5V",
+    "<bbox>X1 Y1 X2 Y2</bbox>": "Seed1.5-VL",
+    '```json\n[{"bbox_2d": [X1, Y1, X2, Y2], "label": "Save"}]\n```': "Qwen2.5-VL, Qwen3-VL",
+    '{"x1": X1, "y1": Y1, "x2": X2, "y2": Y2}': "",
+}
+"""How a point (X, Y) or a box with the corners (X1, Y1) and (X2, Y2) may be written → who is known to write so."""
+
+REFUSED = {
+    "<think>(12, 34) or": "reasoning that does not end",
+    "[12, 34, 56]": "neither two numbers nor four",
+    "[[12, 34], [56, 34], [56, 78], [12, 78]]": "a polygon",
+    "[[56, 78, 12, 34]]": "corners out of order, perhaps x, y, width, height",
+    '{"x": 12, "y": 34, "width": 56, "height": 78}': "a corner or a centre: it does not say",
+    '[{"box_2d": [12, 34, 56, 78], "label": "Save"}]': "Gemini: y comes first",
+    '<points x1="12" y1="34" x2="56" y2="78" alt="rows">rows</points>': "Molmo: several points",
+    "<loc0012><loc0034><loc0056><loc0078>": "PaliGemma, Florence-2: tokens with bins of their own",
+    "(12%, 34%)": "per cent",
+    "(12; 34)": "no comma",
+    "(12, 34) or (56, 78)": "two places",
+    '{"top_left": [12, 34], "bottom_right": [56, 78]}': "corners apart",
+    "image_size: [1920, 1080]": "a size",
+    "1920x1080": "a size",
+    "(1e999, 34)": "not finite",
+    "(1.2.3, 4)": "not a number",
+    "١٢, ٣٤": "digits that are neither ASCII nor full-width",
+}
+"""What is not read → why."""
+
 POINTS = [written for written in NOTATIONS if "X1" not in written]
 BOXES = [written for written in NOTATIONS if "X1" in written]
 
@@ -177,7 +244,18 @@ def test_huge_answers_take_linear_time(unit: str) -> None:
     assert time.process_time() - started < 2
 
 
+def documented() -> str:
+    """The two tables, as docs/engines.md shows them."""
+
+    def code(written: str) -> str:
+        return f"`` {written} ``".replace("\n", " ⏎ ")
+
+    read = table(("Read", "Written so by"), [(code(text), by or "–") for text, by in NOTATIONS.items()])
+    refused = table(("Not read", "Why"), [(code(text), why) for text, why in REFUSED.items()])
+    return f"{read}\n\n{refused}\n"
+
+
 def test_the_tables_of_the_documentation() -> None:
     page = (Path(__file__).parents[1] / "docs/engines.md").read_text(encoding="utf-8")
     shown = page.split("<!-- notations -->\n")[1].split("\n<!-- /notations -->")[0]
-    assert shown == notations_markdown().strip(), "docs/engines.md: paste what notations_markdown() gives"
+    assert shown == documented().strip(), "docs/engines.md: paste what documented() gives"

@@ -1,4 +1,4 @@
-"""Every file, function and test that docs/paper_map.md names exists."""
+"""Every file, function and test that docs/paper_map.md names exists, and the product uses the code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import ast
 import re
 from functools import lru_cache
 from pathlib import Path
+
+import pytest
+
+from tests.reachable import Product
 
 REPOSITORY = Path(__file__).parent.parent
 MAP = (REPOSITORY / "docs" / "paper_map.md").read_text("utf-8")
@@ -39,6 +43,46 @@ def test_every_place_exists() -> None:
         if (separator == "::") != file.startswith("tests/"):
             missing.append(f"{file}{separator}{name}: code is written `file.py:name`, a test `file.py::name`")
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def product() -> Product:
+    return Product(REPOSITORY)
+
+
+def test_the_product_uses_the_code_of_every_row(product: Product) -> None:
+    """A row cannot cite what only tests call."""
+    code = [(file, name) for file, _, name in PLACE.findall(MAP) if not file.startswith("tests/") and file != "file.py"]
+    assert [f"{file}:{name}" for file, name in code if not product.uses(file, name)] == []
+
+
+ELSEWHERE = ("evaluation.protocols:FAMILIES", "evaluation.score:score_under_all", "evaluation.tables:", "reports.")
+"""Until the one table of results is there."""
+
+
+def test_the_product_uses_all_of_its_code(product: Product) -> None:
+    """What only a test needs stands with the tests."""
+    assert [one for one in product.unused if not one.removeprefix("coepg_dagster.").startswith(ELSEWHERE)] == []
+
+
+def test_what_only_tests_call_is_not_used(tmp_path: Path) -> None:
+    files = {
+        "coepg_dagster/__init__.py": "",
+        "coepg_dagster/cli/__init__.py": "from coepg_dagster.assets import loop\nfrom coepg_dagster import a as b\n",
+        "coepg_dagster/cli/__main__.py": "from coepg_dagster.cli import app\n@app.command()\ndef go(): ...\n",
+        "coepg_dagster/a.py": "def used(): return inner()\ndef inner(): ...\ndef unused(): return alone()\ndef alone(): ...",
+        "coepg_dagster/apart.py": "used = 1",
+        "assets/__init__.py": "",
+        "assets/loop.py": "from coepg_dagster import a\nclass Loop:\n    def run(self): ...\n    def never(self): ...\n"
+        "def start():\n    a.used()\n    Loop().run()\nstart()\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    product = Product(tmp_path)
+    assert product.unused == [f"coepg_dagster.{name}" for name in ("a:alone", "a:unused", "apart:", "apart:used")]
+    assert product.uses("assets/loop.py", "Loop.run") and not product.uses("assets/loop.py", "Loop.never")
+    assert product.uses("coepg_dagster/a.py") and not product.uses("coepg_dagster/apart.py")
 
 
 def test_nothing_in_backticks_looks_like_a_place_and_is_not_checked() -> None:

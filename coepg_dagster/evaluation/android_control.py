@@ -32,7 +32,6 @@ from coepg_dagster.prompts import normal_value
 METRICS: Final = ("type_acc", "step_acc", "grounding_acc")
 POINTED: Final = frozenset({"click", "long_press"})
 TEXTED: Final = frozenset({"type", "open_app", "scroll", "select"})
-OPPOSITE: Final = {"up": "down", "down": "up", "left": "right", "right": "left"}
 SCROLLS: Final = frozenset({"scroll", "swipe"})
 BUTTONS: Final = frozenset({"back", "home", "system_button"})
 
@@ -54,14 +53,6 @@ def canonical(action: Action) -> Action:
     """`action` with its type under the canonical name; a name without one is only lower-cased."""
     name = action.type.strip().lower().replace(" ", "_")
     return replace(action, type=_ALIASES.get(name, name))
-
-
-def invert_scroll(action: Action) -> Action:
-    """A scroll in the other convention: the finger's direction instead of the content's, or back."""
-    direction = action.value.strip().lower()
-    if action.type not in SCROLLS or direction not in OPPOSITE:
-        return action
-    return replace(action, value=OPPOSITE[direction])
 
 
 def _verdict(type_hit: bool, step: bool | None, grounding: bool | None) -> Verdict:

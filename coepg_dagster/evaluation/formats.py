@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 from typing import IO, Any, Final, cast
@@ -642,27 +642,6 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     if strange and len(strange) == predictions:
         raise strange[0]
     return cases, {}
-
-
-def own_row(case: Case) -> dict[str, Any]:
-    """`case` as an object of our own format, which `read_own` reads back."""
-    label: dict[str, Any] = {"action_type": case.label.type, "value": case.label.value, "point": case.label.point}
-    label["boxes"] = case.boxes
-    prediction: dict[str, Any] | None = None
-    if case.prediction is not None:
-        action = case.prediction
-        prediction = {"action_type": action.type, "value": action.value, "point": action.point}
-    row: dict[str, Any] = {"step_id": case.step_id, "episode_id": case.episode_id, "group": case.group}
-    row |= {"step_index": case.step_index, "episode_steps": case.episode_steps}
-    for prefix, size in (("", case.size), ("seen_", case.seen_size)):
-        row |= {f"{prefix}width": size and size[0], f"{prefix}height": size and size[1]}
-    if "positives" in case.facts:
-        label["positives"] = [list(pair) for pair in case.facts["positives"]]
-        if prediction is not None:
-            prediction["element"] = case.facts["element"]
-    if "nodes" in case.facts:
-        row["nodes"] = [asdict(node) for node in case.facts["nodes"]]
-    return row | {"label": label, "prediction": prediction}
 
 
 def _own_node(row: Row) -> Node:

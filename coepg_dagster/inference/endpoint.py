@@ -47,11 +47,6 @@ def endpoint_of(member: Member) -> Endpoint:
     return Endpoint(member.base_url, member.model, key, member.in_flight, member.timeout_seconds)
 
 
-def endpoint_version(member: Member) -> str:
-    """The version of a model behind an endpoint: its name, and a hash of what the server says of it."""
-    return served_version(served_model(endpoint_of(member)))
-
-
 def served_model(endpoint: Endpoint) -> dict[str, Any]:
     """What the endpoint says of its model: id and, where given, owner, root, parent and context length.
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from coepg_dagster.architecture import UnknownModel, read
+from coepg_dagster.inference.architecture import UnknownModel, read
 from coepg_dagster.progress import Ended
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -40,11 +40,6 @@ from coepg_dagster.readers.tasks import Task, converted, named
 from coepg_dagster.readers.views import Rule
 
 Dataset = Literal["mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"]
-HUB: Final[Mapping[str, tuple[str, str]]] = {
-    "mind2web": ("osunlp/Multimodal-Mind2Web", "data/*.parquet"),
-    "screenspot": ("rootsautomation/ScreenSpot", "data/*.parquet"),
-}
-"""Datasets that `fetch` finds on the hub: repository and file pattern."""
 
 
 @dataclass(frozen=True)
@@ -221,14 +216,6 @@ def rejects_table(rejects: Iterable[Reject]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=REJECT_SCHEMA)
 
 
-def stream(dataset: Dataset, source: Path, options: Options | None = None) -> Iterator[pa.RecordBatch]:
-    """Record batches of a whole dataset, without storing anything; raises ReaderError past the share of bad rows."""
-    options, counts, seen = options or Options(), Counts(), set[str]()
-    for path in source_files(dataset, source):
-        yield from batches(read_items(dataset, source, options, counts, seen, path, _files(source, options)), [])
-        _judge(counts, options, path)
-
-
 def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options | None = None) -> Counts:
     """Import every file of `source` into `out`, which then `load`s; finished files of the same import are kept.
 
@@ -371,22 +358,6 @@ def _chosen(dataset: Dataset, options: Options) -> str:
     return json.dumps([CODE, dataset, chosen], sort_keys=True)
 
 
-def load(out: Path) -> pa.Table:
-    """The steps of the one import that `out` holds, memory-mapped.
-
-    Raises ReaderError where there is none, one that was not finished, or several of different options.
-    """
-    done = sorted(out.glob("*.json"))
-    if not done:
-        raise ReaderError(f"{out}: holds no finished import")
-    if any(out.glob("*.draft")):
-        raise ReaderError(f"{out}: the import was cut off; run it again, it goes on where it stopped")
-    facts = [json.loads(file.read_text()) for file in done]
-    if len({fact["source"] for fact in facts}) < len(facts) or any(f["key"] != facts[0]["key"] for f in facts):
-        raise ReaderError(f"{out}: holds imports of different options; import each into its own folder")
-    return pa.concat_tables([_mapped(file.with_suffix(".arrow")) for file in done])
-
-
 def load_benchmark(
     dataset: Dataset, source: Path, out: Path, options: Options | None = None
 ) -> tuple[pa.Table, Counts]:
@@ -410,20 +381,6 @@ def rejects(out: Path) -> pa.Table:
     """Every row that an import left out: file, row, reason, detail."""
     found = sorted(out.glob("*.rejects.parquet"))
     return pa.concat_tables([pq.read_table(file) for file in found]) if found else rejects_table([])
-
-
-def fetch(dataset: Dataset) -> Path:
-    """A local copy of a dataset of the hub (kept in the hub's cache). Raises ReaderError where it cannot be had."""
-    if dataset not in HUB:
-        raise ReaderError(f"{dataset} is not fetched from the hub; give the folder of a local copy")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    repository, pattern = HUB[dataset]
-    try:
-        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=pattern))
-    except (HfHubHTTPError, OSError) as error:
-        raise ReaderError(f"{repository} cannot be fetched ({error}); give the folder of a local copy") from error
 
 
 @dataclass(frozen=True)

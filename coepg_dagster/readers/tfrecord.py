@@ -97,12 +97,6 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def framed(data: bytes) -> bytes:
-    """`data` as one TFRecord."""
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data))
-
-
 def records(path: Path) -> Iterator[tuple[int, bytes] | Reject]:
     """(number from 0, data) of each record of a TFRecord file, gzipped or not; streaming.
 

@@ -1,12 +1,13 @@
 """The variants of C-DREM that are compared (Table 4 and beyond), and the rewards each would have given.
 
-A variant is a change of `Grpo`: an ablation trains with it, and `recompute` reads it off a rollout table that another
-variant has written. That is exact, since the table keeps every grounder's point and log-probability: what is weighed anew is
-what they said. It says what a variant *would have given* for these rollouts, not where training with it would have led.
+A variant is a change of four settings of `Grpo`: an ablation trains with it, and `recompute` reads it off a rollout table
+that another variant has written. That is exact, since the table keeps every grounder's point and log-probability. It says
+what a variant *would have given* for these rollouts, not where training with it would have led.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
@@ -14,8 +15,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from coepg_dagster.experiment import Grpo
 from coepg_dagster.rewards.cdrem import (
+    Confidence,
     Floats,
     NoVerdict,
     advantages,
@@ -31,39 +32,29 @@ Variant = Literal["no_cdrem", "uniform", "prior", "literal", "probability", "tem
 
 VARIANTS: Final[Mapping[Variant, dict[str, Any]]] = {
     "no_cdrem": {"ensemble": False},
-    "uniform": {"confidence": "constant", "own_prior": 0.0, "verifier_prior": 0.0},
+    "uniform": {"confidence": "constant"},  # and every σ is 0
     "prior": {"confidence": "constant"},
     "literal": {"confidence": "log_probability"},
-    "probability": {"confidence": "probability"},
-    "temperature": {"confidence": "probability"},
+    "probability": {},
+    "temperature": {},  # takes τ besides
 }
-"""What each variant changes of C-DREM as the default has it; `temperature` takes τ besides."""
+"""What each variant changes of C-DREM as the default has it."""
 
 DEFAULT_TEMPERATURE: Final = 0.25
 """τ of the variant `temperature`: a quarter lets a sure grounder outweigh an unsure one by e^4 at σ = 1, not by e."""
 
 
-def with_variant(config: Grpo, variant: Variant, temperature: float | None = None) -> Grpo:
-    """`config` with the weighing of a variant, all else the same; the priors are the configuration's own.
-
-    Raises ValueError for a temperature that the variant does not take.
-    """
-    if temperature is not None and variant != "temperature":
-        raise ValueError(f"the variant {variant!r} takes no temperature; `temperature` does")
-    tau = 1.0 if variant != "temperature" else DEFAULT_TEMPERATURE if temperature is None else temperature
-    plain = {"ensemble": True, "confidence_temperature": tau}
-    return Grpo.model_validate(config.model_dump() | plain | VARIANTS[variant])
-
-
 @dataclass(frozen=True)
 class Weighing:
-    """How the votes of a plan become a reward: the part of `Grpo` that decides it, and σ of each grounder.
+    """How the votes of a plan become a reward: σ of each grounder, and the settings of the same names of `Grpo`.
 
     ϕ_k is the first grounder; without the ensemble it alone has a vote.
     """
 
     priors: tuple[float, ...]
-    config: Grpo
+    confidence: Confidence = "probability"
+    confidence_temperature: float = 1.0
+    ensemble: bool = True
 
     def __call__(self, mean_logprobs: Sequence[float], answered: Sequence[bool]) -> tuple[Floats, Floats]:
         """(c, w) of Eq. 5 and 6 for one plan, shape (N,) each.
@@ -71,12 +62,23 @@ class Weighing:
         `mean_logprobs` of grounders that did not answer are not looked at. Raises NoVerdict where none with a vote did.
         """
         mask = np.array(answered, dtype=bool)
-        if not self.config.ensemble:
+        if not self.ensemble:
             mask[1:] = False
         # min(): float32 log-probabilities of sure tokens can be a hair above 0
         logprobs = [min(0.0, logprob) if said else 0.0 for logprob, said in zip(mean_logprobs, answered, strict=True)]
-        c = confidences(logprobs, self.config.confidence)
-        return c, ensemble_weights(np.array(self.priors), c, mask, self.config.confidence_temperature)
+        c = confidences(logprobs, self.confidence)
+        return c, ensemble_weights(np.array(self.priors), c, mask, self.confidence_temperature)
+
+
+def weighing_of(variant: Variant, priors: Sequence[float], temperature: float | None = None) -> Weighing:
+    """The weighing of a variant for grounders with the priors σ. Raises ValueError for a τ that it does not take."""
+    if temperature is not None and variant != "temperature":
+        raise ValueError(f"the variant {variant!r} takes no temperature; `temperature` does")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise ValueError(f"the temperature is {temperature}: give a number greater than 0")
+    tau = 1.0 if variant != "temperature" else DEFAULT_TEMPERATURE if temperature is None else temperature
+    sigma = tuple(0.0 if variant == "uniform" else prior for prior in priors)
+    return Weighing(sigma, confidence_temperature=tau, **VARIANTS[variant])
 
 
 RECOMPUTED_SCHEMA: Final = pa.schema(
@@ -102,9 +104,9 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
     σ is as logged, but 0 for `uniform`. Raises NoVerdict where the only grounders with a vote had failed, and ValueError for
     rows that make no whole groups.
     """
-    config = with_variant(Grpo(), variant, temperature)
+    weighing_of(variant, (), temperature)  # a wrong temperature is said, also where no rollout has graders
     rows = rollouts.to_pylist()
-    weights = [_weights(row, config, equal_priors=variant == "uniform") for row in rows]
+    weights = [_weights(row, variant, temperature) for row in rows]
     r_plan = [
         float(plan_reward(w, [grader["hit"] for grader in row["graders"]])) if row["graders"] else 1.0
         for row, w in zip(rows, weights, strict=True)
@@ -127,14 +129,14 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
     return pa.Table.from_pylist(made, RECOMPUTED_SCHEMA)
 
 
-def _weights(row: Mapping[str, Any], config: Grpo, *, equal_priors: bool) -> list[float]:
+def _weights(row: Mapping[str, Any], variant: Variant, temperature: float | None) -> list[float]:
     graders = row["graders"]
     if not graders:
         return []
-    priors = tuple(0.0 if equal_priors else grader["prior"] for grader in graders)
+    weigh = weighing_of(variant, [grader["prior"] for grader in graders], temperature)
     answered = [grader["failure"] is None for grader in graders]
     try:
-        _, w = Weighing(priors, config)([grader["mean_logprob"] or 0.0 for grader in graders], answered)
+        _, w = weigh([grader["mean_logprob"] or 0.0 for grader in graders], answered)
     except NoVerdict as error:
         raise NoVerdict(
             f"optimizer step {row['optimizer_step']}, step {row['step_id']}: {error} "

@@ -103,7 +103,8 @@ class CdremReward:
         if not grounders:
             raise ValueError("C-DREM needs at least one grounder: without a vote every plan would be right")
         self._grounders, self._screens = dict(grounders), screens
-        self._weigh = Weighing(tuple(priors[name] for name in grounders), config)
+        sigma = tuple(priors[name] for name in grounders)
+        self._weigh = Weighing(sigma, config.confidence, config.confidence_temperature, config.ensemble)
         self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
         self._asking: Asking | None = None
         self.rows: list[dict[str, Any]] = []

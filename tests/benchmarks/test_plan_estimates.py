@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import plan_estimates, sized
 from benchmarks.baseline import FOLDER
-from coepg_dagster.estimates import CARDS, Example, rates_of, sft_memory, sft_seconds
 from coepg_dagster.experiment import Sft
+from coepg_dagster.planning.estimates import CARDS, Example, rates_of, sft_memory, sft_seconds
 
 FOUND = json.loads((FOLDER / "plan_estimates.json").read_text())
 STAGES = {name: stage for name, stage in FOUND["stages"].items() if "note" not in stage}

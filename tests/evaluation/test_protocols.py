@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coepg_dagster.evaluation.android_control import Node, canonical, invert_scroll, os_atlas_text, smallest_node
+from coepg_dagster.evaluation.android_control import Node, canonical, os_atlas_text, smallest_node
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
-from coepg_dagster.evaluation.formats import own_row, read_predictions
+from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
 from coepg_dagster.evaluation.protocols import PROTOCOLS, find_protocol, protocols_markdown
 from coepg_dagster.evaluation.result import result_of, sop, summarise
@@ -241,7 +241,6 @@ def test_uground500_reads_its_three_files(tmp_path: Path) -> None:
 def test_names_and_conventions() -> None:
     assert canonical(Action("Press_Back")).type == canonical(Action("NAVIGATE_BACK")).type == "back"
     assert canonical(Action("long press")).type == "long_press"
-    assert invert_scroll(Action("scroll", "Up")).value == "down" and invert_scroll(tap(1, 1)) == tap(1, 1)
 
 
 # --- averages, SOP, comparison ----------------------------------------------------------------------------------------
@@ -374,6 +373,27 @@ def test_own_format(tmp_path: Path) -> None:
     assert score_file(written(tmp_path, seeact), "coepg", "mind2web/seeact").metrics["step_sr"].micro == 100
     tree = OWN | {"nodes": [{"box": [0, 0, 10, 10], "text": "OK"}]}
     assert score_file(written(tmp_path, tree), "coepg", "android_control/uground500").metrics["step_acc"].micro == 100
+
+
+def own_row(case: Case) -> dict[str, Any]:
+    """`case` as an object of our own format, which `read_own` reads back."""
+    label: dict[str, Any] = {"action_type": case.label.type, "value": case.label.value, "point": case.label.point}
+    label["boxes"] = case.boxes
+    prediction: dict[str, Any] | None = None
+    if case.prediction is not None:
+        action = case.prediction
+        prediction = {"action_type": action.type, "value": action.value, "point": action.point}
+    row: dict[str, Any] = {"step_id": case.step_id, "episode_id": case.episode_id, "group": case.group}
+    row |= {"step_index": case.step_index, "episode_steps": case.episode_steps}
+    for prefix, size in (("", case.size), ("seen_", case.seen_size)):
+        row |= {f"{prefix}width": size and size[0], f"{prefix}height": size and size[1]}
+    if "positives" in case.facts:
+        label["positives"] = [list(pair) for pair in case.facts["positives"]]
+        if prediction is not None:
+            prediction["element"] = case.facts["element"]
+    if "nodes" in case.facts:
+        row["nodes"] = [asdict(node) for node in case.facts["nodes"]]
+    return row | {"label": label, "prediction": prediction}
 
 
 def test_own_rows_come_back(tmp_path: Path) -> None:

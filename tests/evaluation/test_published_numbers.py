@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from coepg_dagster.evaluation import android_control, mind2web, statistics
-from coepg_dagster.evaluation.android_control import invert_scroll, within_14_percent_of_diagonal
+from coepg_dagster.evaluation.android_control import within_14_percent_of_diagonal
 from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.mind2web import judge_uground, pad
@@ -84,8 +84,16 @@ def test_gui_r1_android_control_by_class(
     assert class_hits(result.metrics["step_acc"]) == arguments
 
 
+OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
+
+
 def inverted(case: Case) -> Case:
-    return replace(case, prediction=None if case.prediction is None else invert_scroll(case.prediction))
+    """Its scroll in the other convention: the finger's direction instead of the content's."""
+    said = case.prediction
+    if said is None or said.type not in android_control.SCROLLS:
+        return case
+    direction = said.value.strip().lower()
+    return replace(case, prediction=replace(said, value=OPPOSITE.get(direction, said.value)))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,7 @@ def test_ui_genie_clicks_and_swipes_as_far_as_they_can_be_checked() -> None:
         for case in swipes
         if case.prediction is not None and case.prediction.type == "swipe"
     ]
-    opposite = [pair for pair in pairs if android_control.OPPOSITE.get(pair[0]) == pair[1]]
+    opposite = [pair for pair in pairs if OPPOSITE.get(pair[0]) == pair[1]]
     assert not any(label == answer for label, answer in pairs)
     kinds = (("right", "left"), ("left", "right"), ("up", "down"), ("down", "up"))
     assert [opposite.count(kind) for kind in kinds] == [9, 7, 3, 15]  # so the run was judged without reversal

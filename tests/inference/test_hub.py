@@ -17,7 +17,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from coepg_dagster.auditing.archive import BASE
-from coepg_dagster.dryrun import broken, size_of
 from coepg_dagster.experiment import Member, Models, Serving
 from coepg_dagster.inference.engine import Generation, Request, Sampling
 from coepg_dagster.inference.files import IncompleteCheckpoint
@@ -25,6 +24,7 @@ from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.weights import identify, is_local, local_folder, local_version, pinned
+from coepg_dagster.planning.dryrun import broken, size_of
 from coepg_dagster.prompts import planner_messages
 from tests.conftest import HEIGHT, WIDTH
 from tests.hub import Hub, served

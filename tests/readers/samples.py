@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from coepg_dagster.readers.tfrecord import Example, Forest, framed
+from coepg_dagster.readers.tfrecord import Example, Forest, masked_crc
 
 Rect = tuple[int, int, int, int]
+
+
+def load(out: Path) -> pa.Table:
+    """The steps that `import_dataset` left in a folder."""
+    return pa.concat_tables([pa.ipc.open_file(file).read_all() for file in sorted(out.glob("*.arrow"))])
+
+
+def framed(data: bytes) -> bytes:
+    """`data` as one TFRecord."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data))
 
 
 def picture(width: int, height: int, format: str = "PNG", *marks: Rect) -> bytes:

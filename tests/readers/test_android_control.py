@@ -12,10 +12,10 @@ import pytest
 
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.readers.android_control import enclosing_node
-from coepg_dagster.readers.importing import Options, ReaderError, import_dataset, load, rejects
-from coepg_dagster.readers.tfrecord import Forest, framed, masked_crc
+from coepg_dagster.readers.importing import Options, ReaderError, import_dataset, rejects
+from coepg_dagster.readers.tfrecord import Forest, masked_crc
 
-from .samples import ACTIONS, NODES, SCREEN, episode, forest, picture, write_android_control
+from .samples import ACTIONS, NODES, SCREEN, episode, forest, framed, load, picture, write_android_control
 
 
 def imported(tmp_path: Path, records: list[bytes], **options: Any) -> tuple[Any, Any, Any]:

@@ -20,7 +20,7 @@ from coepg_dagster.inference.predict import PREDICTION_SCHEMA
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
 from coepg_dagster.readers.files import Files
 from coepg_dagster.readers.images import Resize
-from coepg_dagster.readers.importing import Counts, Options, import_dataset, load, lost_of, rejects
+from coepg_dagster.readers.importing import Counts, Options, import_dataset, lost_of, rejects
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
 from coepg_dagster.workers import EvaluationWork
 from tests.project import REPOSITORY
@@ -32,6 +32,7 @@ from .samples import (
     candidate,
     episode,
     forest,
+    load,
     mind2web_row,
     own_row,
     picture,

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.readers.importing import Options, ReaderError, check_data, fetch, import_dataset, load, rejects
+from coepg_dagster.readers.importing import Options, ReaderError, check_data, import_dataset, rejects
 
-from .samples import IMAGE, own_row, picture, write_own
+from .samples import IMAGE, load, own_row, picture, write_own
 
 LENIENT = Options(max_bad_share=1.0)
 ITEM = {
@@ -187,21 +187,3 @@ def test_sources_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(ReaderError, match="no files"):
         import_dataset("android_control", tmp_path / "nowhere", tmp_path / "out")
     assert rejects(tmp_path).num_rows == 0
-
-
-def test_datasets_of_the_hub_are_fetched_or_the_folder_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def download(repository: str, **more: Any) -> str:
-        asked.append((repository, more["allow_patterns"]))
-        if repository.startswith("rootsautomation"):
-            raise OSError("offline")
-        return "/cache"
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert fetch("mind2web") == Path("/cache")
-    assert asked == [("osunlp/Multimodal-Mind2Web", "data/*.parquet")]
-    with pytest.raises(ReaderError, match="local copy"):
-        fetch("screenspot")
-    with pytest.raises(ReaderError, match="local copy"):
-        fetch("android_control")

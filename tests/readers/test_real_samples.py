@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coepg_dagster.readers.importing import Options, import_dataset, load
+from coepg_dagster.readers.importing import Options, import_dataset
 from coepg_dagster.readers.views import choose
 from tests.evaluation.shared import SAMPLES, needs_data
 
-from .samples import write_mind2web
+from .samples import load, write_mind2web
 
 pytestmark = needs_data
 

@@ -22,13 +22,12 @@ from coepg_dagster.readers.importing import (
     ReaderError,
     check_data,
     import_dataset,
-    load,
     load_benchmark,
     rejects,
 )
 from coepg_dagster.readers.rows import ALL_ACTIONS
 
-from .samples import candidate, episode, mind2web_row, own_row, picture, write_android_control, write_mind2web
+from .samples import candidate, episode, load, mind2web_row, own_row, picture, write_android_control, write_mind2web
 
 LENIENT = Options(max_bad_share=1.0)
 

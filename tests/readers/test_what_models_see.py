@@ -22,12 +22,12 @@ from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
 from coepg_dagster.inference.predict import predict, predict_end_to_end
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.miniwob.splits import SPLITS
 from coepg_dagster.pools.candidates import write_candidates
 from coepg_dagster.pools.verdicts import give_verdicts
 from coepg_dagster.prompts import Message, Style, planner_answer
 from coepg_dagster.readers.importing import Options, load_benchmark
-from coepg_dagster.readers.miniwob import TARGETS_FILE, load_snapshot
+from coepg_dagster.sandbox.miniwob.reader import TARGETS_FILE, load_snapshot
+from coepg_dagster.sandbox.miniwob.splits import SPLITS
 from coepg_dagster.steps import STEP_SCHEMA
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, grpo_prompts, planner_examples
 from coepg_dagster.training.validation import requests_of

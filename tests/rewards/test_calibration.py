@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Grpo
 from coepg_dagster.reports.calibration import reliability_figure
 from coepg_dagster.rewards.calibration import auroc, calibration, of_rollouts, of_verdicts, wilson
 from coepg_dagster.steps import VERDICT_SCHEMA
@@ -110,10 +109,10 @@ def test_rollouts_count_a_plan_once() -> None:
     twice = [grader(0, True, -0.1), grader(1, False, -0.2)]
     rows = [rollout(twice), rollout(twice), rollout([], "wrong_type"), rollout([])]
     rows[1]["step_id"] = "another"
-    found = of_rollouts(logged(rows, Grpo()))
+    found = of_rollouts(logged(rows))
     assert {name: one.n for name, one in found.items()} == {"grounder_1": 2, "a": 2}
     rows[1]["step_id"] = "s"
-    assert of_rollouts(logged(rows, Grpo()))["a"].n == 1
+    assert of_rollouts(logged(rows))["a"].n == 1
 
 
 def test_the_figure_has_a_curve_for_each_grounder() -> None:

@@ -22,7 +22,7 @@ from coepg_dagster.rewards.variants import (
     recompute,
     summary,
     variant_named,
-    with_variant,
+    weighing_of,
 )
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 
@@ -51,12 +51,12 @@ def rollout(graders: list[dict[str, Any]], gate: str = "passed") -> dict[str, An
     return {"step_id": "s", "text": "", "plan": "p", "gate": gate, "graders": graders}
 
 
-def logged(rows: list[dict[str, Any]], config: Grpo) -> pa.Table:
-    """The rows as training would have written them: weighed by `config`, in groups of SIZE."""
+def logged(rows: list[dict[str, Any]], variant: Variant = "probability") -> pa.Table:
+    """The rows as training would have written them: weighed by `variant`, in groups of SIZE."""
     for i, row in enumerate(rows):
         r_plan = 1.0
         if row["graders"]:
-            weigh = Weighing(PRIORS[: len(row["graders"])], config)
+            weigh = weighing_of(variant, PRIORS[: len(row["graders"])])
             answered = [g["failure"] is None for g in row["graders"]]
             _, weights = weigh([g["mean_logprob"] or 0.0 for g in row["graders"]], answered)
             r_plan = float(plan_reward(weights, np.array([g["hit"] for g in row["graders"]])))
@@ -89,8 +89,7 @@ def columns(table: pa.Table, *names: str) -> list[list[float]]:
 
 @given(rollouts(), st.sampled_from([variant for variant in get_args(Variant) if variant != "uniform"]))
 def test_a_table_gives_back_the_rewards_of_its_own_variant_to_the_last_bit(rows: Any, variant: Variant) -> None:
-    config = with_variant(Grpo(), variant)
-    table = logged(rows, config)
+    table = logged(rows, variant)
     made = recompute(table, variant)
     reward, logged_reward, advantage, logged_advantage = columns(
         made, "reward", "logged_reward", "advantage", "logged_advantage"
@@ -104,7 +103,7 @@ def test_a_table_gives_back_the_rewards_of_its_own_variant_to_the_last_bit(rows:
 
 @given(rollouts(), st.sampled_from(get_args(Variant)))
 def test_every_variant_written_out(rows: Any, variant: Variant) -> None:
-    table = logged(rows, Grpo())
+    table = logged(rows)
     made = recompute(table, variant, 0.5 if variant == "temperature" else None)
     assert made.schema == RECOMPUTED_SCHEMA
     power = {
@@ -127,9 +126,9 @@ def test_every_variant_written_out(rows: Any, variant: Variant) -> None:
     assert made["advantage"].to_pylist() == advantages(made["reward"].to_pylist(), SIZE).tolist()
 
 
-def test_an_ablation_without_priors_and_confidence_trains_with_what_uniform_recomputes() -> None:
-    config = with_variant(Grpo(), "uniform")
-    weigh = Weighing((config.own_prior, config.verifier_prior, config.verifier_prior), config)
+def test_uniform_is_what_an_ablation_without_priors_and_confidence_trains_with() -> None:
+    weigh = weighing_of("uniform", PRIORS)
+    assert weigh == Weighing((0.0, 0.0, 0.0), "constant")
     assert weigh([-1.0, -2.0, -0.1], [True] * 3)[1] == pytest.approx([1 / 3] * 3)
     assert weigh([-1.0, 0.0, -0.1], [True, False, True])[1] == pytest.approx([1 / 2, 0, 1 / 2])
 
@@ -137,10 +136,9 @@ def test_an_ablation_without_priors_and_confidence_trains_with_what_uniform_reco
 @given(st.lists(st.floats(-4, 0), min_size=3, max_size=3, unique=True))
 def test_temperature_goes_from_one_vote_over_eq_5_to_equal_votes(logprobs: list[float]) -> None:
     def weights(tau: float) -> list[float]:
-        config = with_variant(Grpo(), "temperature", tau)
-        return Weighing((1.0, 1.0, 1.0), config)(logprobs, [True] * 3)[1].tolist()
+        return weighing_of("temperature", (1.0, 1.0, 1.0), tau)(logprobs, [True] * 3)[1].tolist()
 
-    eq5 = Weighing((1.0, 1.0, 1.0), Grpo())(logprobs, [True] * 3)[1].tolist()
+    eq5 = Weighing((1.0, 1.0, 1.0))(logprobs, [True] * 3)[1].tolist()
     assert weights(1.0) == eq5
     assert weights(1e6) == pytest.approx([1 / 3] * 3, abs=1e-5)
     surest = int(np.argmax(np.exp(logprobs)))
@@ -150,24 +148,26 @@ def test_temperature_goes_from_one_vote_over_eq_5_to_equal_votes(logprobs: list[
 
 def test_the_variants_are_those_of_the_ablations() -> None:
     assert set(VARIANTS) == set(get_args(Variant))
-    assert with_variant(Grpo(), "probability") == Grpo(), "the default is `probability`"
-    assert with_variant(Grpo(confidence="constant", ensemble=False, own_prior=3.0), "literal") == Grpo(
-        confidence="log_probability", own_prior=3.0
-    )
-    assert with_variant(Grpo(), "temperature", 0.5).confidence_temperature == 0.5
+    default = Grpo()
+    assert weighing_of("probability", PRIORS) == Weighing(
+        PRIORS, default.confidence, default.confidence_temperature, default.ensemble
+    ), "the default is `probability`"
+    assert weighing_of("no_cdrem", PRIORS) == Weighing(PRIORS, ensemble=False)
+    assert weighing_of("temperature", PRIORS, 0.5) == Weighing(PRIORS, confidence_temperature=0.5)
+    assert weighing_of("temperature", PRIORS).confidence_temperature == 0.25
 
 
 def test_without_c_drem_the_own_grounder_must_have_answered() -> None:
     rows = [rollout([grader(0, True, -0.1), grader(1, True, -0.1)]) for _ in range(SIZE)]
     rows[2]["graders"][0] = grader(0, False, 0, failure="timeout")
-    table = logged(rows, Grpo())
+    table = logged(rows)
     assert recompute(table, "prior")["reward"].to_pylist()[2] == 1
     with pytest.raises(NoVerdict, match=r"optimizer step 0, step s: no grounder answered.*grounder_1: timeout"):
         recompute(table, "no_cdrem")
 
 
 def test_what_is_no_table_of_whole_groups_is_refused() -> None:
-    table = logged([rollout([]) for _ in range(3 * SIZE)], Grpo())
+    table = logged([rollout([]) for _ in range(3 * SIZE)])
     assert group_size(table) == SIZE
     for broken in (table.slice(1), table.slice(0, SIZE + 1), table.slice(0, 0), table.slice(0, 1)):
         with pytest.raises(ValueError, match="no whole groups"):
@@ -178,6 +178,7 @@ def test_names_and_temperatures_that_are_none() -> None:
     with pytest.raises(ValueError, match=r"no variant 'magic'; choose from no_cdrem, uniform"):
         variant_named("magic")
     with pytest.raises(ValueError, match="takes no temperature"):
-        with_variant(Grpo(), "prior", 0.5)
-    with pytest.raises(ValueError, match="greater than 0"):
-        with_variant(Grpo(), "temperature", 0.0)
+        weighing_of("prior", PRIORS, 0.5)
+    for tau in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="greater than 0"):
+            weighing_of("temperature", PRIORS, tau)

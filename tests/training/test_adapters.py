@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from coepg_dagster.architecture import read
 from coepg_dagster.experiment import Grpo, Lora, Models, Sft
+from coepg_dagster.inference.architecture import read
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training import sft
 from coepg_dagster.training.grpo import CdremReward, train_grpo

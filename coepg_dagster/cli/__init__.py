@@ -1,0 +1,24 @@
+"""The `coepg` command.
+
+`loop` and `sandbox.play` open the Dagster instance: with `definitions` they are the top of the Dagster shell. Nothing imports
+this package.
+"""
+
+import typer
+
+from coepg_dagster.cli import files, loop, sandbox
+from coepg_dagster.cli.common import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Co-evolution of a planner and a grounder for GUI agents (Co-EPG, arXiv 2511.10705).
+
+Start with `coepg plan sandbox`, then `coepg evolve sandbox --through 2`, then `coepg results sandbox`. `make ui` opens
+the same runs in Dagster's web UI. EXPERIMENT is NAME (a file under experiments/, its first seed) or NAME/sSEED.""",
+)
+for commands in (loop.app, sandbox.app, files.app):
+    app.add_typer(commands)
+app.add_typer(loop.rewards, name="rewards")

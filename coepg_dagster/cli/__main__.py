@@ -1,0 +1,5 @@
+"""`python -m coepg_dagster.cli`."""
+
+from coepg_dagster.cli import app
+
+app()

@@ -1,0 +1,92 @@
+"""What the commands share: how they name an experiment, and how they end where they cannot go on."""
+
+from __future__ import annotations
+
+import errno
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+
+from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster.project import Project, find_project
+from coepg_dagster.refusal import Refusal
+
+err = Console(stderr=True)
+
+
+class Commands(typer.core.TyperGroup):
+    """Whatever a person asked for and cannot have ends with one message and code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        _said_left_out.clear()
+        try:
+            return super().invoke(ctx)
+        except Refusal as error:
+            refuse(str(error))
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
+                raise
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            refuse(f"{what}: name another place, or mend this one")
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRAS:
+                raise
+            extra = _EXTRAS[error.name]
+            refuse(f"the package {error.name} is not installed: pip install 'coepg-dagster[{extra}]'")
+
+
+_said_left_out: set[str] = set()
+"""The files that this command has said to be left out."""
+_EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", "ray": "ray", "vllm": "vllm"}
+"""Optional packages, and the extras that bring them."""
+
+Reference = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="NAME or NAME/sSEED")]
+Iteration = Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="iteration k of NAME or NAME/sSEED")]
+Device = Literal["cpu", "cuda"]
+
+
+def open_experiment(reference: str) -> tuple[Project, Experiment, int]:
+    """The project, experiment and seed that the user named; says which other files cannot be used. Raises ExperimentError."""
+    project = find_project()
+    known = project.all_experiments()
+    opened = split_reference(reference, known)
+    for name in sorted(known.left_out.keys() - _said_left_out):
+        first, *more = known.left_out[name].splitlines()
+        say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
+        _said_left_out.add(name)
+    return project, *opened
+
+
+def open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
+    """The project, experiment, seed and k of `EXPERIMENT@k`. Raises ExperimentError."""
+    name, _, k = reference.rpartition("@")
+    if not (name and k.isascii() and k.isdecimal()):
+        raise ExperimentError(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
+    project, experiment, seed = open_experiment(name)
+    if k.lstrip("0")[4:] or int(k) > experiment.iterations:
+        raise ExperimentError(f"{reference}: {experiment.name} has the iterations 0..{experiment.iterations}")
+    return project, experiment, seed, int(k)
+
+
+def require_device(*devices: Device | None) -> None:
+    """Ends with a message where a GPU is asked for that is not there."""
+    if "cuda" in devices:
+        import torch
+
+        if not torch.cuda.is_available():
+            refuse("cuda: torch sees no GPU here: use `cpu`, or look at the driver and at CUDA_VISIBLE_DEVICES")
+
+
+def say(text: str, style: str) -> None:
+    err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def refuse(message: str) -> NoReturn:
+    """Says why a command cannot go on, and ends it."""
+    say(message, "red")
+    raise typer.Exit(2) from None
+
+
+def two_decimals(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

@@ -1,0 +1,651 @@
+"""The commands that make and show artifacts, through the Dagster instance."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import pyarrow as pa
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coepg_dagster import yaml_files
+from coepg_dagster.cli.common import (
+    Device,
+    Iteration,
+    Reference,
+    err,
+    open_experiment,
+    open_iteration,
+    refuse,
+    require_device,
+    say,
+    two_decimals,
+)
+from coepg_dagster.experiment import ABLATIONS, Experiment
+from coepg_dagster.planning.estimates import CARDS, Strategy
+from coepg_dagster.processes import leave_words
+from coepg_dagster.project import Project, find_project
+
+if TYPE_CHECKING:
+    import dagster as dg
+
+    from coepg_dagster.assets.ledger import Loop
+    from coepg_dagster.auditing.archive import Archive
+    from coepg_dagster.evaluation.result import Result
+    from coepg_dagster.provenance import Asset, Record, Ref, Stale
+
+app = typer.Typer()
+rewards = typer.Typer(no_args_is_help=True, help="What rewarded the planner's rollouts, and what else would have.")
+
+
+def _archive(project: Project) -> Archive:
+    """Every version that the project's event log knows of."""
+    from coepg_dagster.assets.ledger import archive, open_instance
+
+    return archive(project, open_instance(project))
+
+
+def _definitions(experiment: Experiment) -> dg.Definitions:
+    """Those of the code location that holds an experiment: they take a while to build."""
+    if experiment.name in find_project().experiments(ABLATIONS):
+        from coepg_dagster.reproductions import defs
+    else:
+        from coepg_dagster.definitions import defs
+    return defs
+
+
+@app.command()
+def evolve(
+    reference: Reference,
+    through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
+    first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
+    device: Annotated[Device | None, typer.Option(help="a GPU if there is one")] = None,
+    train_device: Annotated[Device | None, typer.Option(help="the same for training, if it differs")] = None,
+    processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1, max=1024)] = None,
+    ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
+) -> None:
+    """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
+
+    Every iteration is one run: watch it in the web UI too. A run that was killed goes on where it was when you call this
+    again.
+    """
+    project, experiment, seed = open_experiment(reference)
+    if through > experiment.iterations:
+        refuse(f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`")
+    if first > through:
+        refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
+    if ray is None:
+        require_device(device, train_device)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
+
+    loop = Loop(experiment, seed, project.root)
+    try:
+        place = place_of(device, train_device, processes, ray)
+        made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
+    except RunFailed as error:
+        say(str(error), "red")
+        leave_words(str(error))
+        raise typer.Exit(1) from None
+    err.print(f"{made} runs" if made else "everything is there and current")
+
+
+@app.command()
+def results(
+    reference: Reference,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Prints Step SR, data quality and time of every iteration; stale artifacts are named with their root cause."""
+    project, experiment, seed = open_experiment(reference)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.results import learned_text, short_splits
+    from coepg_dagster.results import results as table_of
+
+    loop = Loop(experiment, seed, project.root)
+    records = loop.records(instance)
+    stale = loop.stale(records)
+    table = table_of(experiment, seed, records, stale)
+    inputs = {str(ref): str(why) for ref, why in stale.items() if ref.iteration is None}
+    if as_json:
+        typer.echo(json.dumps(table | {"stale": inputs}))
+        return
+    from coepg_dagster.reports.evolution import rows_of
+
+    heads, rows = rows_of(table["iterations"])
+    view = Table(*heads, title=f"{experiment.name}/s{seed} (per cent, macro over tasks, 95 % interval)")
+    for row in rows:
+        view.add_row(*row)
+    console = Console()
+    console.print(view)
+    for asset, why in inputs.items():
+        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
+    for iteration in table["iterations"]:
+        for line in learned_text(iteration):
+            console.print(line, highlight=False, soft_wrap=True)
+    for line in short_splits(table["iterations"]):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+    for iteration in table["iterations"]:
+        for asset, why in iteration["stale"].items():
+            console.print(
+                f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True
+            )
+    report = loop.report(instance)
+    if report is not None:
+        console.print(f"page: {project.store / report.folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def plan(
+    reference: Reference,
+    gpu: Annotated[
+        str | None, typer.Option(help="card, e.g. H100-80GB; default: this machine's, A100-80GB if none")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="cards on one machine; default: this machine's", min=1)] = None,
+    strategy: Annotated[Strategy, typer.Option(help="of training on several")] = "zero3",
+) -> None:
+    """Validates an experiment, prints its resolved configuration, what `evolve` would run and what that would take.
+
+    Touches no model: memory per GPU, main memory, disk, steps, tokens and GPU-hours of each stage are computed from sizes
+    and from measured rates. Ends with code 2 where a later step would fail on the data or on a failed check; with code 3
+    where a stage cannot fit, and names three settings that would help.
+    """
+    project, experiment, seed = open_experiment(reference)
+    if gpu is not None and gpu not in CARDS:
+        refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
+    from coepg_dagster.assets.automation import failed_inputs
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    loop = Loop(experiment, seed, project.root)
+    typer.echo(yaml_files.dump(experiment.model_dump(mode="json")))
+    records = loop.records(instance)
+    stale = loop.stale(records)
+    why = [*_bad_steps(loop, records, stale), *failed_inputs(instance, loop)]
+    if why:
+        refuse("\n".join(f"{experiment.name}: {line}" for line in why))
+    for ref, cause in stale.items():
+        typer.echo(f"# stale: {ref}: {cause}")
+    shared = loop.shared_to_make(records, stale)
+    if shared:
+        typer.echo(f"# would make {', '.join(shared)}")
+    todo = loop.to_make(records, stale, experiment.iterations)
+    for k, assets in todo.items():
+        typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
+    if not todo and not shared:
+        typer.echo("# everything is there and current")
+    _dry_run(project, experiment, records, gpu, gpus, strategy)
+
+
+def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]) -> list[str]:
+    """Why a step of the loop would fail on the labelled steps, as they were imported or as their files say."""
+    from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
+    from coepg_dagster.provenance import Ref
+    from coepg_dagster.workers import STEPS, all_steps
+
+    ref, experiment = Ref("benchmark_steps"), loop.experiment
+    record = records.get(ref)
+    file = Project(loop.root).store / record.folder / STEPS if record else None
+    moved = record is not None and ref.asset in loop.shared and loop.source_changed(record)
+    if file is not None and file.is_file() and ref not in stale and not moved:
+        trained_on = {k: Ref("dataset", k) for k in range(experiment.iterations)}
+        covered = {
+            k: records[data].figures["covered_steps"]
+            for k, data in trained_on.items()
+            if data in records and data not in stale
+        }
+        return refuse_steps(experiment, all_steps(file), covered)
+    if is_to_be_fetched(experiment.benchmark, loop.root):
+        say(f"{experiment.benchmark.path} is not there yet: fetch the data before `coepg evolve`", "yellow")
+        return []
+    return refuse_files(experiment, loop.root)
+
+
+def _dry_run(
+    project: Project,
+    experiment: Experiment,
+    records: Mapping[Ref, Record],
+    gpu: str | None,
+    gpus: int | None,
+    strategy: Strategy,
+) -> None:
+    """The part of `plan` that says what a run would take."""
+    from coepg_dagster.planning import dryrun
+    from coepg_dagster.planning.estimates import rates_of
+    from coepg_dagster.provenance import Ref
+
+    here = dryrun.found_card() if gpu is None else (CARDS[gpu], gpus or 1)
+    if here is None and experiment.pool != "cpu":
+        here = CARDS["A100-80GB"], gpus or 8  # the paper's machine
+    card, count = here or (None, 1)
+    hardware = dryrun.Hardware(card, gpus or count, strategy)
+    benchmark = records.get(Ref("benchmark_steps"))
+    if wrong := dryrun.broken(experiment.models, project.root):
+        refuse("\n".join(wrong))
+    dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
+    rates = rates_of(card or dryrun.CPU, project.root / "benchmarks" / "baselines")
+    report = dryrun.report(dry, hardware, rates)
+    for line in report.lines:
+        typer.echo(f"# {line}")
+    for line in report.refused:
+        say(line, "red")
+    if report.refused:
+        raise typer.Exit(3)
+
+
+@app.command()
+def lineage(reference: Reference) -> None:
+    """Writes the lineage map D_0 → π_1, ϕ_1 → π'_1 → D_1 → … as one HTML file and prints its path.
+
+    Every artifact with its data version, run, time and key number; stale ones are marked with their root cause. `coepg ui`
+    serves the same map, drawn anew each time it is opened.
+    """
+    project, experiment, seed = open_experiment(reference)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.pages import write_lineage
+
+    try:
+        page = write_lineage(project, Loop(experiment, seed, project.root), instance)
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}: `coepg report {reference} --out DIR` writes the map elsewhere")
+    typer.echo(page)
+
+
+@app.command()
+def trace(
+    row: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROW",
+            help="a row id, or EXPERIMENT@k#N (row N of D_k, counted from 0), or EXPERIMENT@k#CANDIDATE_ID, dropped or not",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Says where a row of D_k came from: step, planner, verdicts, rule, what was dropped, and what was trained on it.
+
+    Goes up to D_0 and the open models, and compares every file on the way with the hash that was recorded when it was made:
+    what was tampered with is named, and the exit code is 1.
+    """
+    from coepg_dagster.auditing.trace import find_row, parse_place, trace_row
+    from coepg_dagster.auditing.trace import trace as trace_place
+
+    place = parse_place(row)
+    if place.reference is None or place.k is None:
+        archive = _archive(find_project())
+        found = trace_row(archive, *find_row(archive, place.what))
+    else:
+        project, experiment, seed, k = open_iteration(f"{place.reference}@{place.k}")
+        from coepg_dagster.assets.ledger import Loop
+
+        owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
+        found = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        from coepg_dagster.auditing.text import trace_text
+
+        typer.echo(trace_text(found))
+    if found["row"]["tampered"]:
+        for line in found["row"]["tampered"]:
+            say(f"tampered: {line}", "red")
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(
+    reference: Reference,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Compares every artifact of a loop, and all they were made from, with the hashes that were recorded at the making.
+
+    And every row of every D_k with its screenshot, its candidate and its verdicts. What was tampered with is named, and the
+    exit code is 1.
+    """
+    project, experiment, seed = open_experiment(reference)
+    from coepg_dagster.auditing.check import check
+
+    found = check(_archive(project), f"{experiment.name}/s{seed}")
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        for line in found["tampered"]:
+            typer.echo(f"tampered: {line}")
+        looked_at = ", ".join(f"{found[what]} {what}" for what in ("artifacts", "files", "rows"))
+        typer.echo(f"looked at {looked_at}: {len(found['tampered']) or 'none'} tampered with")
+    if found["tampered"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="from this one")],
+    b: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="to this one")],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Says what differs between two iterations, of one experiment or two: rows of D_k and why, models, results."""
+    from coepg_dagster.auditing.differences import Side, differences
+
+    sides = []
+    for name in (a, b):
+        project, experiment, seed, k = open_iteration(name)
+        from coepg_dagster.assets.ledger import Loop
+
+        loop = Loop(experiment, seed, project.root)
+        sides.append(Side(f"{loop.name}@{k}", k, loop.owner, seed))
+    found = differences(_archive(project), *sides)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        from coepg_dagster.auditing.text import diff_text
+
+        typer.echo(diff_text(found))
+
+
+@app.command()
+def gc(
+    keep: Annotated[int, typer.Option(help="newest versions of each artifact that stay", min=1)] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+) -> None:
+    """Removes what nothing needs any more: older versions, leftovers of finished jobs, old outputs of `coepg play`.
+
+    What a current artifact was made from stays, however old. Refuses while anything is running.
+    """
+    project = find_project()
+    from coepg_dagster.assets.ledger import end_dead_runs, finished_jobs, open_instance, unfinished_runs
+    from coepg_dagster.auditing.cleaning import leftovers
+
+    instance = open_instance(project)
+    end_dead_runs(instance, project.store)
+    busy = unfinished_runs(instance)
+    if busy:
+        refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
+    found = leftovers(_archive(project), finished_jobs(project, instance), keep)
+    for leftover in found:
+        if not dry_run:
+            leftover.remove()
+        name = leftover.folder.relative_to(project.store)
+        typer.echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
+    total = sum(leftover.size for leftover in found)
+    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(found)} folders, {total:,} bytes")
+
+
+@app.command()
+def report(
+    reference: Reference,
+    out: Annotated[Path, typer.Option(help="folder of the pages")],
+) -> None:
+    """Writes the pages of an experiment as HTML files and prints the path of their index.
+
+    The lineage map, the evolution report, an audit page for each D_k and a page for each model. They need no server and no
+    network. What is there and current is not written again. `coepg ui` serves the same pages, and the trace of each row.
+    """
+    project, experiment, seed = open_experiment(reference)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.pages import write_pages
+
+    typer.echo(str(write_pages(project, Loop(experiment, seed, project.root), instance, out)[0]))
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address", min=1, max=65535)] = 3000,
+    pages_port: Annotated[
+        int, typer.Option(help="of lineage maps and reports, on the loopback address", min=1, max=65535)
+    ] = 3001,
+) -> None:
+    """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
+    project = find_project()
+    if port == pages_port:
+        refuse(f"--port and --pages-port are both {port}: choose two")
+    from coepg_dagster.assets.ledger import end_dead_runs, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.about import PAGES
+    from coepg_dagster.assets.pages import page_server
+
+    end_dead_runs(instance, project.store)
+    dagster, address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{pages_port}"
+    try:
+        socket.create_server(("127.0.0.1", port)).close()  # Dagster's own message would scroll away
+    except OSError as error:
+        refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
+    try:
+        pages = page_server(project, instance, pages_port, dagster)
+    except OSError as error:
+        refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
+    threading.Thread(target=pages.serve_forever, daemon=True).start()
+    tools = Path(sys.executable).parent
+    commands = [
+        [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],
+        [str(tools / "dagster-webserver"), "-h", "127.0.0.1", "-p", str(port), "-w", "workspace.yaml"],
+    ]
+    # a code location takes its time to load while training keeps every core busy
+    env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
+    processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
+    err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
+    try:
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.5)
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="with its overlays in experiments/ablations/")],
+    jobs: Annotated[
+        int, typer.Option(help="iterations made at the same time, each in its own process", min=1, max=1024)
+    ] = 2,
+    seeds: Annotated[
+        str | None, typer.Option(help="only these, e.g. 13,42; all of the experiment's if left out")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="of what answers and trains")] = "cpu",
+    train_device: Annotated[
+        Device | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(help="that share the inference of one iteration on a CPU", min=1, max=1024)
+    ] = 1,
+    only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
+    out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
+) -> None:
+    """Runs every loop of a study, the experiment and its ablations with all seeds; writes tables, figures and findings.
+
+    Each iteration is a `coepg evolve` of its own. What is there and current is not made again, so this goes on where it was
+    after any interruption. Ends with 1 where something could not be made;
+    the page names it.
+    """
+    chosen = None
+    if seeds is not None:
+        if not all(seed.isascii() and seed.isdecimal() and len(seed) <= 10 for seed in seeds.split(",")):
+            refuse(f"--seeds {seeds}: give whole numbers with commas between them, e.g. 13,42")
+        chosen = [int(seed) for seed in seeds.split(",")]
+    if "/" in name:
+        refuse(f"{name}: name the experiment alone; --seeds chooses among its seeds")
+    project, _, _ = open_experiment(name)
+    if not only_collect:
+        require_device(device, train_device)
+    from coepg_dagster.assets.ledger import end_dead_runs, open_instance
+
+    instance = open_instance(project)
+    from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
+    from coepg_dagster.assets.reproduce import collect as collect_study
+
+    study = find_study(project, name, chosen)
+    out.mkdir(parents=True, exist_ok=True)  # before the hours, not after them
+    failed = []
+    if not only_collect:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+        with one_at_a_time(project):
+            end_dead_runs(instance, project.store)
+            reproduction = Reproduction(project, instance, err, jobs, device, train_device or device, processes)
+            failed = reproduction.run(study, _definitions)
+    page = collect_study(project, instance, find_study(project, name), out)
+    typer.echo(str(page))
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="a file of predictions, or EXPERIMENT@k")],
+    b: Annotated[str, typer.Argument(help="another one, of the same steps")],
+    protocol: Annotated[str, typer.Option(help="for files; experiments have their own")] = "miniwob/point",
+    format: Annotated[str, typer.Option(help="of the files: coepg (our own), gui_r1, ui_genie or uground")] = "coepg",
+) -> None:
+    """Says whether two results differ: paired by step, with a 95 % interval clustered by task."""
+    from coepg_dagster.evaluation.score import compare as compare_results
+
+    first, second = (_result_of(name, protocol, format) for name in (a, b))
+    typer.echo(compare_results(first, second).to_json())
+
+
+@rewards.command("recompute")
+def rewards_recompute(
+    reference: Iteration,
+    variant: Annotated[str, typer.Option(help="no_cdrem, uniform, prior, literal, probability or temperature")],
+    temperature: Annotated[float | None, typer.Option(help="τ of the variant `temperature`; default 0.25")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    out: Annotated[Path | None, typer.Option(help="Parquet file for the rewards of every rollout")] = None,
+) -> None:
+    """Rewards and advantages that another variant of C-DREM would have given the rollouts of π'_k. Asks no model."""
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.rewards.cdrem import NoVerdict
+    from coepg_dagster.rewards.variants import recompute, summary, variant_named
+    from coepg_dagster.workers import ROLLOUTS, write_table
+
+    record, folder = _record_of(reference, "planner")
+    if not (folder / ROLLOUTS).exists():
+        refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
+    try:
+        made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
+    except (NoVerdict, ValueError) as error:
+        refuse(str(error))
+    logged = record.config["confidence"]
+    facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
+        made
+    )
+    if out is not None:
+        write_table(made, out)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    view = Table("", variant, f"as trained ({logged})", title=f"{reference}: {facts['rollouts']} rollouts")
+    for label, name in (("mean reward", "mean_reward"), ("groups without spread, %", "groups_without_spread")):
+        view.add_row(label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}")
+    Console().print(view)
+    for name in ("same_reward", "same_advantage", "same_sign"):
+        typer.echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
+    typer.echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
+
+
+@rewards.command("calibration")
+def rewards_calibration(
+    reference: Iteration,
+    out: Annotated[Path | None, typer.Option(help="folder for calibration.json and the figures")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Whether the grounders' confidence is worth anything: ECE, Brier score, AUROC and reliability curve of each.
+
+    From the verdicts of iteration k, and from the rollouts of π'_k where it was trained with GRPO.
+    """
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.reports.calibration import reliability_figure
+    from coepg_dagster.rewards.calibration import as_json as plain
+    from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
+    from coepg_dagster.workers import ROLLOUTS, VERDICTS
+
+    found = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
+    rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
+    if rollouts.exists():
+        found["rollouts"] = of_rollouts(pq.read_table(rollouts))
+    facts = {source: plain(calibrations) for source, calibrations in found.items()}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "calibration.json").write_text(json.dumps(facts, indent=1))
+        for source, calibrations in found.items():
+            reliability_figure(calibrations).savefig(out / f"reliability-{source}.png", dpi=110)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
+    for source, calibrations in found.items():
+        view = Table(*heads, title=f"{reference}: confidence against hits, {source}")
+        for name, one in calibrations.items():
+            rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))
+            view.add_row(name, str(one.n), *rates, f"{one.brier:.3f}", two_decimals(one.auroc))
+        Console().print(view)
+
+
+def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
+    """The current version of an asset of `EXPERIMENT@k` and its folder; ends with the message where there is none."""
+    project, experiment, seed, k = open_iteration(reference)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.provenance import Ref
+
+    loop = Loop(experiment, seed, project.root)
+    record = loop.record(open_instance(project), Ref(asset, k))
+    if record is None:
+        refuse(f"{reference} has no {asset}: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
+    _whole(loop, record)
+    return record, project.store / record.folder
+
+
+def _whole(loop: Loop, *records: Record) -> None:
+    """Ends with the message where files of an artifact are gone."""
+    for record in records:
+        if gone := loop.lost(record):
+            refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
+
+
+def _result_of(name: str, protocol: str, format: str) -> Result:
+    """The result of a prediction file, or of an experiment's test splits at iteration k."""
+    from coepg_dagster.evaluation.score import score_file, score_steps
+
+    if "@" not in name or Path(name).exists():
+        return score_file(Path(name), format, protocol)
+    project, experiment, seed, k = open_iteration(name)
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.provenance import Ref
+    from coepg_dagster.workers import PREDICTIONS, STEPS, all_steps
+
+    loop, instance = Loop(experiment, seed, project.root), open_instance(project)
+    record = loop.record(instance, Ref("evaluation", k))
+    if record is None:
+        refuse(f"{name} has no evaluation: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
+    steps_made = loop.record(instance, Ref("benchmark_steps"))
+    _whole(loop, *[record, steps_made] if steps_made else [record])
+    predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
+    steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
+    tests = [split in experiment.benchmark.test for split in steps["split"].to_pylist()]
+    scored = set(predictions["step_id"].to_pylist())
+    steps = steps.filter(pa.array(t and s in scored for t, s in zip(tests, steps["step_id"].to_pylist(), strict=True)))
+    wanted = set(steps["step_id"].to_pylist())
+    predictions = predictions.filter(pa.array(s in wanted for s in predictions["step_id"].to_pylist()))
+    return score_steps(experiment.benchmark.protocol, steps, predictions)

@@ -1,0 +1,157 @@
+"""The commands of the embedded benchmark: its pages, its tiny models, and live play."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coepg_dagster import yaml_files
+from coepg_dagster.cli.common import Device, err, open_iteration, refuse, require_device, say
+
+app = typer.Typer()
+
+
+@app.command()
+def collect(
+    benchmark: Annotated[Literal["miniwob"], typer.Argument(help="the one that can be collected")],
+    out: Annotated[Path, typer.Option(help="folder of the shards")] = Path("cache/miniwob"),
+    screens_per_family: Annotated[int, typer.Option(help="training screens for pretraining, about", min=0)] = 0,
+    snapshot: Annotated[Path | None, typer.Option(help="folder of the snapshot to write")] = None,
+    processes: Annotated[int, typer.Option(help="browsers at work", min=1, max=256)] = 2,
+) -> None:
+    """Renders MiniWoB++ episodes in headless Chromium, solved by DOM oracles with real mouse and key events.
+
+    Only episodes that the environment rewards are kept. What is there is not collected again; a killed run goes on.
+    Needs Chromium, ChromeDriver and the extra `miniwob`.
+    """
+    from coepg_dagster.sandbox.miniwob.browser import find_pages, find_programs
+    from coepg_dagster.sandbox.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
+    from coepg_dagster.sandbox.miniwob.collect import collect as collect_shards
+    from coepg_dagster.sandbox.miniwob.snapshot import build_snapshot
+
+    find_programs()
+    find_pages()
+    out.mkdir(parents=True, exist_ok=True)
+    shards = benchmark_plan()
+    if screens_per_family:
+        shards += plan("pretrain", -(-screens_per_family // STEPS_PER_SHARD["pretrain"]))
+
+    def show(state: Progress) -> None:
+        done = state.skipped + state.shards
+        err.print(f"{done}/{state.of_shards} shards, {state.steps} steps, {state.seconds:.0f} s", highlight=False)
+
+    collect_shards(out, shards, processes, show)
+    if snapshot is not None:
+        typer.echo(yaml_files.dump(build_snapshot(out, snapshot)))
+
+
+@app.command()
+def pretrain(
+    benchmark: Annotated[Literal["sandbox"], typer.Argument(help="the one whose models are made here")],
+    recipe: Annotated[
+        Path, typer.Option(help="towers, checkpoints and their settings", exists=True, dir_okay=False)
+    ] = Path("models/recipe.yaml"),
+    screens: Annotated[Path, typer.Option(help="folder of `coepg collect`")] = Path("cache/miniwob"),
+    out: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("models"),
+    only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; again for more")] = None,
+    device: Annotated[Device, typer.Option(help="where they are trained")] = "cpu",
+    parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1, max=256)] = 1,
+    loaders: Annotated[
+        int, typer.Option(help="processes that prepare batches, per model; 2 to 4 on a GPU", min=0, max=256)
+    ] = 0,
+    snapshot: Annotated[Path, typer.Option(help="the benchmark, for the model cards", exists=True)] = Path(
+        "data/miniwob"
+    ),
+) -> None:
+    """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners.
+
+    Writes a model card for each, with results per split. The full recipe wants a GPU (minutes); a CPU takes many hours.
+    """
+    require_device(device)
+    from coepg_dagster.sandbox.pretraining import corpus, model_cards
+    from coepg_dagster.sandbox.pretraining import recipe as recipes
+    from coepg_dagster.sandbox.pretraining.train import run
+
+    def show(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+        err.print(f"{stage} {step}/{steps} {numbers}", highlight=False)
+
+    settings = recipes.read(recipe)
+    if unknown := sorted(set(only or ()) - settings.checkpoints.keys()):
+        refuse(f"--only {unknown[0]}: {recipe} has {', '.join(settings.checkpoints)}")
+    out.mkdir(parents=True, exist_ok=True)
+    shards = sorted((screens / "pretrain").glob("*/*.parquet"))
+    if not shards:
+        refuse(f"{screens}/pretrain holds no screens: `coepg collect miniwob --screens-per-family 600` makes them")
+    pictures = corpus.read(shards)
+    run(settings, pictures, out, device, show, only=only, parallel=parallel, loaders=loaders)
+    model_cards.write(out, settings, pictures, snapshot, only=only, device=device)
+
+
+@app.command()
+def play(
+    agent: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="planner and grounder of iteration k")],
+    split: Annotated[str, typer.Option(help="whose episodes are played")] = "test_seed",
+    episodes: Annotated[int, typer.Option(help="of each family", min=1)] = 3,
+    family: Annotated[list[str] | None, typer.Option(help="only this one; again for more")] = None,
+    first_seed: Annotated[int | None, typer.Option(help="fresh episodes, from this seed on", min=0)] = None,
+    max_steps: Annotated[int, typer.Option(help="of an episode", min=1)] = 16,
+    shown: Annotated[int, typer.Option(help="episodes of each family on the page", min=0)] = 2,
+    device: Annotated[Device, typer.Option(help="of planner and grounder")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; more than one slow tiny models", min=1, max=1024)] = 1,
+    out: Annotated[Path | None, typer.Option(help="folder to write to instead of the store")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Lets the agent of iteration k act on MiniWoB++ pages in headless Chromium; the page says whether it succeeded.
+
+    Plays the first episodes of a split that is scored offline, or fresh ones of the same families, which need not be
+    solvable. Prints success rates; keeps every frame, plan and point, and a page to look at. Needs Chromium, ChromeDriver
+    and the extra `miniwob`.
+    """
+    project, experiment, seed, k = open_iteration(agent)
+    require_device(device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.assets.live import play_iteration
+    from coepg_dagster.sandbox.miniwob.play_page import rate, why
+
+    def show(done: int, of: int, figures: Mapping[str, float]) -> None:
+        if done % 10 == 0 or done == of:
+            err.print(f"{done}/{of} episodes, {figures['solved']:g} solved", highlight=False)
+
+    about = play_iteration(
+        project,
+        Loop(experiment, seed, project.root),
+        open_instance(project),
+        k,
+        split=split,
+        per_family=episodes,
+        families=family,
+        first_seed=first_seed,
+        max_steps=max_steps,
+        shown=shown,
+        device=device,
+        threads=threads,
+        out=out,
+        report=show,
+    )
+    for ref, reason in about["stale"].items():
+        say(f"stale: {ref}: {reason}", "yellow")
+    if as_json:
+        typer.echo(json.dumps(about))
+        return
+    view = Table("family", "solved", "episodes", "steps", "why not", title=f"{agent}, live on MiniWoB++")
+    for name, row in about["families"].items():
+        view.add_row(name, *(str(row[key]) for key in ("solved", "episodes", "steps")), why(row["failures"]))
+    console = Console()
+    console.print(view)
+    typer.echo(f"solved: {about['solved']} of {about['episodes']}, {rate(about['success'])} (95 % over episodes)")
+    typer.echo(f"macro over families: {rate(about['macro'])} (95 % over families)")
+    console.print(f"page: {about['page']}", highlight=False, soft_wrap=True)

@@ -1,0 +1,474 @@
+"""`coepg plan` as a dry run: every stage of an iteration on given GPUs, what cannot fit, and what would help most.
+
+Sizes come from a checkpoint's config.json: in a local folder, in a small table of known hub models, in the hub's cache, or
+from the hub; whether its files are whole is looked at too (`broken`). Numbers of steps come from the imported benchmark, else
+from a table of known benchmarks. What is assumed is said (`ASSUMED`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from coepg_dagster.experiment import Experiment, Lora, Models
+from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, read
+from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
+from coepg_dagster.inference.hub import described, split
+from coepg_dagster.inference.weights import is_local
+from coepg_dagster.planning.estimates import (
+    CARDS,
+    CONTEXT,
+    GB,
+    Card,
+    Example,
+    Memory,
+    Rates,
+    Stage,
+    Strategy,
+    generation_memory,
+    generation_seconds,
+    grpo_memory,
+    grpo_seconds,
+    look_seconds,
+    looks,
+    probe_seconds,
+    sft_memory,
+    sft_seconds,
+)
+from coepg_dagster.training.learned import Exposure, exposure
+
+STEPS: Final[dict[str, dict[str, int]]] = {
+    "mind2web": {"train": 7775, "test_task": 1339, "test_website": 1019, "test_domain": 4060},
+    "android_control": {"train": 74700, "test": 8400},
+    "miniwob": {"train": 2138, "validation": 326, "test_seed": 470, "test_text": 302, "test_family": 338},
+}
+"""Steps of benchmarks that are not imported yet; AndroidControl's about, from its paper."""
+KEPT: Final = 0.5
+"""Share of candidates that pass the gate and are verified."""
+COVERED: Final = 0.9
+"""Share of training steps that D_k covers (the paper's 6,862 of 7,775 are 0.88)."""
+ASSUMED: Final = (
+    f"assumed: {KEPT:.0%} of candidates pass the gate and the verifiers, D_k covers {COVERED:.0%} of the steps; a prompt "
+    "has 350 text tokens, a plan 80, a point 12"
+)
+CPU: Final = Card("CPU", 0.0, 0.1e12, 20e9)
+"""About what two cores do."""
+SCREENS: Final[dict[str, tuple[int, int]]] = {"web": (1288, 1008), "mobile": (1092, 2408), "compact": (168, 224)}
+"""What models see of typical screenshots: a block of a web page, a phone, a MiniWoB++ page."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs of one machine, and how training is spread over them. No card: a CPU, where nothing is refused."""
+
+    card: Card | None
+    gpus: int = 1
+    strategy: Strategy = "ddp"
+
+    def text(self) -> str:
+        if self.card is None:
+            return "CPU"
+        return f"{self.gpus} × {self.card.name}" + (f", {self.strategy}" if self.gpus > 1 else "")
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model of the experiment, and where its size is from."""
+
+    architecture: Architecture
+    source: str
+
+
+def found_card() -> tuple[Card, int] | None:
+    """(card, number) of this machine's GPUs, from nvidia-smi; None without any, or where the card is not known."""
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = [line.rsplit(",", 1) for line in out.splitlines() if "," in line]
+    for name, memory in lines[:1]:
+        kinds = [card for card in CARDS.values() if card.name.rsplit("-", 1)[0].replace("-", " ") in name]
+        if kinds:
+            return min(kinds, key=lambda card: abs(card.memory - float(memory) * 2**20)), len(lines)
+    return None
+
+
+def size_of(model: str, root: Path) -> Sized:
+    """The size of a checkpoint. Raises UnknownModel with what to do."""
+    if is_local(root, model):
+        return Sized(read(root / model), "config.json")
+    name, _ = split(model)
+    if name in KNOWN:
+        return Sized(Architecture.of(KNOWN[name]), "built-in table")
+    try:
+        return Sized(read(described(model)), "hub")
+    except IncompleteCheckpoint as error:
+        raise UnknownModel(str(error)) from None
+
+
+def broken(models: Models, root: Path) -> list[str]:
+    """What is wrong with the files of the checkpoints, as `open_models` would find; one line for each fault.
+
+    Of a hub model that is not in the built-in table, what describes it is downloaded, and no weights.
+    """
+    wrong: dict[str, list[str]] = {}
+    for name, member in models.named().items():
+        checkpoint, weights = member.checkpoint, member.engine != "openai"
+        try:
+            if is_local(root, checkpoint):
+                check(root / checkpoint, weights=weights)
+                if weights:
+                    check_size(root / checkpoint)
+            elif split(checkpoint)[0] not in KNOWN:
+                described(checkpoint, weights=weights)
+        except IncompleteCheckpoint as error:
+            wrong.setdefault(str(error), []).append(name)
+    return [f"models: {', '.join(names)}: {why}" for why, names in wrong.items()]
+
+
+def examples_of(experiment: Experiment) -> tuple[Example, Example]:
+    """A typical sequence of the planner, and of a grounder."""
+    prompt = 90 if experiment.models.prompts == "compact" else 350
+    image = SCREENS[experiment.models.prompts]
+    plan = min(80, experiment.regeneration.max_plan_tokens)
+    return Example(image, prompt, plan), Example(image, prompt // 2, min(12, experiment.regeneration.max_point_tokens))
+
+
+class DryRun:
+    """The stages of one iteration of an experiment.
+
+    Args:
+        root: the project, from which relative paths start.
+        steps: steps of each split, where the benchmark is imported.
+    """
+
+    def __init__(self, experiment: Experiment, root: Path, steps: Mapping[str, int] | None = None) -> None:
+        self.experiment = experiment
+        models = experiment.models
+        self.models = {
+            name: size_of(name, root) for name in dict.fromkeys([*models.checkpoints(), *self._loaded(experiment)])
+        }
+        benchmark = experiment.benchmark
+        self.steps_from = "the imported benchmark" if steps else f"the table of known benchmarks ({benchmark.reader})"
+        known = dict(steps or STEPS.get(benchmark.reader, {}))
+        self.train_steps = min(known.get(benchmark.train, 0), benchmark.max_train_steps or 10**9)
+        most = benchmark.max_eval_steps or 10**9
+        self.eval_steps = sum(min(known.get(split, 0), most) for split in (benchmark.validation, *benchmark.test))
+        self.validation_steps = known.get(benchmark.validation, 0)
+
+    @staticmethod
+    def _loaded(experiment: Experiment) -> list[str]:
+        return [experiment.models.base_planner, experiment.models.base_grounder]
+
+    def _pool(self, members: Mapping[str, Any]) -> dict[str, Architecture]:
+        """The members that this machine loads; endpoints run elsewhere."""
+        return {
+            name: self.models[member.model].architecture
+            for name, member in members.items()
+            if self.experiment.models.engine_of(member) != "openai"
+        }
+
+    def stages(self, hardware: Hardware, rates: Rates, experiment: Experiment | None = None) -> list[Stage]:
+        """What each heavy asset of an iteration k ≥ 1 takes; `experiment`: with changed settings."""
+        changed = experiment or self.experiment
+        planner, grounder = (self.models[name].architecture for name in self._loaded(changed))
+        plan, point = examples_of(changed)
+        pools, models = changed.regeneration, changed.models
+        each = 4 if models.dtype == "float32" else 2
+        planners, verifiers = self._pool(models.planners), self._pool(models.verifiers)
+        planners |= {f"planner_k{i}": planner for i in range(pools.trained_members)}
+        verifiers |= {f"grounder_k{i}": grounder for i in range(pools.trained_members)}
+        covered = round(COVERED * self.train_steps)
+        written = pools.plans_per_planner * (len(models.planners) + pools.trained_members)
+        per_step = max(1, round(min(pools.max_plans_per_step, KEPT * written)))
+        rows = covered * per_step
+        asked = self.train_steps * max(1, round(KEPT * written))
+        on = hardware.gpus if hardware.card else 1
+        stages = [
+            self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
+            self._sft("grounder", grounder, point, rows, changed, hardware, rates),
+        ]
+        if changed.grpo.enabled:
+            graders = [grounder, *(self._pool(models.verifiers).values() if changed.grpo.ensemble else ())]
+            seen_by = self.exposure(changed)
+            steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
+            validated = min(self.validation_steps, changed.grpo.validation_steps)
+            seen = looks(changed.grpo, steps)
+            stages.append(
+                Stage(
+                    "planner",
+                    grpo_memory(
+                        planner,
+                        graders,
+                        changed.grpo,
+                        plan,
+                        bytes_each=each,
+                        strategy=hardware.strategy,
+                        gpus=on,
+                        card=hardware.card.memory if hardware.card else 0.0,
+                    ),
+                    host=on * 4.0 * planner.parameters,
+                    disk=2.0 * planner.parameters,
+                    steps=steps,
+                    tokens=float((prompts * changed.grpo.group_size + seen * validated) * plan.tokens(planner)),
+                    gpu_seconds=grpo_seconds(
+                        planner, graders, changed.grpo, plan, point, prompts, rates, changed.batch_size
+                    )
+                    + seen
+                    * look_seconds(planner, grounder, changed.grpo, plan, point, validated, rates, changed.batch_size)
+                    + probe_seconds(
+                        planner,
+                        grounder,
+                        plan,
+                        point,
+                        self._probed(changed.grpo.probe_steps),
+                        2 * (2 + changed.grpo.probe_looks),  # greedy and sampled
+                        rates,
+                        changed.grpo.micro_batch_size,
+                    ),
+                )
+            )
+        stages.append(
+            self._pool_stage(
+                "candidate_plans", planners, plan, pools.plans_per_planner, self.train_steps, changed, rates, on, each
+            )
+        )
+        per_screen = max(1, asked // max(1, self.train_steps))
+        stages.append(
+            self._pool_stage("verdicts", verifiers, point, per_screen, self.train_steps, changed, rates, on, each)
+        )
+        stages.append(self._evaluation(planner, grounder, plan, point, changed, rates, on, each))
+        return stages
+
+    def exposure(self, experiment: Experiment) -> Exposure:
+        """What GRPO sees in an iteration."""
+        return exposure(experiment.grpo, round(COVERED * self.train_steps))
+
+    def _probed(self, limit: int) -> int:
+        """Steps of training and of validation on which a model is compared with what it began as."""
+        return min(limit, self.train_steps) + min(limit, self.validation_steps)
+
+    def _sft(
+        self,
+        asset: str,
+        model: Architecture,
+        example: Example,
+        rows: int,
+        experiment: Experiment,
+        hardware: Hardware,
+        rates: Rates,
+    ) -> Stage:
+        config, batch = experiment.sft, experiment.batch_size
+        steps = round(rows * config.epochs / config.batch_size)
+        steps = min(steps, config.max_steps or steps)
+        seen = steps * config.batch_size
+        on = hardware.gpus if hardware.card else 1
+        return Stage(
+            asset,
+            sft_memory(
+                model,
+                config,
+                example,
+                bytes_each=4 if experiment.models.dtype == "float32" else 2,
+                strategy=hardware.strategy,
+                gpus=on,
+            ),
+            host=on * 4.0 * model.parameters,
+            disk=2.0 * model.parameters,
+            steps=steps,
+            tokens=float(seen * example.tokens(model)),
+            gpu_seconds=sft_seconds(model, config, example, seen, rates)
+            + probe_seconds(model, model, example, example, self._probed(config.probe_steps), 2, rates, batch),
+        )
+
+    def _pool_stage(
+        self,
+        asset: str,
+        members: Mapping[str, Architecture],
+        example: Example,
+        samples: int,
+        screenshots: int,
+        experiment: Experiment,
+        rates: Rates,
+        gpus: int,
+        bytes_each: int,
+    ) -> Stage:
+        """A pool of members that take turns; a process for each GPU, each with the member of the moment."""
+        batch = experiment.batch_size
+        needs = [generation_memory(m, example, batch, samples, bytes_each=bytes_each) for m in members.values()]
+        largest = max(members.values(), key=lambda m: m.parameters)
+        return Stage(
+            asset,
+            max(needs, key=lambda need: need.total),
+            host=gpus * float(bytes_each * largest.parameters),
+            disk=0.0,
+            steps=sum(-(-screenshots // max(1, batch // samples)) for _ in members),
+            tokens=float(sum(screenshots * samples * example.tokens(m) for m in members.values())),
+            gpu_seconds=sum(
+                generation_seconds(m, example, batch, samples, screenshots, rates) for m in members.values()
+            ),
+        )
+
+    def _evaluation(
+        self,
+        planner: Architecture,
+        grounder: Architecture,
+        plan: Example,
+        point: Example,
+        experiment: Experiment,
+        rates: Rates,
+        gpus: int,
+        bytes_each: int,
+    ) -> Stage:
+        """Planner and grounder in one process."""
+        batch, steps = experiment.batch_size, self.eval_steps
+        one, other = (
+            generation_memory(model, example, batch, 1, bytes_each=bytes_each)
+            for model, example in ((planner, plan), (grounder, point))
+        )
+        return Stage(
+            "evaluation",
+            Memory(
+                one.weights + other.weights,
+                activations=max(one.activations, other.activations),
+                cache=max(one.cache, other.cache),
+            ),
+            host=gpus * float(bytes_each * max(planner.parameters, grounder.parameters)),
+            disk=0.0,
+            steps=2 * -(-steps // batch),
+            tokens=float(steps * (plan.tokens(planner) + point.tokens(grounder))),
+            gpu_seconds=generation_seconds(planner, plan, batch, 1, steps, rates)
+            + generation_seconds(grounder, point, batch, 1, steps, rates),
+        )
+
+    def too_large(self, hardware: Hardware, stages: list[Stage]) -> list[Stage]:
+        """The stages that the card cannot hold, the largest first."""
+        if hardware.card is None:
+            return []
+        room = hardware.card.memory - CONTEXT
+        return sorted((s for s in stages if s.memory.total > room), key=lambda s: -s.memory.total)
+
+    def remedies(self, asset: str, hardware: Hardware, rates: Rates) -> list[tuple[str, float]]:
+        """(setting, bytes per GPU that `asset` would need with it), the three that help most."""
+        changes: dict[str, Callable[[], tuple[Experiment, Hardware]]] = {}
+        experiment = self.experiment
+        card = hardware.card
+        assert card is not None  # without a card nothing is refused
+
+        def with_(section: str, **values: Any) -> Callable[[], tuple[Experiment, Hardware]]:
+            part = getattr(experiment, section).model_copy(update=values)
+            return lambda: (experiment.model_copy(update={section: part}), hardware)
+
+        if asset in ("planner_sft", "grounder"):
+            changes["sft.freeze_vision: true"] = with_("sft", freeze_vision=True)
+            changes["sft.recompute: 1"] = with_("sft", recompute=1.0)
+            changes["sft.micro_batch_size: 1"] = with_("sft", micro_batch_size=1)
+            changes["sft.lora: {rank: 64}"] = with_("sft", lora=Lora())
+        if asset == "planner":
+            changes["grpo.kl_beta: 0 (no reference policy in memory)"] = with_("grpo", kl_beta=0.0)
+            changes["grpo.micro_batch_size: 1"] = with_("grpo", micro_batch_size=1)
+            changes["grpo.lora: {rank: 64}"] = with_("grpo", lora=Lora())
+            changes["grpo.ensemble: false (ϕ_k rewards alone)"] = with_("grpo", ensemble=False)
+            changes["grpo.prompts_per_step: 8"] = with_("grpo", prompts_per_step=8)
+        if asset in ("planner_sft", "grounder", "planner"):
+            eight = Hardware(card, max(8, hardware.gpus), "zero3")
+            changes[f"strategy zero3 over {eight.gpus} GPUs"] = lambda: (experiment, eight)
+        else:
+            changes["batch_size: 8"] = lambda: (experiment.model_copy(update={"batch_size": 8}), hardware)
+        pool = {"candidate_plans": "planners", "verdicts": "verifiers", "planner": "verifiers"}.get(asset, "")
+        members = getattr(experiment.models, pool) if pool else {}
+        loaded = sorted(
+            (name for name, m in members.items() if experiment.models.engine_of(m) != "openai"),
+            key=lambda name: -self.models[members[name].model].architecture.parameters,
+        )
+        for served in ([loaded[:1]] if loaded else []) + ([loaded] if len(loaded) > 1 else []):
+            pools = {n: m.model_copy(update={"engine": "openai"}) if n in served else m for n, m in members.items()}
+            models = experiment.models.model_copy(update={pool: pools})
+            changes[f"models.{pool}: serve {' and '.join(served)} from an endpoint (`engine: openai`)"] = (
+                lambda models=models: (experiment.model_copy(update={"models": models}), hardware)  # type: ignore[misc]
+            )
+        needs = []
+        for text, change in changes.items():
+            other, place = change()
+            stage = next(s for s in self.stages(place, rates, other) if s.asset == asset)
+            needs.append((text, stage.memory.total))
+        now = next(s for s in self.stages(hardware, rates) if s.asset == asset).memory.total
+        return sorted((n for n in needs if n[1] < now), key=lambda n: n[1])[:3]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `coepg plan` prints, line by line, and why the experiment is refused (empty: it fits)."""
+
+    lines: list[str]
+    refused: list[str]
+
+
+def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
+    """The dry run on `hardware`, with the three settings that would help the largest stage that does not fit."""
+    experiment = dry.experiment
+    lines = [f"on {hardware.text()}; rates {rates.basis}", ASSUMED]
+    for name, sized in dry.models.items():
+        model = sized.architecture
+        lines.append(f"model {name}: {model.parameters / 1e6:,.1f} million parameters ({sized.source})")
+    if not dry.train_steps:
+        lines.append(
+            "the benchmark is not imported and its size is not known: steps, tokens and hours are not estimated"
+        )
+    lines.append(f"{dry.train_steps} training steps, {dry.eval_steps} to evaluate, from {dry.steps_from}")
+    stages = dry.stages(hardware, rates)
+    memory, time = ("GB per GPU", "GPU-hours") if hardware.card else ("GB", "hours")
+    head = ("asset", memory, "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GB", "disk GB")
+    rows: list[tuple[str, ...]] = [(*head, "steps", "M tokens", time)]
+    for stage in stages:
+        need = stage.memory
+        parts = (need.total, need.weights, need.gradients, need.optimizer, need.activations, need.cache, need.vllm)
+        sizes = [f"{part / GB:.1f}" for part in (*parts, stage.host, stage.disk)]
+        rows.append(
+            (stage.asset, *sizes, str(stage.steps), f"{stage.tokens / 1e6:.1f}", f"{stage.gpu_seconds / 3600:.2f}")
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    hours = sum(stage.gpu_seconds for stage in stages) / 3600
+    times = experiment.iterations * len(experiment.seeds)
+    disk = sum(stage.disk for stage in stages)
+    if experiment.grpo.enabled and dry.train_steps:
+        seen = dry.exposure(experiment)
+        lines.append(seen.text())
+        few = seen.warning(experiment.grpo)
+        lines += [f"warning: {few}"] if few else []
+    lines.append(
+        f"an iteration: {hours:.1f} {time}, {disk / GB:.1f} GB; {experiment.iterations} iterations and "
+        f"{len(experiment.seeds)} seeds: {times * hours:.0f} {time}, {times * disk / GB:.0f} GB"
+    )
+    return Report(lines, _refusal(dry, hardware, rates, stages))
+
+
+def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[Stage]) -> list[str]:
+    too_large = dry.too_large(hardware, stages)
+    if not too_large:
+        return []
+    card = hardware.card
+    assert card is not None  # without a card nothing is too large
+    room = card.memory - CONTEXT
+    lines = []
+    for stage in too_large:
+        lines.append(
+            f"{stage.asset} cannot fit: it needs {stage.memory.total / GB:.0f} GB per GPU, {card.name} has "
+            f"{room / GB:.0f} GB for it. What would help most:"
+        )
+        for setting, need in dry.remedies(stage.asset, hardware, rates):
+            fits = "fits" if need <= room else "still too much, together with others it helps"
+            lines.append(f"  {setting}: {need / GB:.0f} GB, {fits}")
+    return lines

@@ -1,0 +1,536 @@
+"""What an experiment will take before anything runs: memory per GPU and host, disk, steps, tokens, GPU-hours per asset.
+
+Pure arithmetic over model sizes (inference/architecture.py), the experiment, and rates: those of the committed benchmarks
+where they are there, else shares of the card's. Memory is what tensors take at most; a CUDA context and fragmentation come on top
+(`CONTEXT`). The terms are counted from what torch saves for the backward pass, see `language_activations`. A training pass
+takes the time of its operations, and that of the host, which launches the kernels of each layer, see `pass_seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from coepg_dagster.experiment import Grpo, Serving, Sft
+from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
+
+GB: Final = 1e9
+DEFAULT_SERVING: Final = Serving()
+CONTEXT: Final = 1.5 * GB
+"""Beside the tensors of a process: CUDA context, libraries, fragments."""
+VISUAL_MEMORY: Final = 1 << 30
+"""Bytes of visual embeddings that a process keeps at most, as `inference.visual`."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet: bytes, FLOP/s of dense bf16 matrix products, bytes per second."""
+
+    name: str
+    memory: float
+    rate: float
+    bandwidth: float
+
+
+CARDS: Final[dict[str, Card]] = {
+    card.name: card
+    for card in (
+        Card("RTX-4090-24GB", 24 * GB, 165e12, 1.0e12),
+        Card("L40S-48GB", 48 * GB, 362e12, 0.86e12),
+        Card("A100-40GB", 42 * GB, 312e12, 1.55e12),
+        Card("A100-80GB", 85 * GB, 312e12, 2.0e12),
+        Card("H100-80GB", 85 * GB, 989e12, 3.35e12),
+        Card("H200-141GB", 150 * GB, 989e12, 4.8e12),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast things go, and where that is from."""
+
+    train: float  # FLOP/s of compiled layers' forward and backward passes, launches of kernels apart
+    prefill: float  # FLOP/s of prompts in generation
+    bandwidth: float  # bytes/s
+    layer: float  # seconds that one layer takes at least for one token, however few rows (launches of kernels)
+    image: float  # seconds of the CPU for one screenshot, in generation
+    basis: str
+
+
+TRAIN_SHARE: Final = 0.54
+"""Of the data sheet's rate; as the H200 of sft_mfu. The next three explain every training pass that was timed on an H200 (SFT
+and GRPO of a 3B, compiled or not, 2 to 8 rows, log-probabilities alone) within 10 %."""
+EAGER: Final = 0.54
+"""Rate of layers that are not compiled, of the compiled ones' rate: norms, rotary embeddings and gates move more memory."""
+EAGER_LAYER_SECONDS: Final = 1.47e-3
+COMPILED_LAYER_SECONDS: Final = 0.95e-3
+"""What going through one layer costs the host, however few rows: in a training process, on machines with an H200."""
+PREFILL_SHARE: Final = 0.35
+DECODE_LAYER_SECONDS: Final = 0.9e-3
+"""0.87 to 0.93 in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
+IMAGE_SECONDS: Final = 0.04
+
+
+def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) -> float:
+    """How many layers a training pass goes through: forward, again for the share that is recomputed, backward (as two).
+
+    A frozen vision tower is gone through once.
+    """
+    each = FORWARD + recompute + BACKWARD
+    return model.layers * each + model.vision.layers * (FORWARD if freeze_vision else each)
+
+
+def sequence_flops(model: Architecture, config: Sft | Grpo, example: Example, *, train: bool) -> Flops:
+    """Operations of one sequence as `config` trains on it, or of its forward pass alone."""
+    return flops(
+        model,
+        image=example.image,
+        text=example.text,
+        scored=example.answer,
+        train=train,
+        freeze_vision=config.freeze_vision,
+        fixed_weights=config.lora is not None,
+    )
+
+
+def recomputed(one: Flops, share: float, *, freeze_vision: bool, fixed_weights: bool) -> float:
+    """Operations of the forward passes that are done again in the backward pass, of `one` sequence in training."""
+    passes = FORWARD + (1 if fixed_weights else BACKWARD)
+    forward = (one.language + (0 if freeze_vision else one.vision)) / passes + one.attention / (FORWARD + BACKWARD)
+    return share * forward
+
+
+def pass_seconds(operations: float, layers: float, rates: Rates, *, compiled: bool = False) -> float:
+    """Seconds of a pass of a model that is trained: the GPU's operations, and so many layers that the host goes through."""
+    if compiled:
+        return operations / rates.train + layers * COMPILED_LAYER_SECONDS
+    return operations / (EAGER * rates.train) + layers * EAGER_LAYER_SECONDS
+
+
+def rates_of(card: Card, baselines: Path) -> Rates:
+    """The rates of a card: the training rate of benchmarks/baselines/sft_mfu.json scaled to the card, else a share."""
+    arithmetic = Rates(
+        TRAIN_SHARE * card.rate,
+        PREFILL_SHARE * card.rate,
+        card.bandwidth,
+        DECODE_LAYER_SECONDS,
+        IMAGE_SECONDS,
+        f"arithmetic: {100 * TRAIN_SHARE:.0f} % of {card.name}'s data sheet",
+    )
+    file = baselines / "sft_mfu.json"
+    if not file.exists():
+        return arithmetic
+    found = json.loads(file.read_text())
+    if found.get("value") is None:
+        return arithmetic
+    same = next((c for c in CARDS.values() if c.name.split("-")[0] in found["device"]), card)
+    return replace(
+        arithmetic,
+        train=_train_rate(found["configurations"][found["fastest"]]) * card.rate / same.rate,
+        basis=f"measured: {found['ratio']:.0%} of the matrix rate of {found['device']} in sft_mfu"
+        + ("" if same == card else f", scaled to {card.name}"),
+    )
+
+
+def _train_rate(run: Mapping[str, Any]) -> float:
+    """`Rates.train` from a run of sft_mfu: `pass_seconds`, solved for it."""
+    chosen, compiled = run["configuration"], run["configuration"]["kernels"] == "compiled"
+    recompute, frozen = chosen["recompute"], chosen["freeze_vision"]
+    one = Flops(**{part: 1e12 * of_part for part, of_part in run["tflop_per_sequence"].items()})
+    operations = one.total + recomputed(one, recompute, freeze_vision=frozen, fixed_weights=False)
+    model = Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{chosen['size']}-Instruct"])
+    layers = layer_passes(model, recompute=recompute, freeze_vision=frozen)
+    launches = layers * (COMPILED_LAYER_SECONDS if compiled else EAGER_LAYER_SECONDS)
+    seconds = sum(run["step_seconds"]) / (run["sequences"] / chosen["micro"]) - launches
+    if seconds <= 0:
+        raise ValueError(
+            f"sft_mfu.json: a pass of {chosen['micro']} rows took less than the {launches:.2f} s that the launches of its "
+            "kernels are taken to cost; measure with more rows, `python -m benchmarks.sft_mfu`"
+        )
+    return float(chosen["micro"] * operations / seconds / (1 if compiled else EAGER))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per GPU."""
+
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0  # keys and values
+    vllm: float = 0.0  # the share of an engine beside training
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.vllm
+
+
+@dataclass(frozen=True)
+class Example:
+    """A typical sequence: the screenshot as the model sees it (px), text tokens of the prompt, tokens of the answer."""
+
+    image: tuple[int, int]
+    prompt: int
+    answer: int
+
+    @property
+    def text(self) -> int:
+        return self.prompt + self.answer
+
+    def tokens(self, model: Architecture) -> int:
+        """All tokens, the image's included."""
+        return model.image_tokens(*self.image) + self.text
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one asset takes."""
+
+    asset: str
+    memory: Memory
+    host: float  # bytes of main memory
+    disk: float  # bytes that stay
+    steps: int  # optimizer steps, or forward batches
+    tokens: float
+    gpu_seconds: float
+
+
+def language_activations(model: Architecture, *, compiled: bool, residual: int = 4) -> float:
+    """Bytes that the backward pass of one layer needs for each token, under autocast to bf16.
+
+    Eager: two norms keep their input and output in the residual stream's precision; five linear layers keep a bf16 copy of
+    their input; rotary embeddings keep queries and keys twice; attention keeps its inputs and output; the gated MLP keeps
+    four tensors. Compiled: what norms, rotary embeddings and gates can compute again from their inputs is not kept.
+    """
+    hidden, mlp = model.hidden, model.mlp
+    queries, keys = model.heads * model.head, model.key_value_heads * model.head
+    if compiled:
+        return (2 * residual + 4) * hidden + 6 * mlp + 4 * queries + 4 * keys
+    return (4 * residual + 10) * hidden + 8 * mlp + 8 * queries + 8 * keys
+
+
+def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4) -> float:
+    """The same for each patch in one layer of the vision tower, whose rotary embedding is computed in float32."""
+    hidden, mlp = model.vision.hidden, model.vision.mlp
+    if compiled:
+        return (2 * residual + 18) * hidden + 6 * mlp
+    return (4 * residual + 36) * hidden + 8 * mlp
+
+
+Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
+"""How `accelerate launch` spreads training over GPUs; with one GPU all are alike."""
+
+
+def states(
+    model: Architecture,
+    config: Sft | Grpo,
+    *,
+    strategy: Strategy,
+    gpus: int,
+    bytes_each: int = 2,
+) -> Memory:
+    """Weights, gradients and optimizer states per GPU, without activations.
+
+    One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
+    forward to the backward pass; a frozen vision tower is bf16. ddp over several GPUs counts gradients twice, as
+    sft_scaling_2gpu measured before they were kept in the buckets alone (see GradientsInBuckets): it may take less. ZeRO: bf16
+    weights and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather
+    two layers at a time.
+    LoRA: the weights as they are stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the
+    adapters alone.
+    """
+    kept = 8.0 if strategy == "ddp" and gpus > 1 else 4.0  # of a gradient
+    if config.lora is not None:
+        trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
+        spread = gpus if strategy == "zero2" else 1
+        merged = isinstance(config, Grpo) and config.rollouts == "vllm"
+        held = model.language * (4 if merged else bytes_each) + model.vision.parameters * bytes_each
+        return Memory(float(held + 6 * trained), kept * trained, 8.0 * trained / spread)
+    trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
+    if gpus == 1 or strategy == "ddp":
+        half = 2 * model.vision.parameters if config.freeze_vision and bytes_each == 2 else 0
+        return Memory(4.0 * model.parameters - half + 2 * trained, kept * trained, 8.0 * trained)
+    gathered = 2 * 2.0 * max(model.block, model.embedding)
+    if strategy == "zero2":
+        return Memory(2.0 * model.parameters, 2.0 * trained / gpus, 12.0 * trained / gpus)
+    if strategy == "zero3":
+        return Memory(2.0 * model.parameters / gpus + gathered, 2.0 * trained / gpus, 12.0 * trained / gpus)
+    return Memory(4.0 * model.parameters / gpus + gathered, 4.0 * trained / gpus, 8.0 * trained / gpus)
+
+
+def sft_memory(
+    model: Architecture,
+    config: Sft,
+    example: Example,
+    *,
+    bytes_each: int = 2,
+    strategy: Strategy = "ddp",
+    gpus: int = 1,
+) -> Memory:
+    """Fine-tuning in bf16 computation, on each of `gpus` GPUs; `bytes_each`: of a stored weight."""
+    held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
+    return replace(
+        held,
+        activations=training_activations(
+            model,
+            example,
+            config.micro_batch_size,
+            recompute=config.recompute,
+            compiled=config.compile,
+            freeze_vision=config.freeze_vision,
+            residual=2,
+        ),
+    )
+
+
+def training_activations(
+    model: Architecture,
+    example: Example,
+    rows: int,
+    *,
+    recompute: float,
+    compiled: bool,
+    freeze_vision: bool,
+    residual: int = 4,
+) -> float:
+    """Bytes of activations of a training step on `rows` sequences, at the peak.
+
+    `residual`: bytes of a number that one layer of the language model passes to the next.
+    """
+    visual = model.image_tokens(*example.image)
+    tokens = rows * (visual + example.text)
+    patches = rows * visual * model.vision.merge**2
+    layer = language_activations(model, compiled=compiled, residual=residual)
+    tower = vision_activations(model, compiled=compiled)
+    kept = recompute * residual * model.hidden + (1 - recompute) * layer
+    # the layer at work: its own activations and their gradients; embeddings before the first and norm after the last
+    language = tokens * (model.layers * kept + layer + 20 * model.hidden)
+    head = min(rows * example.answer, 1024) * model.vocabulary * 6
+    pixels = patches * 3 * model.vision.temporal * model.vision.patch**2 * 6
+    if freeze_vision:
+        return max(language + head, patches * tower) + pixels
+    kept_patch = recompute * 4 * model.vision.hidden + (1 - recompute) * tower
+    return language + head + pixels + patches * (model.vision.layers * kept_patch + tower)
+
+
+def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, rates: Rates) -> float:
+    """GPU-seconds of one pass over `rows` sequences, recomputed layers included."""
+    frozen, fixed = config.freeze_vision, config.lora is not None
+    one = sequence_flops(model, config, example, train=True)
+    operations = one.total + recomputed(one, config.recompute, freeze_vision=frozen, fixed_weights=fixed)
+    layers = layer_passes(model, recompute=config.recompute, freeze_vision=frozen)
+    at_once = config.micro_batch_size
+    return rows / at_once * pass_seconds(at_once * operations, layers, rates, compiled=config.compile)
+
+
+def generation_memory(
+    model: Architecture, example: Example, batch: int, samples: int, *, bytes_each: int = 2
+) -> Memory:
+    """transformers' generation, `samples` answers for each screenshot, `batch` sequences at a time."""
+    rows = max(1, batch // samples)
+    sequences = rows * samples
+    visual = model.image_tokens(*example.image)
+    context = visual + example.text
+    half = bytes_each / 2
+    cache = sequences * context * model.key_value_bytes * half
+    # keys and values of one layer, repeated for every head while a mask is read, and the copy that grows by one token
+    groups = model.heads // model.key_value_heads
+    at_work = cache / model.layers * (groups + 1)
+    logits = sequences * model.vocabulary * 4 * 4
+    # before there are answers: the screenshots, and what is computed once for each
+    tower = rows * visual * model.vision.merge**2 * (20 * model.vision.hidden + 6 * model.vision.mlp) * half
+    prefill = rows * context * (6 * model.mlp + 10 * model.hidden) * half + rows * visual * model.key_value_bytes * half
+    return Memory(
+        weights=float(bytes_each * model.parameters),
+        activations=max(at_work + logits, tower - cache, prefill - cache),
+        cache=cache,
+    )
+
+
+def _token_seconds(model: Architecture, example: Example, sequences: int, layer: float, rates: Rates) -> float:
+    """Seconds of one more token for so many sequences, by transformers; `layer`: seconds of the host for each layer."""
+    groups = model.heads // model.key_value_heads
+    moved = 2.0 * model.language + sequences * example.tokens(model) * model.key_value_bytes * (3 + 2 * groups)
+    return max(model.layers * layer, moved / rates.bandwidth)
+
+
+def generation_seconds(
+    model: Architecture, example: Example, batch: int, samples: int, screenshots: int, rates: Rates
+) -> float:
+    """GPU-seconds of `samples` answers for each of `screenshots`, by transformers' generation."""
+    rows = max(1, batch // samples)
+    prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
+    token = _token_seconds(model, example, rows * samples, rates.layer, rates)
+    batches = -(-screenshots // rows)
+    return screenshots * (prompt / rates.prefill + rates.image) + batches * example.answer * token
+
+
+def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int, rollouts: int, rates: Rates) -> float:
+    """GPU-seconds of `rollouts` by vLLM, `batch` at a time; the rollouts of a prompt share it.
+
+    A step of decoding takes its host about as long as a trainer's forward pass: 55 ms for the 36 layers of a 3B in
+    verifier_gpu, compiled; less than 70 ms in grpo_breakdown, eager.
+    """
+    prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
+    moved = 2.0 * model.language + batch * example.tokens(model) * model.key_value_bytes
+    token = max(model.layers * EAGER_LAYER_SECONDS, moved / rates.bandwidth)
+    batches = -(-rollouts // batch)
+    return rollouts / samples * (prompt / rates.prefill + rates.image) + batches * example.answer * token
+
+
+def policy_seconds(
+    model: Architecture, example: Example, prompts: int, samples: int, steps: float, rates: Rates
+) -> float:
+    """GPU-seconds of rollouts by the policy that is trained itself: in each of `steps`, `samples` for each of `prompts`.
+
+    A prompt and its screenshot are computed once for its rollouts. Layers are those of training: eager, under autocast.
+    """
+    prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
+    prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates)
+    token = _token_seconds(model, example, prompts * samples, EAGER_LAYER_SECONDS, rates)
+    return steps * (prefill + example.answer * token)
+
+
+def grpo_memory(
+    model: Architecture,
+    graders: Sequence[Architecture],
+    config: Grpo,
+    example: Example,
+    *,
+    bytes_each: int = 2,
+    strategy: Strategy = "ddp",
+    gpus: int = 1,
+    card: float = 0.0,
+    serving: Serving = DEFAULT_SERVING,
+) -> Memory:
+    """GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here.
+
+    With rollouts from vLLM, its share of the GPU's memory (`card`, bytes) as well: where it sleeps during the update, only as
+    far as it is more than the update's activations.
+    """
+    held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
+    # with LoRA the reference is the model without its adapters
+    reference = float((bytes_each if config.freeze_vision else 4) * model.parameters)
+    if not config.kl_beta or config.lora is not None:
+        reference = 0.0
+    sharded = gpus > 1 and strategy in ("zero3", "fsdp")
+    shared = config.freeze_vision and not sharded  # one vision tower for the policy and the reference
+    if sharded:
+        reference /= gpus
+    elif reference and shared:
+        reference -= bytes_each * model.vision.parameters
+    graded = float(sum(bytes_each * grader.parameters for grader in graders))
+    rollouts = -(-config.prompts_per_step * config.group_size // gpus)
+    row, rows = update_row(config, example, gpus)
+    update = training_activations(model, row, rows, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision)
+    if row is not example:  # who sees whom in a row, as booleans and as numbers that are added to the scores
+        update += rows * row.tokens(model) ** 2 * (1 + 2)
+    if config.freeze_vision:  # what the towers made of the screenshots of a step
+        visual = model.image_tokens(*example.image) * model.vision.merge**2
+        made = bytes_each * visual * (model.vision.hidden + model.hidden / model.vision.merge**2)
+        update += min(float(VISUAL_MEMORY), config.prompts_per_step / gpus * made * (1 + len(graders)))
+    held = replace(held, weights=held.weights + reference + graded, activations=update)
+    if config.rollouts == "vllm":
+        engine = 0.0 if serving.rollout_server else serving.rollout_memory * card
+        return replace(held, vllm=max(0.0, engine - held.activations) if serving.rollout_sleep else engine)
+    # rollouts are generated before activations are kept: the larger of the two counts
+    cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
+    return replace(held, cache=max(0.0, cache - update))
+
+
+def grpo_seconds(
+    model: Architecture,
+    graders: Sequence[Architecture],
+    config: Grpo,
+    example: Example,
+    point: Example,
+    prompts: int,
+    rates: Rates,
+    batch: int,
+) -> float:
+    """GPU-seconds of GRPO over `prompts`: rollouts, rewards of those that pass the gate (taken to be all), update."""
+    size, frozen, fixed = config.group_size, config.freeze_vision, config.lora is not None
+    rollouts, step = prompts * size, config.prompts_per_step * size
+    if config.rollouts == "vllm":
+        generate = vllm_seconds(model, example, step, size, rollouts, rates)
+    else:
+        generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
+    reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
+
+    row, rows = update_row(config, example)
+    groups = config.group_size * rows if row is not example else rows  # rollouts of a pass
+    passes = rollouts / groups
+
+    def operations(screenshots: float, train: bool) -> Flops:
+        """Of one row, where a pass of `rows` of them encodes so many screenshots."""
+        one = sequence_flops(model, config, row, train=train)
+        return replace(one, vision=one.vision * screenshots / rows)
+
+    tower = 0 if frozen else model.vision.layers
+    # a frozen tower encodes a screenshot once, while its policy samples or before the first pass that needs it; one that is
+    # trained encodes those of each pass
+    encode = pass_seconds(config.prompts_per_step * operations(rows, train=False).vision, model.vision.layers, rates)
+    encoding = rollouts / step * encode if frozen and config.rollouts == "vllm" else 0.0
+    shown = 0 if frozen else -(-groups // size)
+    scored = operations(shown, train=False)
+    scoring = pass_seconds(rows * scored.total, model.layers + tower, rates)
+    trained = operations(shown, train=True)
+    again = recomputed(trained, 1.0, freeze_vision=frozen, fixed_weights=fixed)
+    layers = layer_passes(model, recompute=1.0, freeze_vision=frozen) - (model.vision.layers if frozen else 0)
+    update = pass_seconds(rows * (trained.total + again), layers, rates)
+    # of the reference, and of the policy where another engine sampled; without KL, groups without spread need no update: how
+    # many that will be is not known
+    scorings = bool(config.kl_beta) + (config.rollouts == "vllm")
+    return generate + reward + prompts * rates.image + encoding + passes * (scorings * scoring + update)
+
+
+def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Example, int]:
+    """What one row of GRPO's passes holds, and how many rows a pass has.
+
+    A group is one row, [prompt][last token, c_1] … [last token, c_G], where attention takes a mask (see `training.packing`);
+    else a rollout is one, which is `example` itself.
+    """
+    if config.attention == "flash_attention_2":
+        return example, config.micro_batch_size
+    size = config.group_size
+    rows = max(1, config.pass_size(packs=True, processes=processes) // size)
+    return replace(example, prompt=example.prompt + size - 1, answer=size * example.answer), rows
+
+
+def looks(config: Grpo, steps: int) -> int:
+    """How often GRPO looks at the validation split: before the first of so many steps, after every so many, after the last."""
+    return 1 + -(-steps // config.validate_every) if config.validate_every else 0
+
+
+def look_seconds(
+    model: Architecture,
+    grader: Architecture,
+    config: Grpo,
+    example: Example,
+    point: Example,
+    steps: int,
+    rates: Rates,
+    batch: int,
+) -> float:
+    """GPU-seconds of one look at `steps` validation steps: one plan each, by the policy itself, rewarded by ϕ_k alone."""
+    plans = generation_seconds(model, example, config.micro_batch_size, 1, steps, rates)
+    return plans + generation_seconds(grader, point, batch, 1, steps, rates)
+
+
+def probe_seconds(
+    model: Architecture,
+    grader: Architecture,
+    example: Example,
+    point: Example,
+    steps: int,
+    asked: int,
+    rates: Rates,
+    batch: int,
+) -> float:
+    """GPU-seconds of asking about the same `steps` so often: an answer each time, and one pass over all plans of a step."""
+    answers = generation_seconds(model, example, batch, 1, steps, rates)
+    return asked * answers + generation_seconds(grader, point, max(batch, asked), asked, steps, rates)

@@ -1,0 +1,228 @@
+"""Live play: the agent M_k = {π'_k, ϕ_k} acts on MiniWoB++ pages, and the page itself says whether it succeeded.
+
+Belongs here: which episodes are played, the loop of one episode, what is kept of it, and success rates. Each frame
+becomes a table with one step without a label and goes through `inference.predict.predict`, so the agent sees, is asked
+and is read exactly as on the offline steps. The page that shows episodes is `coepg_dagster.sandbox.miniwob.play_page`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from coepg_dagster.evaluation.statistics import interval, sampled_averages
+from coepg_dagster.experiment import Models
+from coepg_dagster.inference.engine import Engine
+from coepg_dagster.inference.predict import PREDICTION_SCHEMA, predict
+from coepg_dagster.progress import Report
+from coepg_dagster.sandbox.miniwob.browser import ACTION_TYPES, HEIGHT, WIDTH, Browser
+from coepg_dagster.sandbox.miniwob.elements import element_at, history_entry
+from coepg_dagster.sandbox.miniwob.episodes import MAX_STEPS, encode_png
+from coepg_dagster.sandbox.miniwob.play_page import write_page
+from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
+from coepg_dagster.workers import write_table
+
+EPISODES_FILE, SUMMARY_FILE, PAGE_FILE = "episodes.parquet", "play.json", "play.html"
+CONTENT: Final = (EPISODES_FILE, SUMMARY_FILE)
+"""The files that make up the version of what was played; the page only shows them."""
+
+UNPARSED: Final = "unparsed plan"
+UNKNOWN_ACTION: Final = "unknown action"
+NO_POINT: Final = "no point"
+OFF_SCREEN: Final = "point off the screen"
+NOT_REWARDED: Final = "not rewarded"
+STEP_LIMIT: Final = "step limit"
+"""Why an episode is not solved: one of the first four ends it before the step's action, NOT_REWARDED is the page's
+own verdict, STEP_LIMIT ours."""
+
+_SEEN = ("step_id", "episode_id", "step_index", "family", "seed", "goal", "history", "screenshot", "width", "height")
+EPISODE_SCHEMA: Final = pa.schema(
+    [
+        *(STEP_SCHEMA.field(name) for name in _SEEN),
+        *(field for field in PREDICTION_SCHEMA if field.name != "step_id"),
+        pa.field("entry", pa.string()),  # the action as the next step's history tells it; null: nothing was done
+        pa.field("reward", pa.float64(), nullable=False),  # the page's raw reward after the action
+        pa.field("done", pa.bool_(), nullable=False),  # whether the page ended the episode
+        pa.field("failure", pa.string()),  # on the last step of an episode that is not solved: the reason
+    ]
+)
+"""One step of live play: what was seen, what the models said (as in a prediction), and what came of it."""
+
+Task = tuple[str, int]
+"""An episode: (family, seed)."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """M_k: both engines and how they are asked. Greedy."""
+
+    planner: Engine
+    grounder: Engine
+    models: Models
+    max_plan_tokens: int
+    max_point_tokens: int
+
+    def answer(self, frame: pa.Table) -> dict[str, Any]:
+        """The prediction (a row of PREDICTION_SCHEMA) for a table with one step."""
+        tokens = self.max_plan_tokens, self.max_point_tokens
+        answers = predict(self.planner, self.grounder, frame, self.models, *tokens)
+        row: dict[str, Any] = answers.to_pylist()[0]
+        return row
+
+
+def tasks_of(steps: pa.Table, split: str, per_family: int, families: Sequence[str] | None = None) -> list[Task]:
+    """The first episodes of each family whose steps a split holds, by family and seed.
+
+    These are the very episodes that are scored offline: their goals keep the split's rule, and three actions can solve
+    them. Raises ValueError for a split or family that has none.
+    """
+    columns = steps.select(["split", "family", "seed"]).to_pydict()
+    seeds: dict[str, set[int]] = defaultdict(set)
+    for of, family, seed in zip(columns["split"], columns["family"], columns["seed"], strict=True):
+        if of == split:
+            seeds[family].add(seed)
+    if not seeds:
+        raise ValueError(f"no steps in split {split!r} (there are: {', '.join(sorted(set(columns['split'])))})")
+    unknown = sorted(set(families or ()) - set(seeds))
+    if unknown:
+        raise ValueError(f"split {split!r} has no family {', '.join(unknown)} (it has: {', '.join(sorted(seeds))})")
+    return [(f, seed) for f in sorted(set(families or seeds)) for seed in sorted(seeds[f])[:per_family]]
+
+
+def fresh_tasks(families: Sequence[str], first_seed: int, per_family: int) -> list[Task]:
+    """`per_family` episodes of each family from `first_seed` on, as the pages come: not every one must be solvable."""
+    return [(family, first_seed + n) for family in sorted(set(families)) for n in range(per_family)]
+
+
+def play_episode(
+    browser: Browser, agent: Agent, family: str, seed: int, max_steps: int = MAX_STEPS
+) -> list[dict[str, Any]]:
+    """Lets the agent act until the page ends the episode, an answer cannot be carried out, or `max_steps` are done.
+
+    Returns the steps (EPISODE_SCHEMA). Raises ValueError for an unknown family, RuntimeError where a model gives no
+    answer at all.
+    """
+    goal = browser.reset(family, seed)
+    rows: list[dict[str, Any]] = []
+    while not rows or not (rows[-1]["done"] or rows[-1]["failure"]):
+        frame = _frame(browser, family, seed, goal, [row["entry"] for row in rows])
+        answer = agent.answer(pa.Table.from_pylist([frame], STEP_SCHEMA))
+        row = {name: frame[name] for name in _SEEN} | answer | {"entry": None, "reward": 0.0, "done": False}
+        row["failure"] = _obstacle(answer)
+        if row["failure"] is None:
+            point = (answer["x"], answer["y"])
+            touched = element_at(browser.elements(), point)
+            row["entry"] = history_entry(touched, answer["action_type"], answer["value"])
+            browser.act(answer["action_type"], point, answer["value"])
+            row["done"], row["reward"] = browser.outcome()
+            if row["done"] and row["reward"] <= 0:
+                row["failure"] = NOT_REWARDED
+            elif not row["done"] and len(rows) + 1 == max_steps:
+                row["failure"] = STEP_LIMIT
+        rows.append(row)
+    return rows
+
+
+def _frame(browser: Browser, family: str, seed: int, goal: str, history: list[str]) -> dict[str, Any]:
+    """What the browser shows, as a row of STEP_SCHEMA without a label; stored as the offline screens are."""
+    episode_id = f"miniwob/{family}/{seed}"
+    return {
+        "step_id": f"{episode_id}/{len(history)}",
+        "split": "live",
+        "episode_id": episode_id,
+        "step_index": len(history),
+        "family": family,
+        "seed": seed,
+        "goal": goal,
+        "history": history,
+        "screenshot": encode_png(browser.screenshot()),
+        "width": WIDTH,
+        "height": HEIGHT,
+        "boxes": [],
+        "action_type": "",
+        "value": NO_VALUE,
+    }
+
+
+def _obstacle(answer: Mapping[str, Any]) -> str | None:
+    """Why a prediction cannot be carried out; None: it can."""
+    if answer["plan"] is None:
+        return UNPARSED
+    if answer["action_type"] not in ACTION_TYPES:
+        return UNKNOWN_ACTION
+    if answer["x"] is None:
+        return NO_POINT
+    return None if 0 <= answer["x"] < WIDTH and 0 <= answer["y"] < HEIGHT else OFF_SCREEN
+
+
+def play(browser: Browser, agent: Agent, tasks: Sequence[Task], report: Report, max_steps: int = MAX_STEPS) -> pa.Table:
+    """Plays episodes one after the other (EPISODE_SCHEMA). `report` hears of each, with the number solved so far."""
+    rows: list[dict[str, Any]] = []
+    solved = 0
+    for done, (family, seed) in enumerate(tasks):
+        rows += play_episode(browser, agent, family, seed, max_steps)
+        solved += rows[-1]["failure"] is None
+        report(done + 1, len(tasks), {"solved": solved})
+    return pa.Table.from_pylist(rows, EPISODE_SCHEMA)
+
+
+def summarize(table: pa.Table) -> dict[str, Any]:
+    """Success rates of `play`, per cent: over all episodes, macro over families, and for each family.
+
+    An episode is solved if the page rewards it (raw reward > 0, as in collection). 95 % bootstrap intervals: of the
+    rate over all from drawing episodes, of the macro average from drawing whole families; None below two of them.
+    """
+    rows = table.select(["episode_id", "family", "failure"]).to_pylist()
+    last = {row["episode_id"]: row for row in rows}  # a failure is on the last step
+    steps = Counter(row["family"] for row in rows)
+    names = sorted(steps)
+    solved = np.array([[float(row["failure"] is None)] for row in last.values()])
+    of_family = np.array([names.index(row["family"]) for row in last.values()], dtype=np.int64)
+    weights = np.ones_like(solved)
+    by_episode = sampled_averages(solved, weights, np.arange(len(solved)))
+    by_family = sampled_averages(solved, weights, of_family)
+    families = {}
+    for number, name in enumerate(names):
+        mine = solved[of_family == number]
+        failures = Counter(row["failure"] for row in last.values() if row["family"] == name and row["failure"])
+        families[name] = {
+            "episodes": len(mine),
+            "solved": int(mine.sum()),
+            "success": 100 * float(mine.mean()),
+            "steps": steps[name],
+            "failures": dict(sorted(failures.items())),
+        }
+    return {
+        "episodes": len(solved),
+        "solved": int(solved.sum()),
+        "steps": table.num_rows,
+        "success": {"rate": 100 * float(by_episode.micro[0]), "ci95": _ci95(by_episode.micros)},
+        "macro": {"rate": 100 * float(by_family.macro[0]), "ci95": _ci95(by_family.macros)},
+        "failures": dict(sorted(Counter(row["failure"] for row in last.values() if row["failure"]).items())),
+        "families": families,
+    }
+
+
+def _ci95(samples: Any) -> list[float] | None:
+    return [100 * float(bound) for bound in interval(samples)[:, 0]] if len(samples) else None
+
+
+def write_play(
+    table: pa.Table, made_from: Mapping[str, str | int], title: str, shown: int, folder: Path
+) -> dict[str, Any]:
+    """Writes episodes, summary and page into a folder; the page shows the first `shown` episodes of each family.
+
+    `made_from` says what played on what. Returns the summary: that of `summarize`, with `made_from`.
+    """
+    about = summarize(table) | {"made_from": dict(made_from)}
+    write_table(table, folder / EPISODES_FILE)
+    (folder / SUMMARY_FILE).write_text(json.dumps(about, indent=1, sort_keys=True), "utf-8")
+    write_page(table, about, title, shown, folder / PAGE_FILE)
+    return about

@@ -1,0 +1,126 @@
+"""What `coepg pretrain` makes: one YAML file of towers (warmed-up vision models) and the checkpoints grown on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from coepg_dagster.experiment import Strict
+from coepg_dagster.refusal import Refusal
+from coepg_dagster.sandbox.pretraining.tiny_models import Preset
+from coepg_dagster.sandbox.pretraining.wordings import Vagueness, Wording
+from coepg_dagster.yaml_files import BadYaml
+from coepg_dagster.yaml_files import read as read_yaml
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Stage(Strict):
+    """How long and how fast one stage trains."""
+
+    steps: Annotated[int, Field(ge=1)]
+    """Optimizer steps."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Screens per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
+    """Peak; warms up over `warm_up` steps, falls along a cosine to 3 %."""
+    warm_up: Annotated[int, Field(ge=1)] = 200
+    """Steps until the learning rate reaches its peak."""
+    seed: int = 0
+    """Of the batches."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Ends the stage early, learning rate decayed; a stage cut short by it is not reproducible to the bit."""
+
+
+class Tower(Stage):
+    """A vision tower, warmed up with dense labels per visual token."""
+
+    preset: Preset
+    """Size of the whole model around it."""
+    init_seed: int = 0
+    """Of the initial weights."""
+
+
+class VaguenessSettings(Strict):
+    """See `wordings.Vagueness`."""
+
+    families: Share = 0.0
+    """Share of the task families on which the planner is often vague."""
+    often: Share = 0.0
+    """Probability of a vague plan there."""
+    seldom: Share = 0.0
+    """Probability of a vague plan elsewhere."""
+
+    def value(self) -> Vagueness:
+        return Vagueness(self.families, self.often, self.seldom)
+
+
+class Checkpoint(Stage):
+    """One shipped model: role, the tower it starts from, the language it knows."""
+
+    role: Literal["planner", "grounder"]
+    """What it is trained to answer."""
+    tower: str
+    """Name of the tower it starts from."""
+    wordings: dict[Wording, Annotated[float, Field(gt=0)]]
+    """Of the plans it writes (planner) or understands (grounder), with weights."""
+    vagueness: VaguenessSettings = VaguenessSettings()
+    """Planner only."""
+    text_tokens: Annotated[int, Field(ge=32, le=1024)] = 192
+    """Length of a training sequence after the screen."""
+    label_tokens: Annotated[int, Field(ge=8, le=1024)] = 72
+    """Most answer tokens in a training sequence."""
+    dense_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the warm-up's loss, kept on beside the answers' loss."""
+    data_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the training screens it sees; less makes a weaker member."""
+    swap: Share = 0.5
+    """Planner only: share of typed values replaced by random strings."""
+    use: str = ""
+    """What it is for, in the card's words."""
+    notes: str = ""
+    """What else the card says: how a setting was chosen, what was seen."""
+
+    @model_validator(mode="after")
+    def _has_wording(self) -> Checkpoint:
+        if not self.wordings:
+            raise ValueError("`wordings` is empty; name at least one of A, B, C, D")
+        return self
+
+
+class Recipe(Strict):
+    """All models of the embedded benchmark."""
+
+    vocabulary: Annotated[int, Field(ge=700)] = 1472
+    """Most tokens of the shared tokenizer."""
+    least_screens: Annotated[int, Field(ge=1)] = 1
+    """Words on fewer screens than this are spelled."""
+    towers: dict[str, Tower]
+    """By name."""
+    checkpoints: dict[str, Checkpoint]
+    """By name, which is also the directory's."""
+
+    @model_validator(mode="after")
+    def _towers_exist(self) -> Recipe:
+        for name, checkpoint in self.checkpoints.items():
+            if checkpoint.tower not in self.towers:
+                raise ValueError(
+                    f"checkpoint {name!r} starts from tower {checkpoint.tower!r}; there are {[*self.towers]}"
+                )
+        return self
+
+
+class BadRecipe(Refusal, ValueError):
+    """The recipe file cannot be read; the message says where and what to do."""
+
+
+def read(path: Path) -> Recipe:
+    """The recipe in a YAML file. Raises BadRecipe."""
+    try:
+        return Recipe.model_validate(read_yaml(path))
+    except BadYaml as error:
+        raise BadRecipe(str(error)) from None
+    except ValidationError as error:
+        raise BadRecipe(f"{path}: {error}\nCompare it with models/recipe.yaml.") from None

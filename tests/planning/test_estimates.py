@@ -1,0 +1,326 @@
+"""Estimates: more never needs less, and what cannot fit is refused with settings that help."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from coepg_dagster.cli import app
+from coepg_dagster.experiment import Grpo, Lora, Serving, Sft, load_experiment
+from coepg_dagster.inference import visual
+from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
+from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
+from coepg_dagster.planning.estimates import (
+    CARDS,
+    EAGER,
+    EAGER_LAYER_SECONDS,
+    VISUAL_MEMORY,
+    Example,
+    Memory,
+    Stage,
+    generation_memory,
+    generation_seconds,
+    grpo_memory,
+    grpo_seconds,
+    looks,
+    pass_seconds,
+    policy_seconds,
+    rates_of,
+    sft_memory,
+    sft_seconds,
+    update_row,
+    vllm_seconds,
+)
+
+ROOT = Path(__file__).parents[2]
+MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
+H100 = CARDS["H100-80GB"]
+RATES = rates_of(H100, Path("nowhere"))
+FOUR = Sft(batch_size=4, micro_batch_size=4)
+
+text, more, steps = st.integers(1, 3000), st.integers(0, 1000), st.sampled_from(["ddp", "zero2", "zero3", "fsdp"])
+sides = st.integers(4, 60).map(lambda n: 28 * n)
+
+
+def needs(model: Architecture, example: Example, config: Sft, grpo: Grpo) -> list[float]:
+    """Everything that is estimated, as numbers."""
+    return [
+        sft_memory(model, config, example).total,
+        sft_seconds(model, config, example, 100, RATES),
+        generation_memory(model, example, 64, 4).total,
+        generation_seconds(model, example, 64, 4, 100, RATES),
+        grpo_memory(model, [model], grpo, example).total,
+        grpo_seconds(model, [model], grpo, example, example, 84, RATES, 64),
+    ]
+
+
+@settings(max_examples=40)
+@given(text=text, more=more, width=sides, height=sides, frozen=st.booleans(), share=st.floats(0, 1))
+def test_longer_prompts_and_larger_models_never_need_less(
+    text: int, more: int, width: int, height: int, frozen: bool, share: float
+) -> None:
+    config = Sft(batch_size=4, micro_batch_size=4, freeze_vision=frozen, recompute=share)
+    grpo = Grpo(freeze_vision=frozen)
+    short, long = Example((width, height), text, 40), Example((width, height), text + more, 40)
+    by_model = [needs(model, short, config, grpo) for model in MODELS]
+    for model, smaller in zip(MODELS, by_model, strict=True):
+        assert all(a <= b for a, b in zip(smaller, needs(model, long, config, grpo), strict=True))
+    # memory only: 7B has fewer layers than 3B, so that a short answer takes it fewer launches of kernels
+    for smaller, larger in pairwise(by_model):
+        assert all(a <= b for a, b in zip(smaller[::2], larger[::2], strict=True))
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 16), strategy=steps, gpus=st.integers(2, 64), share=st.floats(0, 1), rank=st.integers(1, 256)
+)
+def test_settings_that_save_memory_save_memory(rows: int, strategy: Any, gpus: int, share: float, rank: int) -> None:
+    example, model = Example((1288, 728), 300, 60), MODELS[1]
+    config = Sft(batch_size=rows, micro_batch_size=rows, recompute=share)
+    now = sft_memory(model, config, example)
+    for saved in ({"recompute": 1.0}, {"freeze_vision": True}, {"micro_batch_size": 1}, {"lora": Lora(rank=rank)}):
+        assert sft_memory(model, config.model_copy(update=saved), example).total <= now.total
+    spread = sft_memory(model, config, example, strategy=strategy, gpus=gpus)
+    # ddp spreads nothing, and keeps gradients beside the buckets that are summed
+    assert spread.total <= now.total + (now.gradients if strategy == "ddp" else 0)
+    assert sft_memory(model, config, example, strategy=strategy, gpus=gpus + 1).total <= spread.total
+
+
+def test_float32_training_holds_sixteen_bytes_per_parameter_and_autocasts_copies() -> None:
+    model = MODELS[0]
+    need = sft_memory(model, FOUR, Example((1288, 728), 100, 40))
+    assert need.weights + need.gradients + need.optimizer == pytest.approx(18 * model.parameters)
+
+
+def test_lora_holds_the_stored_weights_and_states_of_the_adapters_alone() -> None:
+    model, example, lora = MODELS[0], Example((1288, 728), 100, 40), Lora(rank=64)
+    adapters = model.adapters(64, vision=False)
+    assert 0.03 < adapters / model.language < 0.05
+    need = sft_memory(model, FOUR.model_copy(update={"lora": lora, "freeze_vision": True}), example)
+    assert need.weights + need.gradients + need.optimizer == pytest.approx(2 * model.parameters + 18 * adapters)
+    assert model.adapters(128, vision=False) == 2 * adapters < 2 * model.adapters(64, vision=True)
+    # the reference policy of GRPO is the model without its adapters, else a second one that has the policy's frozen tower
+    full, low = (grpo_memory(model, [model], Grpo(lora=use), example) for use in (None, lora))
+    assert full.weights - low.weights == pytest.approx(
+        4 * model.parameters + 2 * model.language - 4 * model.vision.parameters - 6 * adapters
+    )
+
+
+def test_vllm_beside_training_takes_its_share_of_the_card() -> None:
+    model, example, card = MODELS[0], Example((1288, 728), 100, 40), 85e9
+    config = Grpo(rollouts="vllm", lora=Lora())
+
+    def need(**serving: Any) -> Memory:
+        return grpo_memory(model, [], config, example, card=card, serving=Serving(rollout_memory=0.4, **serving))
+
+    awake, asleep = need(rollout_sleep=False), need()
+    assert awake.vllm == pytest.approx(0.4 * card)
+    assert asleep.vllm + asleep.activations == pytest.approx(0.4 * card), "it is awake only while nothing is kept"
+    assert need(rollout_server="http://127.0.0.1:8000").vllm == 0
+    assert awake.cache == 0 < grpo_memory(model, [], Grpo(lora=Lora()), example).total < awake.total
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+def test_the_training_rate_is_what_the_baselines_run_took(tmp_path: Path, kernels: str) -> None:
+    model, example = MODELS[0], Example((1288, 728), 51, 46)
+    config = Sft(batch_size=48, micro_batch_size=6, freeze_vision=True, recompute=0.5, compile=kernels == "compiled")
+    one = flops(model, image=example.image, text=97, scored=46, train=True, freeze_vision=True)
+    run = {
+        "configuration": {"size": "3B", "micro": 6, "recompute": 0.5, "freeze_vision": True, "kernels": kernels},
+        "tflop_per_sequence": {part: value / 1e12 for part, value in asdict(one).items()},
+        "sequences": 96,
+        "step_seconds": [9.0, 11.0],
+    }
+    found = {
+        "value": 1.0,
+        "ratio": 0.4,
+        "device": "NVIDIA H100 80GB HBM3",
+        "fastest": "a",
+        "configurations": {"a": run},
+    }
+    file = tmp_path / "sft_mfu.json"
+    file.write_text(json.dumps(found))
+    rates = rates_of(H100, tmp_path)
+    assert sft_seconds(model, config, example, 96, rates) == pytest.approx(20) and "measured" in rates.basis
+    assert rates_of(CARDS["A100-80GB"], tmp_path).train == pytest.approx(rates.train * 312 / 989)
+    assert "arithmetic" in RATES.basis
+    file.write_text(json.dumps(found | {"configurations": {"a": run | {"step_seconds": [0.9, 1.1]}}}))
+    with pytest.raises(ValueError, match="measure with more rows"):
+        rates_of(H100, tmp_path)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 16), share=st.floats(0, 1), frozen=st.booleans(), compiled=st.booleans())
+def test_what_is_spared_takes_no_time(rows: int, share: float, frozen: bool, compiled: bool) -> None:
+    example, model = Example((1288, 728), 300, 60), MODELS[0]
+    config = Sft(batch_size=rows, micro_batch_size=rows, recompute=share, freeze_vision=frozen, compile=compiled)
+
+    def seconds(**changed: Any) -> float:
+        return sft_seconds(model, config.model_copy(update=changed), example, 1000, RATES)
+
+    assert seconds(compile=True) < seconds(compile=False)
+    assert seconds(recompute=0.0) <= seconds() <= seconds(recompute=1.0)
+    assert seconds(lora=Lora()) < seconds()
+    assert seconds(micro_batch_size=2 * rows) < seconds(), "rows of a pass share its launches"
+    # a frozen tower only goes forward; one that is trained goes back too, and forward again where it is recomputed
+    vision = flops(model, image=example.image, text=360, scored=60, train=False).vision
+    tower = 1000 / rows * pass_seconds(rows * vision, model.vision.layers, RATES, compiled=compiled)
+    assert seconds(freeze_vision=False) - seconds(freeze_vision=True) == pytest.approx((2 + share) * tower)
+
+
+def test_a_group_is_one_row_of_the_update() -> None:
+    model, example = MODELS[0], Example((1288, 728), 90, 80)
+
+    def config(**changed: Any) -> Grpo:
+        settings = {"prompts_per_step": 8, "group_size": 8, "micro_batch_size": 8, "kl_beta": 0.0}
+        return Grpo.model_validate(settings | changed)
+
+    def seconds(**changed: Any) -> float:
+        return grpo_seconds(model, [], config(**changed), example, example, 8, RATES, 64)
+
+    row, rows = update_row(config(), example)
+    visual = example.tokens(model) - example.text
+    assert rows == 1 and row.tokens(model) == visual + 90 - 1 + 8 * (1 + 80)
+    assert update_row(config(attention="flash_attention_2"), example) == (example, 8)
+    apart = seconds(attention="flash_attention_2") - seconds()
+    flash, packed = (
+        n * flops(model, image=example.image, text=e.text, scored=e.answer, train=True, freeze_vision=True).language
+        for n, e in ((8, example), (1, row))
+    )
+    assert 5 < flash / packed < 8, "the prompt is computed once"
+    # 4/3: layers are computed again in the backward pass; attention and head are what is left of it
+    assert apart == pytest.approx(8 * (flash - packed) * 4 / 3 / (EAGER * RATES.train), rel=0.1)
+    # groups of a pass share its launches, and a tower that is trained goes through the screenshots of each pass
+    spared = 4 * (model.layers * 4) * EAGER_LAYER_SECONDS
+    assert seconds() - seconds(micro_batch_size=16) == pytest.approx(spared)
+    vision = flops(model, image=example.image, text=170, scored=80, train=False).vision
+    tower = 8 * pass_seconds(4 * vision, 4 * model.vision.layers, RATES)
+    assert seconds(freeze_vision=False) - seconds() == pytest.approx(tower)
+
+
+def test_what_another_engine_sampled_is_scored_by_the_policy_too() -> None:
+    model, example = MODELS[0], Example((1288, 728), 90, 80)
+
+    def seconds(**changed: Any) -> float:
+        config = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=8, **changed)
+        return grpo_seconds(model, [], config, example, example, 8, RATES, 64)
+
+    scoring = seconds() - seconds(kl_beta=0.0)
+    assert scoring > 8 * model.layers * EAGER_LAYER_SECONDS
+    vision = flops(model, image=example.image, text=170, scored=80, train=False).vision
+    tower = pass_seconds(8 * vision, model.vision.layers, RATES)
+    sampled = policy_seconds(model, example, 8, 8, 1, RATES) - vllm_seconds(model, example, 64, 8, 64, RATES)
+    assert seconds() - seconds(rollouts="vllm") == pytest.approx(sampled - scoring - tower)
+
+
+def test_as_many_visual_embeddings_are_kept_as_there_is_room_for() -> None:
+    assert VISUAL_MEMORY == visual.MEMORY
+
+
+def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "web_7b.yaml")
+    hardware = Hardware(H100)
+    dry = DryRun(experiment, ROOT)
+    found = report(dry, hardware, RATES)
+    text = "\n".join(found.refused)
+    assert "planner_sft cannot fit" in text and "strategy zero3 over 8 GPUs" in text
+    for stage in dry.too_large(hardware, dry.stages(hardware, RATES)):
+        remedies = dry.remedies(stage.asset, hardware, RATES)
+        assert 1 <= len(remedies) <= 3
+        assert all(need < stage.memory.total for _, need in remedies)
+        assert [need for _, need in remedies] == sorted(need for _, need in remedies)
+
+
+def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    refused = CliRunner().invoke(app, ["plan", "web_3b", "--gpu", "RTX-4090-24GB"])
+    assert refused.exit_code == 3 and "planner_sft cannot fit" in refused.stderr
+    assert "would run iteration 0" in refused.stdout and "GPU-hours" in refused.stdout
+    assert CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "RTX-4090-24GB"]).exit_code == 0
+    assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
+
+
+def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    dry = DryRun(experiment, ROOT)
+    on_cpu = report(dry, Hardware(None), rates_of(CPU, Path("nowhere")))
+    assert not on_cpu.refused and "GPU" not in "\n".join(on_cpu.lines)
+    assert any(line.startswith("asset") and line.endswith("hours") for line in on_cpu.lines)
+
+
+def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+    def lines(**changed: Any) -> list[str]:
+        grpo = sandbox.grpo.model_copy(update={"prompts_per_step": 8, "group_size": 8, "max_steps": 16} | changed)
+        dry = DryRun(sandbox.model_copy(update={"grpo": grpo}), ROOT)
+        return report(dry, Hardware(None), rates_of(CPU, Path("nowhere"))).lines
+
+    small = lines()
+    assert any("GRPO: 16 steps see 128 of 1,080 prompts in 1,024 rollouts" in line for line in small)
+    assert any(line.startswith("warning: GRPO is likely to learn nothing") for line in small)
+    for enough in (lines(prompts_per_step=64, max_steps=24), lines(enabled=False)):
+        assert not any(line.startswith("warning") for line in enough)
+
+
+def test_asking_before_and_after_takes_time() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    rates = rates_of(CPU, Path("nowhere"))
+
+    def seconds(probe_steps: int) -> dict[str, float]:
+        parts = {
+            name: getattr(sandbox, name).model_copy(update={"probe_steps": probe_steps}) for name in ("sft", "grpo")
+        }
+        stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates)
+        return {stage.asset: stage.gpu_seconds for stage in stages}
+
+    none, some, more = seconds(0), seconds(64), seconds(128)
+    for asset in none:
+        asked = asset in ("planner_sft", "grounder", "planner")
+        assert (none[asset] < some[asset] < more[asset]) if asked else (none[asset] == some[asset])
+
+
+@given(steps=st.integers(1, 200), every=st.integers(1, 250))
+def test_grpo_looks_before_the_first_step_then_regularly_and_after_the_last(steps: int, every: int) -> None:
+    seen = {0, steps, *range(0, steps, every)}
+    assert looks(Grpo(validate_every=every), steps) == len(seen) and looks(Grpo(), steps) == 0
+
+
+def test_looks_at_the_validation_split_take_time() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+    def planner_stage(**changed: Any) -> Stage:
+        grpo = experiment.grpo.model_copy(update=changed)
+        dry = DryRun(experiment.model_copy(update={"grpo": grpo}), ROOT)
+        return next(s for s in dry.stages(Hardware(H100), RATES) if s.asset == "planner")
+
+    never, seldom, often, few = (
+        planner_stage(max_steps=40, validate_every=every, validation_steps=steps)
+        for every, steps in ((None, 256), (20, 256), (10, 256), (10, 64))
+    )
+    look = (often.gpu_seconds - seldom.gpu_seconds) / 2  # five looks against three
+    assert look > 0 and seldom.gpu_seconds - never.gpu_seconds == pytest.approx(3 * look)
+    assert never.gpu_seconds < few.gpu_seconds < often.gpu_seconds and never.tokens < few.tokens < often.tokens
+
+
+@pytest.mark.parametrize("name", ["web_3b", "web_7b", "mobile_3b", "mobile_7b"])
+def test_the_papers_experiments_fit_one_box_of_eight_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    planned = CliRunner().invoke(app, ["plan", name])
+    assert planned.exit_code == 0, planned.stderr
+
+
+def test_the_source_of_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert size_of("models/base-planner", ROOT).source == "config.json"
+    assert size_of("Qwen/Qwen2.5-VL-7B-Instruct", ROOT).source == "built-in table"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UnknownModel, match="download the model"):
+        size_of("nobody/no-such-model", ROOT)
