@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -483,7 +482,7 @@ def ui(
 
     instance = open_instance(project)
     from coepg_dagster.assets.about import PAGES
-    from coepg_dagster.assets.pages import page_server
+    from coepg_dagster.assets.pages import serve_pages
 
     end_dead_runs(instance, project.store)
     dagster, address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{pages_port}"
@@ -492,10 +491,9 @@ def ui(
     except OSError as error:
         _refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
     try:
-        pages = page_server(project, instance, pages_port, dagster)
+        serve_pages(project, instance, pages_port, dagster)
     except OSError as error:
         _refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
-    threading.Thread(target=pages.serve_forever, daemon=True).start()
     tools = Path(sys.executable).parent
     commands = [
         [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],
