@@ -175,7 +175,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.results import learned_text, short_splits
+    from coepg_dagster.results import learned_text, overview, short_splits
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -186,11 +186,9 @@ def results(
     if as_json:
         typer.echo(json.dumps(table | {"stale": inputs}))
         return
-    from coepg_dagster.reports.evolution import rows_of
-
-    heads, rows = rows_of(table["iterations"])
-    view = Table(*heads, title=f"{experiment.name}/s{seed} (per cent, macro over tasks, 95 % interval)")
-    for row in rows:
+    numbers, left_out = overview(experiment, seed, records)
+    view = Table(*numbers.header, title=numbers.title, caption=numbers.protocols)
+    for row in numbers.rows:
         view.add_row(*row)
     console = Console()
     console.print(view)
@@ -199,7 +197,7 @@ def results(
     for iteration in table["iterations"]:
         for line in learned_text(iteration):
             console.print(line, highlight=False, soft_wrap=True)
-    for line in short_splits(table["iterations"]):
+    for line in (*short_splits(table["iterations"]), *left_out):
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():

@@ -137,7 +137,9 @@ def data_quality(
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
         votes[verdict["candidate_id"]].append(verdict)
-    takes_value = dict(zip(steps["step_id"].to_pylist(), pc.not_equal(steps["value"], NO_VALUE).to_pylist(), strict=True))
+    takes_value = dict(
+        zip(steps["step_id"].to_pylist(), pc.not_equal(steps["value"], NO_VALUE).to_pylist(), strict=True)
+    )
     gates: Counter[tuple[bool, str]] = Counter()  # (the step takes a value, gate)
     distinct: dict[str, set[frozenset[str]]] = defaultdict(set)
     for row in candidates.select(["step_id", "plan", "gate"]).to_pylist():

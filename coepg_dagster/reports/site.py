@@ -33,7 +33,7 @@ from coepg_dagster.steps import STEP_SCHEMA
 from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
-LAYOUT: Final = 3
+LAYOUT: Final = 4
 """Raise it when pages change: pages that were made before are made again."""
 MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
