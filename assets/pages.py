@@ -27,8 +27,8 @@ from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.evolution import Member
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.lineage import lineage_page
-from coepg_dagster.reports.site import INDEX, Site, View
+from coepg_dagster.reports.lineage import View, lineage_page
+from coepg_dagster.reports.site import INDEX, Site
 from coepg_dagster.reports.trace import trace_page
 
 TRACE = "trace.html"
@@ -108,8 +108,7 @@ def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, fold
 
 def lineage_of(loop: Loop, instance: dg.DagsterInstance, dagster: str | None = None) -> str:
     """The lineage map of a loop as it is now, alone; `dagster` is the address of the web UI, for links."""
-    view = view_of(loop, instance)
-    return lineage_page(view.experiment, view.seed, view.records, view.stale, view.times, dagster)
+    return lineage_page(view_of(loop, instance), dagster)
 
 
 def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) -> str:

@@ -129,15 +129,15 @@ def with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
     """
     known = table[table["split"].isin(splits) & table["metric"].isin(HEADLINES) & table["value"].notna()]
     rows = []
-    for (experiment, variant, seed, k, metric), of in known.groupby(["experiment", "variant", "seed", "k", "metric"]):
-        if len(of) == len(splits):
-            value, n = fmean(of["value"]), len(of)
-            ends = {"low": value - math.hypot(*(of["value"] - of["low"])) / n}
-            ends["high"] = value + math.hypot(*(of["high"] - of["value"])) / n
-            known_ends = {} if math.isnan(ends["low"]) else ends
-            place = {"experiment": experiment, "variant": variant, "seed": seed, "k": k, "split": AVERAGE}
-            protocol = one_protocol(metric, of["protocol"])
-            rows.append(Row(**place, metric=metric, value=value, **known_ends, protocol=protocol))
+    place = ["experiment", "variant", "seed", "k", "metric"]
+    for of, each in known.groupby(place):
+        if len(each) == len(splits):
+            at: dict[str, Any] = dict(zip(place, of, strict=True)) | {"split": AVERAGE}
+            value, n = fmean(each["value"]), len(each)
+            if each["low"].notna().all():
+                at["low"] = value - math.hypot(*(each["value"] - each["low"])) / n
+                at["high"] = value + math.hypot(*(each["high"] - each["value"])) / n
+            rows.append(Row(**at, value=value, protocol=one_protocol(at["metric"], each["protocol"])))
     return pd.concat([table, frame(rows)], ignore_index=True) if rows else table
 
 
@@ -203,7 +203,10 @@ class Cells:
     def seeds(self, experiment: str, variant: str, split: str, metric: str) -> dict[int, list[tuple[int, float]]]:
         """Seed → [(iteration, value)]."""
         found = self._rows(experiment, variant, split, metric)
-        return {int(seed): list(zip(of["k"], of["value"], strict=True)) for seed, of in found.groupby("seed")}
+        values: dict[int, list[tuple[int, float]]] = {}
+        for seed, k, value in found[found["seed"].notna()][["seed", "k", "value"]].to_numpy(dtype=float):
+            values.setdefault(int(seed), []).append((int(k), float(value)))
+        return values
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
@@ -219,11 +222,10 @@ def results(
     What `coepg results --json` prints. Intervals are of the macro value, None stands for what was not computed. Asset names
     have no prefix.
     """
-    table = frame(rows_of(experiment, seed, records, experiment.name))
-    number = {(row.k, row.split, row.metric): row for row in table.itertuples()}
+    rows = {(row.k, row.split, row.metric): row for row in rows_of(experiment, seed, records, experiment.name)}
 
     def value(*of: Any) -> float | None:
-        return None if of not in number or math.isnan(number[of].value) else float(number[of].value)
+        return rows[of].value if of in rows else None
 
     def split(k: int, name: str) -> dict[str, Any] | None:
         evaluation = records.get(Ref("evaluation", k))
@@ -234,9 +236,9 @@ def results(
         if LOST in score["notes"]:
             found[LOST] = score["notes"][LOST]
         for metric in score["metrics"]:
-            row = number[k, name, metric]
-            ends = None if math.isnan(row.low) else [row.low, row.high]
-            found[metric] = {"macro": value(k, name, metric), "micro": value(k, name, f"{metric}_micro"), "ci95": ends}
+            row = rows[k, name, metric]
+            ends = None if row.low is None else [row.low, row.high]
+            found[metric] = {"macro": row.value, "micro": value(k, name, f"{metric}_micro"), "ci95": ends}
         return found
 
     benchmark = experiment.benchmark
@@ -255,7 +257,7 @@ def results(
                 },
                 "stale": {asset: str(stale[Ref(asset, k)]) for asset in ORDER if Ref(asset, k) in stale},
             }
-            for k in sorted(map(int, table.loc[table["metric"] == "seconds", "k"]))
+            for k in sorted(k for k, _, metric in rows if metric == "seconds")
         ],
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -59,8 +60,8 @@ def verified_candidates(of: Regenerated) -> pd.DataFrame:
 
     with_target = of.steps.filter(pc.greater(pc.list_value_length(of.steps["boxes"]), 0))
     columns = ["candidate_id", "step_id", "planner", "gate", "duplicate_of"]
-    found = of.candidates.select(columns).to_pandas()
-    found = found.merge(with_target.select(["step_id", "episode_id"]).to_pandas(), on="step_id")
+    plans: pd.DataFrame = of.candidates.select(columns).to_pandas()
+    found = plans.merge(with_target.select(["step_id", "episode_id"]).to_pandas(), on="step_id")
     original, passed = found["duplicate_of"].fillna(found["candidate_id"]), found["gate"] == GATE_PASSED
     return found.assign(
         verified=passed & original.isin(verified(votes)),
@@ -83,11 +84,9 @@ def by_episode(of: Regenerated) -> dict[str, ByEpisode]:
     steps = of.steps.select(["step_id", "episode_id"]).to_pandas()
     names = sorted(steps["episode_id"].unique())
 
-    def share(part: pd.Series, whole: pd.DataFrame, scale: float = 100) -> ByEpisode:
-        above, below = (
-            sums.reindex(names, fill_value=0).to_numpy(dtype=float)
-            for sums in (part.groupby(whole["episode_id"]).sum(), whole.groupby("episode_id").size())
-        )
+    def share(part: pd.Series[Any], whole: pd.DataFrame, scale: float = 100) -> ByEpisode:
+        sums = part.groupby(whole["episode_id"]).sum(), whole.groupby("episode_id").size()
+        above, below = (np.asarray(each.reindex(names, fill_value=0), np.float64) for each in sums)
         return ByEpisode(tuple(names), scale * above, below)
 
     per_step = unique.groupby(["step_id", "episode_id"]).size().reset_index(name="plans")

@@ -29,6 +29,7 @@ from coepg_dagster.results import (
     HEADLINES,
     TRAIN,
     Cells,
+    Row,
     comparable,
     frame,
     headline,
@@ -77,7 +78,8 @@ class Evolution:
 
         Ablations stand beside the experiment as its variants; the loop itself is always `full` under its own name.
         """
-        own, rows = self.experiment.name, []
+        own = self.experiment.name
+        rows: list[Row] = []
         for loop in self.loops:
             name = own if loop.experiment.name == own else None
             rows += rows_of(loop.experiment, self.seed, loop.records, name)

@@ -162,11 +162,11 @@ class Study:
         runs = self.find(experiment, variant)
         return sorted(seed for seed, run in runs.items() if all((k, split) in run.success for split in self.splits))
 
-    def reached(self, *sides: tuple[str, str], at_most: int | None = None) -> int | None:
+    def reached(self, *sides: tuple[str, str]) -> int | None:
         """The last iteration that all seeds of all sides (experiment, variant) were scored at, or as many as ever were."""
         wanted = len({run.seed for run in self.runs if run.experiment == self.root})
         best: tuple[int, int] | None = None
-        for k in range((self.last if at_most is None else at_most) + 1):
+        for k in range(self.last + 1):
             common = set.intersection(*(set(self.seeds_with(*side, k)) for side in sides))
             if common and (best is None or len(common) >= min(wanted, best[1])):
                 best = k, len(common)
