@@ -163,7 +163,7 @@ def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFram
 
 def rule_of(config: Mapping[str, Any]) -> str:
     """How the plans of D_k were verified, from the settings of its pools."""
-    return f"the rule {config['rule']}" + (f" with k = {config['k']}" if config["rule"] == "k_of_n" else "")
+    return f"rule {config['rule']}" + (f" with k = {config['k']}" if config["rule"] == "k_of_n" else "")
 
 
 class Cells:

@@ -14,6 +14,8 @@ from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.markdown import table
 
 MISSING: Final = "–"
+PROTOCOL: Final = "Protocol"
+"""Head of a column that names the protocol of each row."""
 AS_PRINTED: Final = "as printed"
 """Protocol of the paper's rows: Co-EPG states none, and its rows come from papers that count differently."""
 
@@ -56,12 +58,14 @@ class Table:
 
 
 def table_of(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Cell | None]], digits: int = 1) -> Table:
-    """A table of cells, with the protocol of each metric in it. Raises ScoringError where a metric has two."""
+    """A table of cells with the protocol of each metric in it, above it or in a column of its own.
+
+    Raises ScoringError where a metric has two.
+    """
     rows = [tuple(row) for row in rows]
     text = tuple(tuple(_text(cell, digits) for cell in row) for row in rows)
-    return Table(
-        title, tuple(header), text, protocols_of(cell for row in rows for cell in row if isinstance(cell, Cell))
-    )
+    protocols = protocols_of(cell for row in rows for cell in row if isinstance(cell, Cell))
+    return Table(title, tuple(header), text, "" if PROTOCOL in header else protocols)
 
 
 def protocols_of(cells: Iterable[Cell]) -> str:

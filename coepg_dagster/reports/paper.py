@@ -15,6 +15,7 @@ from coepg_dagster.evaluation.tables import (
     MIND2WEB_METRICS,
     MIND2WEB_SPLITS,
     MISSING,
+    PROTOCOL,
     TABLE_1,
     TABLE_2,
     Cell,
@@ -52,7 +53,7 @@ def table_1(cells: Cells, through: Mapping[str, int]) -> Table:
     On the paper's splits its printed rows come first; on others they are no comparison and stand in `paper_table_1`.
     """
     names = MIND2WEB_SPLITS if set(cells.splits) == set(MIND2WEB_SPLITS) else {s: s for s in cells.splits}
-    header = ["Planner + grounder", "Protocol"]
+    header = ["Planner + grounder", PROTOCOL]
     header += [f"{names[split]} {metric}" for split in cells.splits for metric in MIND2WEB_METRICS.values()]
     rows: list[Sequence[str | Cell | None]] = list(_printed_table_1() if names is MIND2WEB_SPLITS else ())
     for experiment, iterations in through.items():
@@ -86,7 +87,7 @@ def paper_table_1() -> Table:
     header = [f"{split} {metric}" for split in MIND2WEB_SPLITS.values() for metric in MIND2WEB_METRICS.values()]
     own = [name for name in TABLE_1 if name.startswith("Co-EPG")]
     title = "The paper's Table 1 on Multimodal-Mind2Web: another benchmark, models a thousand times as large"
-    return Table(title, ("Planner + grounder", "Protocol", *header, "Avg"), _printed_table_1(own))
+    return Table(title, ("Planner + grounder", PROTOCOL, *header, "Avg"), _printed_table_1(own))
 
 
 def table_2(cells: Cells, levels: Mapping[str, str], iterations: int) -> Table:
@@ -103,7 +104,7 @@ def table_2(cells: Cells, levels: Mapping[str, str], iterations: int) -> Table:
         mean = half_up(fmean(values)) if len(values) == len(found) else MISSING
         rows.append((name, _protocol(found, experiment, k), *found, mean))
     title = "Table 2: AndroidControl, step accuracy, per cent"
-    return table_of(title, ("Model", "Protocol", *ANDROID_CONTROL_LEVELS.values(), "Avg"), rows)
+    return table_of(title, ("Model", PROTOCOL, *ANDROID_CONTROL_LEVELS.values(), "Avg"), rows)
 
 
 TABLE_3: Final = (

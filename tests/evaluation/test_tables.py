@@ -34,10 +34,10 @@ def cell(protocol: str, metric: str = "step_sr") -> Cell:
 
 
 def test_a_table_names_the_protocol_of_each_metric() -> None:
-    rows = [("a", cell("p, macro"), cell("the rule any", "purity")), ("b", cell("p, macro (steps lost)"), None)]
+    rows = [("a", cell("p, macro"), cell("rule any", "purity")), ("b", cell("p, macro (steps lost)"), None)]
     table = table_of("Title", ("name", "Step SR", "purity"), rows)
     assert table.rows == (("a", "40.0 [35.1, 46.0]", "40.0 [35.1, 46.0]"), ("b", "40.0 [35.1, 46.0]", "–"))
-    assert table.protocols == "Protocol of step_sr: p, macro (steps lost); of purity: the rule any."
+    assert table.protocols == "Protocol of step_sr: p, macro (steps lost); of purity: rule any."
     assert table.protocols in table.markdown() and table.markdown().count("\n| ") == 3
 
 

@@ -139,11 +139,9 @@ def test_what_another_protocol_or_rule_counted_is_left_out_and_named(tmp_path: P
         ("–", "71.0", "3.0", "80.0"),
         ("50.0 [45.0, 56.0]", "72.0", "4.0", "80.0"),
     ]
-    assert table.protocols == (
-        "Protocol of step_sr: miniwob/point, macro; of purity, diversity, coverage: the rule any."
-    )
+    assert table.protocols == ("Protocol of step_sr: miniwob/point, macro; of purity, diversity, coverage: rule any.")
     assert left_out == [
-        "left out: light, k = 0: by the rule k_of_n with k = 2, not by the rule any, until it is made again",
+        "left out: light, k = 0: by rule k_of_n with k = 2, not by rule any, until it is made again",
         "left out: light, k = 1: by mind2web/seeact, not by miniwob/point, until it is made again",
     ]
     page = tmp_path / "evolution.html"

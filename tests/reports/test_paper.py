@@ -59,7 +59,7 @@ def whole() -> Cells:
                 for metric in ("ele_acc", "op_f1", "step_sr"):
                     rows.append(row(40 + 5 * k + seed % 3, seed=seed, k=k, split=split, metric=metric))
             for metric in ("purity", "purity_frozen", "diversity", "coverage"):
-                rows.append(row(2 + k, seed=seed, k=k, split="train", metric=metric, protocol="the rule any"))
+                rows.append(row(2 + k, seed=seed, k=k, split="train", metric=metric, protocol="rule any"))
     rows += [row(50, variant="uniform", split=split) for split in SPLITS]
     return cells_of(rows)
 

@@ -144,14 +144,12 @@ def test_measures_of_the_data_have_intervals_over_episodes() -> None:
     one = run(FULL, 1, {0: 0.2, 1: 0.5})
     for k in (0, 1):
         one.data[k] = {"purity": measured(0.5 + k / 4)}
-        one.rows.append(
-            measured_row(one, k, "train", "purity", one.data[k]["purity"].value or 0, protocol="the rule any")
-        )
+        one.rows.append(measured_row(one, k, "train", "purity", one.data[k]["purity"].value or 0, protocol="rule any"))
     purity = [row for row in study(one).rows() if row.metric == "purity"]
     assert [row.value for row in purity] == [one.data[k]["purity"].value for k in (0, 1)]
     assert all(row.low is not None and row.high is not None and row.low < (row.value or 0) < row.high for row in purity)
     joint = [row for row in study(one).joint_rows() if row.metric == "purity"]
-    assert [row.protocol for row in joint] == ["the rule any"] * 2
+    assert [row.protocol for row in joint] == ["rule any"] * 2
 
 
 def test_a_study_of_two_protocols_is_refused() -> None:
