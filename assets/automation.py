@@ -19,10 +19,11 @@ from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usabl
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
-logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it writes down the addresses of requests
 WHY_AT_MOST = 2000
 """Characters of a reason in an alert."""
 REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs the address of every request
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
@@ -122,7 +123,7 @@ def _changes(at: Mapping[str, Any], training: str, change: Mapping[str, Any]) ->
         yield Row(**at, metric=f"{training}_{part}", value=change[part], **ends, protocol="greedy answers")
 
 
-def with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
+def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
     """The table, and for each run and iteration that has every split the mean of its headline over them, as `average`.
 
     The splits have different episodes, so the errors of one pair of models are independent.
@@ -148,9 +149,7 @@ def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFram
     """
     scored = table["protocol"].str.contains(r", (?:macro|micro)\b")
     by = table["protocol"].str.replace(r", (?:macro|micro)\b.*", "", regex=True)
-    wanted = pd.Series(rule_of(experiment.regeneration.model_dump()), table.index).where(
-        ~scored, experiment.benchmark.protocol
-    )
+    wanted = np.where(scored, experiment.benchmark.protocol, rule_of(experiment.regeneration.model_dump()))
     other = (scored | table["metric"].isin(QUALITY)) & (by != wanted)
     left = table.assign(by=by, wanted=wanted)[other].drop_duplicates(["experiment", "variant", "k", "by"])
     lines = [
@@ -175,7 +174,7 @@ class Cells:
 
     def __init__(self, table: pd.DataFrame, splits: Sequence[str]) -> None:
         self.splits = list(splits)
-        known = with_average(table, splits).dropna(subset=["value"]).sort_values(["k", "seed"], kind="stable")
+        known = _with_average(table, splits).dropna(subset=["value"]).sort_values(["k", "seed"], kind="stable")
         self._of = dict(list(known.groupby(["experiment", "variant", "split", "metric"])))
 
     def _rows(self, *of: str) -> pd.DataFrame:

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.statistics import LEVEL, RESAMPLES, ByEpisode, Floats, interval, resampling_weights
+from coepg_dagster.reports.paper import command_of
 from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 
 Pair = tuple[float, float]
@@ -118,15 +119,11 @@ class Study:
         self.runs, self.root, self.splits, self.last = list(runs), root, tuple(splits), iterations
         self._of = {(run.experiment, run.variant, run.seed): run for run in runs}
         self.draws = Draws()
-        by = {
-            row.protocol.partition(" (")[0]: run.reference
-            for run in runs
-            for row in run.rows
-            if row.metric in HEADLINES
-        }
+        scored = [(row.protocol.partition(" (")[0], run) for run in runs for row in run.rows if row.metric in HEADLINES]
+        by = {protocol: run.reference for protocol, run in reversed(scored)}
         if len(by) > 1:
-            scored = ", ".join(f"{name} by {protocol}" for protocol, name in by.items())
-            raise ScoringError(f"a study compares numbers of one protocol, but {scored}: score them again by one")
+            said = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
+            raise ScoringError(f"a study compares numbers of one protocol, but {said}: score them again by one")
 
     def find(self, experiment: str, variant: str = FULL) -> dict[int, Run]:
         """Seed → run."""
@@ -245,7 +242,7 @@ def findings(study: Study) -> list[Finding]:
         k = study.reached(one, other)
         if k is None:
             lacking = [(*side, last) for side in (one, other) if study.reached(side) is None]
-            return _missing(study, claim, lacking)
+            return _missing(claim, lacking)
         planned = "" if k == last else f"; at k = {k}, planned at k = {last}"
         return _difference(study, claim, (*one, k), (*other, k), words + planned, margin)
 
@@ -283,7 +280,7 @@ def findings(study: Study) -> list[Finding]:
 def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
     claim, k = "gain without the made gap", study.reached(control)
     if k is None:
-        return _missing(study, claim, [(*control, study.last)])
+        return _missing(claim, [(*control, study.last)])
     words = f"M_{k} - M_0 of the control, whose base grounder knows the planners' wordings"
     return _difference(study, claim, (*control, k), (*control, 0), words, 0.0)
 
@@ -291,7 +288,7 @@ def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
 def _difference(study: Study, claim: str, one: Side, other: Side, words: str, margin: float) -> Finding:
     seeds = sorted(set(study.seeds_with(*one)) & set(study.seeds_with(*other)))
     if not seeds:
-        return _missing(study, claim, [side for side in (one, other) if not study.seeds_with(*side)])
+        return _missing(claim, [side for side in (one, other) if not study.seeds_with(*side)])
     samples = study.draws.over_seeds(study.success(*one, seeds) - study.success(*other, seeds))
     return _judged(claim, samples, words, "points of mean Step SR", len(seeds), margin)
 
@@ -305,15 +302,9 @@ def _judged(claim: str, samples: Floats, words: str, unit: str, seeds: int, marg
     return Finding(claim, verdict, value, ci95, text)
 
 
-def _missing(study: Study, claim: str, sides: Sequence[Side]) -> Finding:
-    commands = ", ".join(f"`{command(experiment, variant)} --through {k}`" for experiment, variant, k in sides)
+def _missing(claim: str, sides: Sequence[Side]) -> Finding:
+    commands = ", ".join(f"`{command_of(*side)}`" for side in sides)
     return Finding(claim, "not testable", None, None, f"Not run here; {commands or 'no common seed'} makes it.")
-
-
-def command(experiment: str, variant: str, seed: int | None = None) -> str:
-    """The command that makes the runs of a row, but for `--through k`."""
-    name = experiment if variant == FULL else f"{experiment}_{variant}"
-    return f"coepg evolve {name}" + ("" if seed is None else f"/s{seed}")
 
 
 def _rise(study: Study, measure: str) -> Finding:
@@ -325,7 +316,7 @@ def _rise(study: Study, measure: str) -> Finding:
 
     made = [k for k in range(1, study.last + 1) if there(k)]
     if not made:
-        return _missing(study, claim, [(study.root, FULL, study.last)])
+        return _missing(claim, [(study.root, FULL, study.last)])
     k, seeds = made[-1], sorted(runs)
     change = study.data(study.root, k, seeds, figure) - study.data(study.root, 0, seeds, figure)
     planned = "" if k == study.last else f"; D_{k} instead of D_{study.last}"
@@ -347,7 +338,7 @@ def _steadier(study: Study) -> Finding:
     sides: list[Side] = [(study.root, FULL, k), (study.root, "no_cdrem", k)]
     seeds = sorted(set(study.seeds_with(*sides[0])) & set(study.seeds_with(*sides[1])))
     if len(seeds) < 2:
-        return _missing(study, claim, [side for side in sides if len(study.seeds_with(*side)) < 2])
+        return _missing(claim, [side for side in sides if len(study.seeds_with(*side)) < 2])
     ensemble, single = (study.success(*side, seeds)[0] for side in sides)
     spread = [math.sqrt(variance(map(float, values))) for values in (ensemble, single)]
     if not all(spread):
@@ -368,7 +359,7 @@ def _steadier(study: Study) -> Finding:
 def _due_to_the_gap(study: Study, control: tuple[str, str]) -> Finding:
     claim, k = "gain due to the made gap", study.reached((study.root, FULL), control)
     if k is None:
-        return _missing(study, claim, [(*side, study.last) for side in ((study.root, FULL), control)])
+        return _missing(claim, [(*side, study.last) for side in ((study.root, FULL), control)])
     seeds = sorted(set(study.seeds_with(study.root, FULL, k)) & set(study.seeds_with(*control, k)))
     gains = [
         study.success(name, FULL, k, seeds) - study.success(name, FULL, 0, seeds) for name in (study.root, control[0])

@@ -155,7 +155,7 @@ def test_measures_of_the_data_have_intervals_over_episodes() -> None:
 def test_a_study_of_two_protocols_is_refused() -> None:
     other = run("uniform", 1, {1: 0.5})
     other.rows = [row.model_copy(update={"protocol": "mind2web/seeact, macro"}) for row in other.rows]
-    with pytest.raises(ScoringError, match=r"box/s1 by miniwob/point, macro, box_uniform/s1 by mind2web/seeact, macro"):
+    with pytest.raises(ScoringError, match=r"box_uniform/s1 by mind2web/seeact, macro, box/s1 by miniwob/point, macro"):
         study(run(FULL, 1, {0: 0.2, 1: 0.5}), other)
 
 
