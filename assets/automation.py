@@ -4,14 +4,13 @@
 schedule evaluates again, a weekly one regenerates the newest D_k; `alert` tells a webhook about failed runs.
 """
 
-import http.client
-import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import dagster as dg
+import httpx
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, Loop
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 
@@ -23,6 +22,8 @@ WEBHOOK = "COEPG_ALERT_WEBHOOK"
 WHY_AT_MOST = 2000
 """Characters of a reason in an alert."""
 REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs the address of every request
 
 
 @dataclass(frozen=True)
@@ -306,18 +307,11 @@ def post(message: dict[str, object]) -> None:
     address = os.environ.get(WEBHOOK)
     if not address:
         raise AlertFailed(f"{WEBHOOK} is not set: set it where the daemon and the code server run, or turn `alert` off")
-    url = urlsplit(address)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise AlertFailed(f"{WEBHOOK} is no http or https address: correct it")
-    connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    server = connect(url.hostname, url.port, timeout=10)
-    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     try:
-        server.request("POST", path, json.dumps(message).encode(), {"Content-Type": "application/json"})
-        status = server.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
+        status = httpx.post(address, json=message, timeout=10).status_code
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+        raise AlertFailed(f"{WEBHOOK} is no http or https address: correct it") from None
+    except httpx.HTTPError as error:
         raise AlertFailed(f"the address in {WEBHOOK} cannot be reached: {type(error).__name__}") from None
-    finally:
-        server.close()
     if status >= 300:
         raise AlertFailed(f"the address in {WEBHOOK} answered with status {status}")

@@ -28,6 +28,7 @@ from coepg_dagster.experiment import Member, Strict
 from coepg_dagster.inference.weights import pinned
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
+from coepg_dagster.pools.quality import Regenerated
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import select
 from coepg_dagster.provenance import Asset, Record, Ref
@@ -216,7 +217,7 @@ def data_quality(work: Making) -> Outcome:
     config = experiment.regeneration
     verdict_record = work.record("verdicts")
     previous = work.previous_folder("dataset")
-    figures = measure_quality(
+    made = Regenerated(
         steps_of(
             work.read_by("verdicts", "benchmark_steps") / STEPS,
             experiment.benchmark.train,
@@ -224,13 +225,16 @@ def data_quality(work: Making) -> Outcome:
         ),
         pq.read_table(work.read_by("verdicts", "candidate_plans") / CANDIDATES),
         pq.read_table(work.folder("verdicts") / VERDICTS),
+        pq.read_table(work.folder("dataset") / DATASET),
+        config.model_validate(verdict_record.config),
+        frozenset(experiment.models.verifiers),
+    )
+    figures = measure_quality(
+        made,
         pq.read_table(work.folder("verdicts") / SHUFFLED),
         pq.read_table(work.folder("dataset") / DECISIONS),
-        pq.read_table(work.folder("dataset") / DATASET),
         pq.read_table(previous / DATASET) if previous else None,
-        config.model_validate(verdict_record.config),
         experiment.quality,
-        frozenset(experiment.models.verifiers),
         [tuple(size) for name, size in verdict_record.figures.items() if name.startswith("resize_")],
     )
     (work.draft / QUALITY).write_text(json.dumps(figures, indent=1, sort_keys=True))

@@ -6,14 +6,20 @@ changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of 
 
 from __future__ import annotations
 
-import mimetypes
+import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import dagster as dg
+import uvicorn
 from coepg_dagster.assets.ledger import Loop, archive
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
@@ -21,12 +27,16 @@ from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.evolution import Member
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.lineage import lineage_page
-from coepg_dagster.reports.site import INDEX, Site, View
+from coepg_dagster.reports.lineage import View, lineage_page
+from coepg_dagster.reports.site import INDEX, Site
 from coepg_dagster.reports.trace import trace_page
 
 TRACE = "trace.html"
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; script-src 'self'; base-uri 'none'"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; script-src 'self'; "
+    "base-uri 'none'",
+}
 
 
 def view_of(loop: Loop, instance: dg.DagsterInstance) -> View:
@@ -98,8 +108,7 @@ def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, fold
 
 def lineage_of(loop: Loop, instance: dg.DagsterInstance, dagster: str | None = None) -> str:
     """The lineage map of a loop as it is now, alone; `dagster` is the address of the web UI, for links."""
-    view = view_of(loop, instance)
-    return lineage_page(view.experiment, view.seed, view.records, view.stale, view.times, dagster)
+    return lineage_page(view_of(loop, instance), dagster)
 
 
 def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) -> str:
@@ -112,69 +121,56 @@ def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) ->
     return str(page)
 
 
-def page_server(project: Project, instance: dg.DagsterInstance, port: int, dagster: str | None) -> ThreadingHTTPServer:
-    """A server of the project's pages on 127.0.0.1, to be run with `serve_forever`; port 0 takes a free one."""
+def serve_pages(project: Project, instance: dg.DagsterInstance, port: int, dagster: str | None) -> uvicorn.Server:
+    """Serves the project's pages on 127.0.0.1 in a thread, until the server's `should_exit` is set. Raises OSError."""
+    listening = socket.create_server(("127.0.0.1", port))
+    server = uvicorn.Server(uvicorn.Config(page_app(project, instance, dagster), log_level="error", lifespan="off"))
+    threading.Thread(target=server.run, args=([listening],), daemon=True).start()
+    return server
+
+
+def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None) -> Starlette:
+    """The project's pages; `dagster` is the address of the web UI, for links."""
     one_at_a_time = threading.Lock()  # a page is made by one request, the others wait for it
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-                self._answer(403, "only for this machine")  # another name that leads here is an attack on the browser
-                return
-            address = urlsplit(self.path)
-            path = unquote(address.path).strip("/")
-            try:
-                experiments = project.all_experiments()
-                if not path:
-                    loops = [f"{name}/s{seed}" for name, found in experiments.items() for seed in found.seeds]
-                    crumbs = [("Dagster", dagster)] if dagster else []
-                    left_out = list(experiments.left_out.values())
-                    self._answer(200, render("loops.html", loops=loops, left_out=left_out, crumbs=crumbs))
-                    return
-                name, seed, page = ([*path.split("/", 2), "", ""])[:3]
-                experiment, number = split_reference(f"{name}/{seed}" if seed else name, experiments)
-                loop = Loop(experiment, number, project.root)
-                query = {key: values[0] for key, values in parse_qs(address.query).items()}
-                self._page(loop, page or INDEX, query)
-            except (ExperimentError, NotFound) as error:
-                self._answer(404, str(error), "text/plain")
+    def loops(request: Request) -> Response:
+        experiments = project.all_experiments()
+        names = [f"{name}/s{seed}" for name, found in experiments.items() for seed in found.seeds]
+        crumbs = [("Dagster", dagster)] if dagster else []
+        text = render("loops.html", loops=names, left_out=list(experiments.left_out.values()), crumbs=crumbs)
+        return HTMLResponse(text, headers=_HEADERS)
 
-        def _page(self, loop: Loop, page: str, query: dict[str, str]) -> None:
-            if page == TRACE:
-                found = archive(project, instance)
-                self._answer(200, _trace(found, loop, query))
-            elif page.endswith(".html"):
-                with one_at_a_time:
-                    file = site_of(project, loop, instance, dagster=dagster or "").make(page)
-                    body = file.read_bytes()
-                self._send(200, body, "text/html; charset=utf-8")
-            else:
-                folder = pages_folder(project, loop).resolve()
-                file = (folder / page).resolve()
-                if not file.is_relative_to(folder) or not file.is_file() or ".made" in file.parts:
-                    raise NotFound(f"there is no {page} of {loop.name}")
-                kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-                self._send(200, file.read_bytes(), kind)
+    def page(request: Request) -> Response:
+        wanted = request.path_params
+        reference = wanted["name"] + (f"/{wanted['seed']}" if wanted.get("seed") else "")
+        loop = Loop(*split_reference(reference, project.all_experiments()), project.root)
+        name = wanted.get("page") or INDEX
+        if name == TRACE:
+            return HTMLResponse(_trace(archive(project, instance), loop, request.query_params), headers=_HEADERS)
+        if name.endswith(".html"):
+            with one_at_a_time:
+                text = site_of(project, loop, instance, dagster=dagster or "").make(name).read_text("utf-8")
+            return HTMLResponse(text, headers=_HEADERS)
+        folder = pages_folder(project, loop).resolve()
+        file = folder / name
+        if not file.is_file() or not file.resolve().is_relative_to(folder) or ".made" in file.parts:
+            raise NotFound(f"there is no {name} of {loop.name}")
+        return FileResponse(file, headers=_HEADERS)
 
-        def _answer(self, status: int, text: str, kind: str = "text/html") -> None:
-            self._send(status, text.encode(), f"{kind}; charset=utf-8")
+    def missing(request: Request, error: Exception) -> Response:
+        return PlainTextResponse(str(error), 404, _HEADERS)
 
-        def _send(self, status: int, body: bytes, kind: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Content-Security-Policy", _POLICY)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Requests are nobody's business."""
-
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    # another name that leads to this machine is an attack on the browser
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    paths = ("/{name}", "/{name}/{seed}", "/{name}/{seed}/{page:path}")
+    return Starlette(
+        routes=[Route("/", loops), *(Route(path, page) for path in paths)],
+        middleware=[trusted],
+        exception_handlers={ExperimentError: missing, NotFound: missing},
+    )
 
 
-def _trace(found: Archive, loop: Loop, query: dict[str, str]) -> str:
+def _trace(found: Archive, loop: Loop, query: Mapping[str, str]) -> str:
     if not query.get("k", "").isdecimal() or "row" not in query:
         raise NotFound(
             f"a trace is asked for as {TRACE}?k=ITERATION&row=ROW: a number from 0, a row id, or a candidate id"

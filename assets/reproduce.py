@@ -29,16 +29,17 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError
+from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Regeneration
 from coepg_dagster.inference.weights import is_local
+from coepg_dagster.pools.quality import Regenerated, by_episode
 from coepg_dagster.processes import LAST_WORDS, ended, words_left
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import Run, findings, missing_runs, quality_by_episode, success_by_episode
+from coepg_dagster.reports.study import Run, findings, missing_runs, success_by_episode
 from coepg_dagster.reports.study import Study as Numbers
-from coepg_dagster.results import headline
+from coepg_dagster.results import TRAIN, Row, headline, rows_of
 from coepg_dagster.workers import CANDIDATES, DATASET, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, steps_of
 
 ATTEMPTS: Final = 2
@@ -348,11 +349,11 @@ def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: P
     numbers = Numbers(runs, study.root.name, benchmark.test, study.root.iterations)
     found = findings(numbers)
     out.mkdir(parents=True, exist_ok=True)
-    content = {"rows": numbers.rows(), "findings": [one.to_json() for one in found]}
+    content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [one.to_json() for one in found]}
     lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in content.items()]
     (out / "results.json").write_text("{" + ",\n".join(lists) + "}\n")  # a row per line
     missing = missing_runs(numbers, wanted, study.root.iterations)
-    return write_page(numbers, found, missing, study.left_out, benchmark.protocol, out)
+    return write_page(numbers, found, missing, study.left_out, out)
 
 
 def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run:
@@ -367,47 +368,40 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
     def folder(record: Record) -> Path:
         return project.store / record.folder
 
+    there = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
+    mine = {ref: records[ref] for ref in there if ref.asset in loop.made}
+    run.rows = list(rows_of(experiment, loop.seed, mine))
     for k in range(experiment.iterations + 1):
-        there = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
-        made = {asset: records[Ref(asset, k)] for asset in loop.made if Ref(asset, k) in there}
+        made = {ref.asset: record for ref, record in mine.items() if ref.iteration == k}
+        of = {"experiment": run.experiment, "variant": run.variant, "seed": run.seed, "k": k, "split": TRAIN}
         if (evaluation := made.get("evaluation")) is not None:
             predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
             steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS
-            for split in [benchmark.validation, *benchmark.test]:
-                run.scores.setdefault(k, {})[split] = evaluation.figures[split]["metrics"]
-                if split in benchmark.test:
-                    steps = steps_of(steps_file, split, benchmark.max_eval_steps)
-                    mine = predictions.filter(pc.is_in(predictions["step_id"], steps["step_id"].combine_chunks()))
-                    judged = score_steps(benchmark.protocol, steps, mine).steps
-                    run.success[k, split] = success_by_episode(judged, headline(evaluation.figures[split]["metrics"]))
-            run.cost[k] = {
-                "seconds": sum(record.seconds for record in made.values()),
-                "model_calls": float(_calls(made, folder, predictions.num_rows)),
-            }
+            for split in benchmark.test:
+                steps = steps_of(steps_file, split, benchmark.max_eval_steps)
+                answers = predictions.filter(pc.is_in(predictions["step_id"], steps["step_id"].combine_chunks()))
+                judged = score_steps(benchmark.protocol, steps, answers).steps
+                run.success[k, split] = success_by_episode(judged, headline(evaluation.figures[split]["metrics"]))
+            calls = _calls(made, folder, predictions.num_rows)
+            run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))
         if {"verdicts", "candidate_plans", "dataset"} <= set(made):
             verdicts = made["verdicts"]
             steps_file = project.store / verdicts.input("benchmark_steps").folder / STEPS
-            run.data[k] = quality_by_episode(
-                steps_of(steps_file, benchmark.train, benchmark.max_train_steps),
-                pq.read_table(folder(made["candidate_plans"]) / CANDIDATES),
-                pq.read_table(folder(verdicts) / VERDICTS),
-                pq.read_table(folder(made["dataset"]) / DATASET),
-                experiment.regeneration,
-                frozenset(experiment.models.verifiers),
+            run.data[k] = by_episode(
+                Regenerated(
+                    steps_of(steps_file, benchmark.train, benchmark.max_train_steps),
+                    pq.read_table(folder(made["candidate_plans"]) / CANDIDATES),
+                    pq.read_table(folder(verdicts) / VERDICTS),
+                    pq.read_table(folder(made["dataset"]) / DATASET),
+                    Regeneration.model_validate(verdicts.config),
+                    frozenset(experiment.models.verifiers),
+                )
             )
         planner = made.get("planner")
         if planner is not None and (folder(planner) / ROLLOUTS).exists():
             rollouts = pq.read_table(folder(planner) / ROLLOUTS)
             run.curves[k] = grpo_progress(rollouts, f"grounder_{k}")
-            learned = (planner.figures.get("probe") or {}).get("train") or {}
-            for name, value in (
-                ("groups_without_spread", planner.figures.get("groups_without_spread")),
-                ("grpo_before", learned.get("before")),
-                ("grpo_after", learned.get("after")),
-                ("rollouts", rollouts.num_rows),
-            ):
-                if value is not None:
-                    run.training.setdefault(k, {})[name] = value
+            run.rows.append(Row(**of, metric="rollouts", value=rollouts.num_rows, protocol="rollouts"))
     for file in sorted((project.store / experiment.name / f"s{loop.seed}" / "play").glob("*/*/play.json")):
         about = json.loads(file.read_text())
         run.live[int(about["made_from"]["iteration"]), about["made_from"]["families of"]] = about

@@ -1,19 +1,37 @@
-"""The numbers of a loop, from the records of its artifacts: `coepg results`, the report and the tables read this."""
+"""What was measured, as one tidy table: a row is one number, with its interval and how it was counted.
+
+Made here from the records of loops. `coepg results`, the evolution report, the study, the paper's tables and figures and
+docs/results.json are views of it. Rates are in per cent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from pydantic import BaseModel, ConfigDict
 
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.evaluation.result import LOST
+from coepg_dagster.evaluation.tables import Cell, Table, one_protocol, table_of
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
 
+FULL, AVERAGE, TRAIN = "full", "average", "train"
+"""The variant that is Co-EPG; the mean of the test splits; the split of rows about D_k and about training."""
 HEADLINES: Final = {"step_sr": "Step SR", "step_acc": "step accuracy", "acc": "accuracy"}
 """The metric that a protocol is known by: metric → what people call it; a protocol has exactly one of them."""
-
-
+QUALITY: Final = {
+    "purity": "purity",
+    "purity_frozen": "purity_open",
+    "diversity": "diversity",
+    "coverage": "coverage",
+}
+"""Metric of a row about D_k → figure of `data_quality`, which `pools.quality` defines."""
 LEARNED: Final[Mapping[str, tuple[Asset, ...]]] = {
     "sft_planner": ("planner_sft",),
     "sft_grounder": ("grounder",),
@@ -21,6 +39,173 @@ LEARNED: Final[Mapping[str, tuple[Asset, ...]]] = {
 }
 """What training did better than what it began with, on the same steps: key of an iteration → assets that were trained so."""
 LEARNED_AS: Final = {"sft_planner": "SFT of the planner", "sft_grounder": "SFT of the grounder", "grpo": "GRPO"}
+
+
+class Row(BaseModel):
+    """One measured number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    experiment: str
+    variant: str = FULL
+    seed: int | None  # None: all seeds together
+    k: int
+    split: str  # of the benchmark, or TRAIN, or AVERAGE
+    metric: str
+    value: float | None  # None: nothing was counted
+    low: float | None = None  # 95 % interval
+    high: float | None = None
+    n: int | None = None  # what was counted
+    protocol: str  # how it was counted; numbers of one metric are compared only where this is the same
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in docs/results.json."""
+        known = [None if number is None else round(number, 3) for number in (self.value, self.low, self.high)]
+        place = {"experiment": self.experiment, "variant": self.variant, "seed": self.seed, "iteration": self.k}
+        number = {"value": known[0], "ci95": None if self.low is None else known[1:]}
+        return {**place, "split": self.split, "metric": self.metric, **number, "n": self.n, "protocol": self.protocol}
+
+
+def frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """The rows as a table whose columns are the fields of Row; NaN or NA for None."""
+    kinds = dict.fromkeys(Row.model_fields, "str") | dict.fromkeys(("seed", "k", "n"), "Int64")
+    kinds |= dict.fromkeys(("value", "low", "high"), "float64")
+    return pd.DataFrame([row.model_dump() for row in rows], columns=list(Row.model_fields)).astype(kinds)
+
+
+def rows_of(experiment: Experiment, seed: int, records: Mapping[Ref, Record], name: str | None = None) -> Iterator[Row]:
+    """The rows of one loop from its records; `name`: list it under this name as `full`, not as a variant of its table."""
+    table, variant = (experiment.table, experiment.variant) if name is None else (name, FULL)
+    for k in sorted({ref.iteration for ref in records if ref.iteration is not None}):
+        at = {"experiment": table, "variant": variant, "seed": seed, "k": k}
+        if evaluation := records.get(Ref("evaluation", k)):
+            for split in (experiment.benchmark.validation, *experiment.benchmark.test):
+                if score := evaluation.figures.get(split):
+                    yield from _scores(at | {"split": split}, score)
+        if quality := records.get(Ref("data_quality", k)):
+            rule = rule_of(quality.config)
+            for metric, figure in QUALITY.items():
+                yield Row(**at, split=TRAIN, metric=metric, value=quality.figures.get(figure), protocol=rule)
+        for training in LEARNED:
+            for split, change in (_learned(records, k, training) or {}).items():
+                if change is not None:
+                    yield from _changes(at | {"split": split}, training, change)
+        planner = records.get(Ref("planner", k))
+        if planner and (share := planner.figures.get("groups_without_spread")) is not None:
+            yield Row(**at, split=TRAIN, metric="groups_without_spread", value=share, protocol="rollouts")
+        seconds = [records[Ref(asset, k)].seconds for asset in experiment.made if Ref(asset, k) in records]
+        if seconds:
+            yield Row(**at, split=TRAIN, metric="seconds", value=sum(seconds), protocol="the clock")
+
+
+def _scores(at: Mapping[str, Any], score: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of one split; the average over tasks has the metric's name, that over steps `METRIC_micro`."""
+    notes = score["notes"]
+    view = ", oracle view" if "view" in notes else ""
+    apart = " (steps lost)" if LOST in notes else ""
+    for name, found in score["metrics"].items():
+        for metric, average, ends in ((name, "macro", "ci95"), (f"{name}_micro", "micro", "ci95_micro")):
+            low, high = found[ends] or (None, None)
+            protocol = f"{score['protocol']}, {average}{view}{apart}"
+            yield Row(**at, metric=metric, value=found[average], low=low, high=high, n=found["n"], protocol=protocol)
+
+
+def _learned(records: Mapping[Ref, Record], k: int, training: str) -> dict[str, Any] | None:
+    """The Change of each split, of the asset that was trained so and is there; None where nothing was measured."""
+    made = (records[Ref(asset, k)] for asset in LEARNED[training] if Ref(asset, k) in records)
+    probe = next((record.figures["probe"] for record in made if record.figures.get("probe")), None)
+    return {split: probe[split] for split in PROBED} if probe else None
+
+
+def _changes(at: Mapping[str, Any], training: str, change: Mapping[str, Any]) -> Iterator[Row]:
+    low, high = change["ci95"] or (None, None)
+    for part, ends in (("before", {}), ("after", {}), ("difference", {"low": low, "high": high})):
+        yield Row(**at, metric=f"{training}_{part}", value=change[part], **ends, protocol="greedy answers")
+
+
+def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
+    """The table, and for each run and iteration that has every split the mean of its headline over them, as `average`.
+
+    The splits have different episodes, so the errors of one pair of models are independent.
+    """
+    known = table[table["split"].isin(splits) & table["metric"].isin(HEADLINES) & table["value"].notna()]
+    rows = []
+    place = ["experiment", "variant", "seed", "k", "metric"]
+    for of, each in known.groupby(place):
+        if len(each) == len(splits):
+            at: dict[str, Any] = dict(zip(place, of, strict=True)) | {"split": AVERAGE}
+            value, n = fmean(each["value"]), len(each)
+            if each["low"].notna().all():
+                at["low"] = value - math.hypot(*(each["value"] - each["low"])) / n
+                at["high"] = value + math.hypot(*(each["high"] - each["value"])) / n
+            rows.append(Row(**at, value=value, protocol=one_protocol(at["metric"], each["protocol"])))
+    return pd.concat([table, frame(rows)], ignore_index=True) if rows else table
+
+
+def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of the protocol and the rule of `experiment`, and a line for each iteration of which others are left out.
+
+    A changed protocol or rule makes artifacts stale: until they are made again, their numbers are of another kind.
+    """
+    scored = table["protocol"].str.contains(r", (?:macro|micro)\b")
+    by = table["protocol"].str.replace(r", (?:macro|micro)\b.*", "", regex=True)
+    wanted = np.where(scored, experiment.benchmark.protocol, rule_of(experiment.regeneration.model_dump()))
+    other = (scored | table["metric"].isin(QUALITY)) & (by != wanted)
+    left = table.assign(by=by, wanted=wanted)[other].drop_duplicates(["experiment", "variant", "k", "by"])
+    lines = [
+        f"left out: {of.experiment}{'' if of.variant == FULL else f' {of.variant}'}, k = {of.k}: by {of.by}, not by "
+        f"{of.wanted}, until it is made again"
+        for of in left.itertuples()
+    ]
+    return table[~other], lines
+
+
+def rule_of(config: Mapping[str, Any]) -> str:
+    """How the plans of D_k were verified, from the settings of its pools."""
+    return f"rule {config['rule']}" + (f" with k = {config['k']}" if config["rule"] == "k_of_n" else "")
+
+
+class Cells:
+    """A table of rows, looked up by what they measure.
+
+    Args:
+        splits: the test splits, in the order of the tables; `average` is over all of them.
+    """
+
+    def __init__(self, table: pd.DataFrame, splits: Sequence[str]) -> None:
+        self.splits = list(splits)
+        known = _with_average(table, splits).dropna(subset=["value"]).sort_values(["k", "seed"], kind="stable")
+        self._of = dict(list(known.groupby(["experiment", "variant", "split", "metric"])))
+
+    def _rows(self, *of: str) -> pd.DataFrame:
+        return self._of.get(of, frame([]))
+
+    def cell(self, experiment: str, variant: str, k: int, split: str, metric: str) -> Cell | None:
+        """The row over all seeds where there is one, else the mean of the seeds; None where nothing was measured."""
+        found = self._rows(experiment, variant, split, metric)
+        found = found[found["k"] == k]
+        single, joint = found[found["seed"].notna()], found[found["seed"].isna()]
+        shown = joint.iloc[0] if len(joint) else single.iloc[0] if len(single) else None
+        if shown is None:
+            return None
+        value = float(shown["value"]) if len(joint) else fmean(single["value"])
+        sure = (len(joint) or len(single) == 1) and not math.isnan(shown["low"])
+        ends = (float(shown["low"]), float(shown["high"])) if sure else None
+        return Cell(metric, value, ends, one_protocol(metric, found["protocol"]))
+
+    def series(self, experiment: str, variant: str, split: str, metric: str) -> list[tuple[int, Cell]]:
+        """[(iteration, cell)] over the iterations that were measured."""
+        of = (experiment, variant, split, metric)
+        found = ((int(k), self.cell(*of[:2], int(k), *of[2:])) for k in self._rows(*of)["k"].unique())
+        return [(k, cell) for k, cell in found if cell is not None]
+
+    def seeds(self, experiment: str, variant: str, split: str, metric: str) -> dict[int, list[tuple[int, float]]]:
+        """Seed → [(iteration, value)]."""
+        found = self._rows(experiment, variant, split, metric)
+        values: dict[int, list[tuple[int, float]]] = {}
+        for seed, k, value in found[found["seed"].notna()][["seed", "k", "value"]].to_numpy(dtype=float):
+            values.setdefault(int(seed), []).append((int(k), float(value)))
+        return values
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
@@ -33,41 +218,66 @@ def results(
 ) -> dict[str, Any]:
     """Per iteration: metrics of each test split and of validation, data quality, what training changed, seconds, what is stale.
 
-    Rates are in per cent, intervals are of the macro value, None stands for what was not computed. Asset names have no
-    prefix.
+    What `coepg results --json` prints. Intervals are of the macro value, None stands for what was not computed. Asset names
+    have no prefix.
     """
+    rows = {(row.k, row.split, row.metric): row for row in rows_of(experiment, seed, records, experiment.name)}
+
+    def value(*of: Any) -> float | None:
+        return rows[of].value if of in rows else None
+
+    def split(k: int, name: str) -> dict[str, Any] | None:
+        evaluation = records.get(Ref("evaluation", k))
+        score = evaluation.figures.get(name) if evaluation else None
+        if score is None:
+            return None
+        found: dict[str, Any] = {"steps": score["rows"], "protocol": score["protocol"]}
+        if LOST in score["notes"]:
+            found[LOST] = score["notes"][LOST]
+        for metric in score["metrics"]:
+            row = rows[k, name, metric]
+            ends = None if row.low is None else [row.low, row.high]
+            found[metric] = {"macro": row.value, "micro": value(k, name, f"{metric}_micro"), "ci95": ends}
+        return found
+
+    benchmark = experiment.benchmark
     return {
         "experiment": experiment.name,
         "seed": seed,
         "iterations": [
-            _iteration(experiment, k, records, stale)
-            for k in range(experiment.iterations + 1)
-            if any(Ref(asset, k) in records for asset in experiment.made)
+            {
+                "iteration": k,
+                "splits": {name: split(k, name) for name in benchmark.test},
+                "validation": split(k, benchmark.validation),
+                **{metric: value(k, TRAIN, metric) for metric in ("purity", "diversity", "coverage")},
+                **{training: _learned(records, k, training) for training in LEARNED},
+                "seconds": {
+                    asset: record.seconds for asset in experiment.made if (record := records.get(Ref(asset, k)))
+                },
+                "stale": {asset: str(stale[Ref(asset, k)]) for asset in ORDER if Ref(asset, k) in stale},
+            }
+            for k in sorted(k for k, _, metric in rows if metric == "seconds")
         ],
     }
 
 
-def _iteration(
-    experiment: Experiment, k: int, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]
-) -> dict[str, Any]:
-    evaluation = records.get(Ref("evaluation", k))
-    quality = records.get(Ref("data_quality", k))
-    scores = evaluation.figures if evaluation else {}
-    return {
-        "iteration": k,
-        "splits": {split: _split(scores.get(split)) for split in experiment.benchmark.test},
-        "validation": _split(scores.get(experiment.benchmark.validation)),
-        **{name: quality.figures.get(name) if quality else None for name in ("purity", "diversity", "coverage")},
-        **{name: _learned(records, k, assets) for name, assets in LEARNED.items()},
-        "seconds": {asset: record.seconds for asset in experiment.made if (record := records.get(Ref(asset, k)))},
-        "stale": {asset: str(stale[Ref(asset, k)]) for asset in ORDER if Ref(asset, k) in stale},
-    }
+def overview(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -> tuple[Table, list[str]]:
+    """The table that people read first, a row per iteration; and what it leaves out, as other protocols scored it."""
+    name, splits = experiment.name, experiment.benchmark.test
+    table, left_out = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
+    cells, metric = Cells(table, splits), headline_of(table)
+    rows: list[list[str | Cell | None]] = []
+    for k, seconds in cells.series(name, FULL, TRAIN, "seconds"):
+        shown = [cells.cell(name, FULL, k, split, metric) for split in splits]
+        shown += [cells.cell(name, FULL, k, TRAIN, measure) for measure in ("purity", "diversity", "coverage")]
+        rows.append([str(k), *shown, f"{seconds.value / 60:.1f}"])
+    heads = ["k", *(f"{split} {HEADLINES[metric]}" for split in splits), "purity", "diversity", "coverage", "minutes"]
+    return table_of(f"{name}/s{seed}: per cent, with 95 % intervals", heads, rows), left_out
 
 
-def _learned(records: Mapping[Ref, Record], k: int, assets: tuple[Asset, ...]) -> dict[str, Any] | None:
-    """The Change of each split, of the asset that is there; None where nobody asked."""
-    probes = (records[Ref(asset, k)].figures.get("probe") for asset in assets if Ref(asset, k) in records)
-    return next(({split: probe[split] for split in PROBED} for probe in probes if probe), None)
+def headline_of(table: pd.DataFrame) -> str:
+    """The headline of the protocol by which these rows were scored."""
+    return next((metric for metric in HEADLINES if (table["metric"] == metric).any()), "step_sr")
 
 
 def learned_text(iteration: Mapping[str, Any]) -> list[str]:
@@ -78,16 +288,6 @@ def learned_text(iteration: Mapping[str, Any]) -> list[str]:
         if found:
             lines.append(f"k = {iteration['iteration']}, {what}: {', '.join(found)}")
     return lines
-
-
-def _split(score: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if score is None:
-        return None
-    values = {
-        name: {key: metric[key] for key in ("macro", "micro", "ci95")} for name, metric in score["metrics"].items()
-    }
-    lost = score.get("notes", {}).get(LOST)
-    return {"steps": score["rows"], **({LOST: lost} if lost else {}), **values}
 
 
 def short_splits(iterations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -25,7 +25,7 @@ import dagster as dg
 import yaml
 from coepg_dagster.assets.about import PAGES
 from coepg_dagster.assets.ledger import make_databases
-from coepg_dagster.assets.pages import page_server
+from coepg_dagster.assets.pages import serve_pages
 
 from coepg_dagster.project import Project
 from tests.project import REPOSITORY
@@ -68,8 +68,7 @@ class Deployment:
             subprocess.Popen(command, cwd=REPOSITORY, env=self._env, stdout=log, stderr=log, start_new_session=True)
             for command, log in zip(commands, self._logs, strict=True)
         ]
-        self._pages = page_server(project, self._instance, self.pages_port, self.url)
-        threading.Thread(target=self._pages.serve_forever, daemon=True).start()
+        self._pages = serve_pages(project, self._instance, self.pages_port, self.url)
         try:
             self.wait(self._is_up, "the web server to load the code location", 400)
         except BaseException:
@@ -88,8 +87,7 @@ class Deployment:
                 process.wait()
         for log in self._logs:
             log.close()
-        self._pages.shutdown()
-        self._pages.server_close()
+        self._pages.should_exit = True
         self._instance.dispose()
 
     def _is_up(self) -> bool:

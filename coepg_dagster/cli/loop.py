@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,7 +112,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.results import learned_text, short_splits
+    from coepg_dagster.results import learned_text, overview, short_splits
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -124,11 +123,9 @@ def results(
     if as_json:
         typer.echo(json.dumps(table | {"stale": inputs}))
         return
-    from coepg_dagster.reports.evolution import rows_of
-
-    heads, rows = rows_of(table["iterations"])
-    view = Table(*heads, title=f"{experiment.name}/s{seed} (per cent, macro over tasks, 95 % interval)")
-    for row in rows:
+    numbers, left_out = overview(experiment, seed, records)
+    view = Table(*numbers.header, title=numbers.title, caption=numbers.protocols)
+    for row in numbers.rows:
         view.add_row(*row)
     console = Console()
     console.print(view)
@@ -137,7 +134,7 @@ def results(
     for iteration in table["iterations"]:
         for line in learned_text(iteration):
             console.print(line, highlight=False, soft_wrap=True)
-    for line in short_splits(table["iterations"]):
+    for line in (*short_splits(table["iterations"]), *left_out):
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
@@ -420,7 +417,7 @@ def ui(
 
     instance = open_instance(project)
     from coepg_dagster.assets.about import PAGES
-    from coepg_dagster.assets.pages import page_server
+    from coepg_dagster.assets.pages import serve_pages
 
     end_dead_runs(instance, project.store)
     dagster, address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{pages_port}"
@@ -429,10 +426,9 @@ def ui(
     except OSError as error:
         refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
     try:
-        pages = page_server(project, instance, pages_port, dagster)
+        serve_pages(project, instance, pages_port, dagster)
     except OSError as error:
         refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
-    threading.Thread(target=pages.serve_forever, daemon=True).start()
     tools = Path(sys.executable).parent
     commands = [
         [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],

@@ -31,6 +31,20 @@ class Sampled:
     macros: Floats  # (resamples, metrics)
 
 
+@dataclass(frozen=True)
+class ByEpisode:
+    """A mean as sums by episode, Σ `above` / Σ `below`, so that whole episodes can be drawn again."""
+
+    episodes: tuple[str, ...]
+    above: Floats  # (episodes,)
+    below: Floats  # (episodes,)
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None where nothing was counted."""
+        return float(self.above.sum() / self.below.sum()) if self.below.any() else None
+
+
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
     out = np.full(np.broadcast_shapes(numerator.shape, denominator.shape), np.nan)
     np.divide(numerator, denominator, out=out, where=denominator > 0)

@@ -1,23 +1,21 @@
-"""Tables 1 and 2 of the paper: its printed rows with ours beside them, the protocol of each row named.
+"""Tables of numbers, each with how it was counted; and what the paper prints in its Tables 1 and 2.
 
 Numbers are rounded half up on decimals, as the paper's averages are: 74.05 becomes 74.1, where binary floats give 74.0.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Final, Literal
+from typing import Final
 
 from coepg_dagster.evaluation.case import ScoringError
-from coepg_dagster.evaluation.result import LOST, Result
 from coepg_dagster.markdown import table
 
-Average = Literal["micro", "macro"]
 MISSING: Final = "–"
+PROTOCOL: Final = "Protocol"
+"""Head of a column that names the protocol of each row."""
 AS_PRINTED: Final = "as printed"
 """Protocol of the paper's rows: Co-EPG states none, and its rows come from papers that count differently."""
 
@@ -30,11 +28,19 @@ def half_up(value: float | Decimal | None, digits: int = 1) -> str:
     return str(exact.quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
 
 
-def mean(values: Sequence[float | str | None]) -> Decimal | None:
-    """The exact mean of decimals; None where one is missing."""
-    if any(value is None for value in values):
-        return None
-    return sum((Decimal(str(value)) for value in values), Decimal(0)) / len(values)
+@dataclass(frozen=True)
+class Cell:
+    """What a table shows of one quantity: its value, the 95 % interval where it is known, and how it was counted."""
+
+    metric: str
+    value: float
+    ci95: tuple[float, float] | None
+    protocol: str
+
+    def text(self, digits: int = 1) -> str:
+        """`52.1 [48.4, 55.5]`."""
+        ends = "" if self.ci95 is None else f" [{', '.join(half_up(end, digits) for end in self.ci95)}]"
+        return half_up(self.value, digits) + ends
 
 
 @dataclass(frozen=True)
@@ -44,48 +50,53 @@ class Table:
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    protocols: str = ""  # of each metric in it
 
     def markdown(self) -> str:
-        return f"**{self.title}**\n\n{table(self.header, self.rows)}\n"
+        protocols = f"{self.protocols}\n\n" if self.protocols else ""
+        return f"**{self.title}**\n\n{protocols}{table(self.header, self.rows)}\n"
 
-    def csv(self) -> str:
-        """Header and rows; a missing number is an empty field."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows(["" if cell == MISSING else cell for cell in row] for row in self.rows)
-        return out.getvalue()
 
-    def latex(self) -> str:
-        """A `table` environment with plain rules (needs no package)."""
-        columns = "ll" + "r" * (len(self.header) - 2)
-        body = [" & ".join(_tex(cell) for cell in row) + r" \\" for row in self.rows]
-        return "\n".join(
-            [
-                r"\begin{table}",
-                rf"\caption{{{_tex(self.title)}}}",
-                rf"\begin{{tabular}}{{{columns}}}",
-                r"\hline",
-                " & ".join(_tex(cell) for cell in self.header) + r" \\",
-                r"\hline",
-                *body,
-                r"\hline",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
+def table_of(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Cell | None]], digits: int = 1) -> Table:
+    """A table of cells with the protocol of each metric in it, above it or in a column of its own.
+
+    Raises ScoringError where a metric has two.
+    """
+    rows = [tuple(row) for row in rows]
+    text = tuple(tuple(_text(cell, digits) for cell in row) for row in rows)
+    protocols = protocols_of(cell for row in rows for cell in row if isinstance(cell, Cell))
+    return Table(title, tuple(header), text, "" if PROTOCOL in header else protocols)
+
+
+def protocols_of(cells: Iterable[Cell]) -> str:
+    """The protocol of each metric of cells that stand together. Raises ScoringError where a metric has two."""
+    protocols: dict[str, list[str]] = {}
+    for cell in cells:
+        protocols.setdefault(cell.metric, []).append(cell.protocol)
+    metrics: dict[str, list[str]] = {}
+    for metric, found in protocols.items():
+        metrics.setdefault(one_protocol(metric, found), []).append(metric)
+    ways = "; of ".join(f"{', '.join(names)}: {protocol}" for protocol, names in metrics.items())
+    return f"Protocol of {ways}." if ways else ""
+
+
+def _text(cell: str | Cell | None, digits: int) -> str:
+    return MISSING if cell is None else cell if isinstance(cell, str) else cell.text(digits)
+
+
+def one_protocol(metric: str, protocols: Iterable[str]) -> str:
+    """The protocol of numbers of one metric that stand together. Raises ScoringError where there are two.
+
+    In brackets a protocol says what single numbers lack; the longest is returned.
+    """
+    names = set(protocols)
+    ways = sorted({name.partition(" (")[0] for name in names})
+    if len(ways) != 1:
+        raise ScoringError(
+            f"one table holds one protocol: {metric} would be by {' and by '.join(ways)}; score again what is by another, or "
+            "leave it out"
         )
-
-
-_TEX: Final = str.maketrans(
-    {"\\": r"\textbackslash{}", "–": "--", "≤": r"$\leq$"}
-    | {c: "\\" + c for c in "&%$#_{}"}
-    | {"~": r"\~{}", "^": r"\^{}"}
-)
-
-
-def _tex(text: str) -> str:
-    return text.translate(_TEX)
+    return max(names, key=len)
 
 
 Triple = tuple[str | None, str | None, str | None]
@@ -127,103 +138,3 @@ TABLE_2: Final[Mapping[str, tuple[str, str, str]]] = {
     "Co-EPG-Mob-7B": ("74.2", "92.0", "83.1"),
 }
 """Printed rows of Table 2: step accuracy high, low, and their mean."""
-
-
-def _one_protocol(results: Iterable[Result], family: str) -> str:
-    """The protocol of all results; ScoringError where they differ, belong elsewhere, or count an oracle grounder."""
-    results = list(results)
-    names = sorted({result.protocol for result in results})
-    if len(names) != 1:
-        raise ScoringError(f"one table holds one protocol, not {', '.join(names) or 'none'}; make a table for each")
-    if names[0].split("/")[0] != family:
-        raise ScoringError(f"{names[0]} results do not belong in the {family} table")
-    if any("grounder" in result.notes for result in results):
-        raise ScoringError("a result with an oracle grounder does not belong in this table; score with real answers")
-    return names[0]
-
-
-def _value(result: Result | None, metric: str, average: Average) -> float | None:
-    return None if result is None else getattr(result.metrics[metric], average)
-
-
-def _rule(protocol: str | None, average: Average, results: Iterable[Result]) -> str:
-    """How a row was counted, with what makes it another number than the owner's."""
-    noted = {note for result in results for note in result.notes}
-    apart = [said for note, said in (("view", "oracle view"), (LOST, "steps lost")) if note in noted]
-    return ", ".join([f"{protocol}, {average}", *apart])
-
-
-def mind2web_table(ours: Mapping[str, Mapping[str, Result]], *, average: Average = "macro") -> Table:
-    """Table 1: `ours` maps a model's name to its results by split (MIND2WEB_SPLITS; a missing split is left blank)."""
-    protocol = _one_protocol((r for splits in ours.values() for r in splits.values()), "mind2web") if ours else None
-    header = ["Planner + grounder", "Protocol"]
-    header += [f"{split} {metric}" for split in MIND2WEB_SPLITS.values() for metric in MIND2WEB_METRICS.values()]
-    rows = [
-        (name, AS_PRINTED, *(cell or MISSING for split in printed[:3] for cell in split), printed[3] or MISSING)
-        for name, printed in TABLE_1.items()
-    ]
-    for name, splits in ours.items():
-        unknown = set(splits) - set(MIND2WEB_SPLITS)
-        if unknown:
-            raise ScoringError(f"{name}: split {min(unknown)!r} is none of {', '.join(MIND2WEB_SPLITS)}")
-        values = [[_value(splits.get(s), m, average) for m in MIND2WEB_METRICS] for s in MIND2WEB_SPLITS]
-        cells = [half_up(value) for split in values for value in split]
-        rows.append(
-            (name, _rule(protocol, average, splits.values()), *cells, half_up(mean([split[2] for split in values])))
-        )
-    title = "Table 1: Multimodal-Mind2Web, per cent; Avg is the mean of the three Step SR"
-    return Table(title, (*header, "Avg"), tuple(rows))
-
-
-def android_control_table(ours: Mapping[str, Mapping[str, Result]], *, average: Average = "micro") -> Table:
-    """Table 2: `ours` maps a model's name to its results by level (`high`, `low`; a missing level is left blank)."""
-    results = (r for levels in ours.values() for r in levels.values())
-    protocol = _one_protocol(results, "android_control") if ours else None
-    rows: list[tuple[str, ...]] = [(name, AS_PRINTED, *printed) for name, printed in TABLE_2.items()]
-    for name, levels in ours.items():
-        unknown = set(levels) - set(ANDROID_CONTROL_LEVELS)
-        if unknown:
-            raise ScoringError(f"{name}: level {min(unknown)!r} is none of {', '.join(ANDROID_CONTROL_LEVELS)}")
-        values = [_value(levels.get(level), "step_acc", average) for level in ANDROID_CONTROL_LEVELS]
-        rows.append((name, _rule(protocol, average, levels.values()), *map(half_up, values), half_up(mean(values))))
-    title = "Table 2: AndroidControl, step accuracy, per cent; Avg is the mean of High and Low"
-    return Table(title, ("Model", "Protocol", *ANDROID_CONTROL_LEVELS.values(), "Avg"), tuple(rows))
-
-
-def protocols_table(results: Mapping[str, Result]) -> Table:
-    """The same predictions under several protocols, to show how far they are apart; the one table that mixes them."""
-    metrics = list(dict.fromkeys(name for result in results.values() for name in result.metrics))
-    header = ["Protocol", "Scored", "Skipped"]
-    for name in metrics:
-        header += [f"{name} micro", f"{name} macro", f"{name} steps"]
-    rows = []
-    for protocol, result in results.items():
-        cells = [protocol, str(result.scored), str(sum(result.skipped.values()))]
-        for name in metrics:
-            value = result.metrics.get(name)
-            if value is None:
-                cells += [MISSING] * 3
-            else:
-                cells += [half_up(value.micro, 2), half_up(value.macro, 2), str(value.n)]
-        rows.append(tuple(cells))
-    return Table("The same predictions under each protocol, per cent", tuple(header), tuple(rows))
-
-
-def results_table(results: Mapping[str, Result]) -> Table:
-    """Results of one protocol beside each other: micro, macro and the interval of the macro average of each metric."""
-    if not results:
-        raise ScoringError("there is no result to tabulate")
-    first = next(iter(results.values()))
-    protocol = _one_protocol(results.values(), first.protocol.split("/")[0])
-    header = ["Predictions", "Steps"]
-    for metric in first.metrics:
-        header += [f"{metric} micro", f"{metric} macro", f"{metric} 95 %"]
-    rows = []
-    for name, result in results.items():
-        cells = [name, str(result.scored)]
-        for value in result.metrics.values():
-            ends = value.ci95
-            cells += [half_up(value.micro, 2), half_up(value.macro, 2)]
-            cells.append(MISSING if ends is None else f"{half_up(ends[0])} to {half_up(ends[1])}")
-        rows.append(tuple(cells))
-    return Table(f"{protocol}, per cent", tuple(header), tuple(rows))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from coepg_dagster.evaluation.statistics import ByEpisode
 from coepg_dagster.experiment import Quality, Regeneration
 from coepg_dagster.pools.candidates import jaccard, plan_tokens
 from coepg_dagster.pools.controls import shuffle_rates, smallest_targets
@@ -29,31 +33,90 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(each) / len(each) if each else None
 
 
+@dataclass(frozen=True)
+class Regenerated:
+    """D_k with what it was chosen from: the training steps, the tables of both pools, the rule, and who votes in every k."""
+
+    steps: pa.Table
+    candidates: pa.Table
+    verdicts: pa.Table
+    dataset: pa.Table
+    config: Regeneration
+    open_verifiers: frozenset[str]
+
+
+def verified_candidates(of: Regenerated) -> pd.DataFrame:
+    """The candidates for steps with a target, with `step_id`, `episode_id`, `planner`, and in three columns of booleans:
+
+    `verified` by the whole pool, `verified_open` by the open verifiers alone, and `first`, which repeats no plan before it.
+    A duplicate is as verified as the plan that it repeats; what the gate stopped is not.
+    """
+    answered = of.verdicts.filter(pc.is_null(of.verdicts["failure"]))
+    votes = answered.select(["candidate_id", "verifier", "hit"]).to_pandas()
+
+    def verified(cast: pd.DataFrame) -> list[str]:
+        counts = cast.groupby("candidate_id")["hit"].agg(["sum", "count"]).itertuples()
+        return [str(name) for name, hits, answers in counts if is_verified(int(hits), int(answers), of.config)]
+
+    with_target = of.steps.filter(pc.greater(pc.list_value_length(of.steps["boxes"]), 0))
+    columns = ["candidate_id", "step_id", "planner", "gate", "duplicate_of"]
+    plans: pd.DataFrame = of.candidates.select(columns).to_pandas()
+    found = plans.merge(with_target.select(["step_id", "episode_id"]).to_pandas(), on="step_id")
+    original, passed = found["duplicate_of"].fillna(found["candidate_id"]), found["gate"] == GATE_PASSED
+    return found.assign(
+        verified=passed & original.isin(verified(votes)),
+        verified_open=passed & original.isin(verified(votes[votes["verifier"].isin(of.open_verifiers)])),
+        first=found["duplicate_of"].isna(),
+    )
+
+
+def by_episode(of: Regenerated) -> dict[str, ByEpisode]:
+    """The measures of Fig. 6 by episode, rates in per cent.
+
+    - purity: verified / generated, over plans for steps with a target.
+    - purity_open: the same by the open verifiers' votes only, which are the same in every iteration: purity by the
+      current pool also rises when its members become lenient (COEPG.md, ambiguity t). Not there where not all of them voted.
+    - diversity: mean number of different verified plans per covered step, before the cap.
+    - coverage: share of the training steps that have a row in D_k.
+    """
+    found = verified_candidates(of)
+    unique = found[found["first"] & found["verified"]]
+    steps = of.steps.select(["step_id", "episode_id"]).to_pandas()
+    names = sorted(steps["episode_id"].unique())
+
+    def share(part: pd.Series[Any], whole: pd.DataFrame, scale: float = 100) -> ByEpisode:
+        sums = part.groupby(whole["episode_id"]).sum(), whole.groupby("episode_id").size()
+        above, below = (np.asarray(each.reindex(names, fill_value=0), np.float64) for each in sums)
+        return ByEpisode(tuple(names), scale * above, below)
+
+    per_step = unique.groupby(["step_id", "episode_id"]).size().reset_index(name="plans")
+    measures = {
+        "purity": share(found["verified"], found),
+        "purity_open": share(found["verified_open"], found),
+        "diversity": share(per_step["plans"], per_step, 1),
+        "coverage": share(steps["step_id"].isin(of.dataset["step_id"].to_pylist()), steps),
+    }
+    if not of.open_verifiers <= set(of.verdicts["verifier"].to_pylist()):
+        del measures["purity_open"]
+    return measures
+
+
 def data_quality(
-    steps: pa.Table,
-    candidates: pa.Table,
-    verdicts: pa.Table,
+    of: Regenerated,
     moved: pa.Table,
     decisions: pa.Table,
-    dataset: pa.Table,
     previous: pa.Table | None,
-    config: Regeneration,
     quality: Quality,
-    open_verifiers: frozenset[str],
     resizes: Sequence[tuple[int, int, int]],
 ) -> dict[str, Any]:
     """Named measures of one iteration's data, rates in per cent.
 
-    - purity: verified / generated, over plans for steps with a target; a duplicate counts as the plan that it repeats.
-    - purity_open: the same by the open verifiers' votes only, which are the same in every iteration: purity by the
-      current pool also rises when its members become lenient (COEPG.md, ambiguity t). None where not all of them voted.
+    - purity, purity_open, diversity, coverage: of `by_episode`, over all of them; None where nothing was counted.
     - type_accuracy, value_accuracy: plans with the label's type, of those that could be read; with its value, of those with
       its type on steps that take a value.
-    - diversity: mean number of different verified plans per covered step, before the cap.
     - diversity_kept: mean number of rows of D_k per covered step.
     - plans: `raw` (generated), `distinct` (that could be read, different after normalising) and `verified` (different ones,
       before the cap) plans per step and per task (episode), over all of them, verified plans or not.
-    - coverage: share of the training steps that have a row in D_k.
     - hit_rate_by_verifier, unreadable_by_verifier: of its answers, those that hit and those that name no point.
       failed_by_verifier: how often it gave no answer at all.
     - verifier_agreement: share of pairs of verifiers that agree on a plan; verifier_kappa: the same beyond chance (Fleiss).
@@ -67,44 +130,21 @@ def data_quality(
       words, in bits (0: the same words, 1: no word in common). Both null for D_0.
     - plan_shuffle: see pools.controls. illegible: rows whose target is smaller than `legible_px` for some verifier.
     """
-    targets = {row["step_id"]: row for row in steps.select(["step_id", "episode_id", "value", "boxes"]).to_pylist()}
+    steps, candidates, verdicts, dataset = of.steps, of.candidates, of.verdicts, of.dataset
+    found = verified_candidates(of)
+    measures = {name: measured.value for name, measured in by_episode(of).items()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
         votes[verdict["candidate_id"]].append(verdict)
-    frozen_voted = open_verifiers <= set(verdicts["verifier"].to_pylist())
-
-    def verified(candidate: str, members: frozenset[str] | None) -> bool:
-        answered = [
-            vote
-            for vote in votes[candidate]
-            if vote["failure"] is None and (members is None or vote["verifier"] in members)
-        ]
-        return bool(answered) and is_verified(sum(vote["hit"] for vote in answered), len(answered), config)
-
-    generated: Counter[str] = Counter()
-    pure: Counter[str] = Counter()
+    takes_value = dict(
+        zip(steps["step_id"].to_pylist(), pc.not_equal(steps["value"], NO_VALUE).to_pylist(), strict=True)
+    )
     gates: Counter[tuple[bool, str]] = Counter()  # (the step takes a value, gate)
-    pure_open = 0
-    unique_verified: Counter[str] = Counter()
     distinct: dict[str, set[frozenset[str]]] = defaultdict(set)
-    columns = ["candidate_id", "step_id", "planner", "plan", "gate", "duplicate_of"]
-    for row in candidates.select(columns).to_pylist():
-        step = targets[row["step_id"]]
-        gates[step["value"] != NO_VALUE, row["gate"]] += 1
+    for row in candidates.select(["step_id", "plan", "gate"]).to_pylist():
+        gates[takes_value[row["step_id"]], row["gate"]] += 1
         if row["plan"] is not None:
             distinct[row["step_id"]].add(plan_tokens(row["plan"]))
-        if not step["boxes"]:
-            continue
-        generated[row["planner"]] += 1
-        if row["gate"] != GATE_PASSED:
-            continue
-        original = row["duplicate_of"] or row["candidate_id"]
-        if verified(original, None):
-            pure[row["planner"]] += 1
-            if row["duplicate_of"] is None:
-                unique_verified[row["step_id"]] += 1
-        pure_open += verified(original, open_verifiers)
-    total = sum(generated.values())
     right_type = sum(n for (_, gate), n in gates.items() if gate in (GATE_PASSED, GATE_WRONG_VALUE))
     with_value = gates[True, GATE_PASSED] + gates[True, GATE_WRONG_VALUE]
     covered = set(dataset["step_id"].to_pylist())
@@ -114,32 +154,33 @@ def data_quality(
     per = {
         "raw": candidates.num_rows,
         "distinct": sum(map(len, distinct.values())),
-        "verified": sum(unique_verified.values()),
+        "verified": int((found["first"] & found["verified"]).sum()),
     }
-    tasks = len({step["episode_id"] for step in targets.values()})
+    tasks = len(set(steps["episode_id"].to_pylist()))
     return {
         "rows": dataset.num_rows,
         "generated": candidates.num_rows,
-        "purity": _per_cent(sum(pure.values()), total),
-        "purity_open": _per_cent(pure_open, total) if frozen_voted else None,
-        "purity_by_planner": {name: _per_cent(pure[name], n) for name, n in sorted(generated.items())},
+        **dict.fromkeys(("purity", "purity_open", "diversity", "coverage")),
+        **measures,
+        "purity_by_planner": {
+            str(name): _per_cent(int(verified.sum()), len(verified))
+            for name, verified in found.groupby("planner")["verified"]
+        },
         "type_accuracy": _per_cent(right_type, right_type + sum(gates[v, GATE_WRONG_TYPE] for v in (False, True))),
         "value_accuracy": _per_cent(gates[True, GATE_PASSED], with_value),
         **_by_verifier(verdicts),
         **_agreement(votes),
-        "diversity": sum(unique_verified.values()) / len(unique_verified) if unique_verified else None,
         "diversity_kept": dataset.num_rows / len(covered) if covered else None,
         "plans": {
             "per_step": {name: n / steps.num_rows for name, n in per.items()},
             "per_task": {name: n / tasks for name, n in per.items()},
         },
-        "coverage": _per_cent(len(covered), steps.num_rows),
         **_plans(dataset),
         "share_by_planner": {
             name: 100 * n / dataset.num_rows for name, n in sorted(Counter(dataset["planner"].to_pylist()).items())
         },
         "decisions": dict(sorted(Counter(decisions["decision"].to_pylist()).items())),
-        **_since(dataset, previous, config.similar),
+        **_since(dataset, previous, of.config.similar),
         "plan_shuffle": shuffle_rates(verdicts, moved, steps),
         "illegible": _per_cent(sum(side < quality.legible_px for side in sides), len(sides)),
         "smallest_target_px": min(sides, default=None),
@@ -243,14 +284,12 @@ def _same(tokens: frozenset[str], others: Iterable[frozenset[str]], similar: flo
 
 
 def jensen_shannon(a: Counter[str], b: Counter[str]) -> float | None:
-    """The Jensen-Shannon divergence of two counts, in bits, 0..1; None where one is empty."""
-    n, m = a.total(), b.total()
-    if not n or not m:
+    """The Jensen-Shannon divergence of two counts, in bits, 0..1, to nine decimals; None where one is empty."""
+    from scipy.spatial.distance import jensenshannon  # slow to import
+
+    if not a.total() or not b.total():
         return None
-    divergence = 0.0
-    for word in sorted(a.keys() | b.keys()):  # the order decides the last digits of a sum
-        p, q = a[word] / n, b[word] / m
-        for share in (p, q):
-            if share:
-                divergence += share * math.log2(2 * share / (p + q)) / 2
-    return divergence
+    words = sorted(a.keys() | b.keys())
+    distance = jensenshannon([a[word] for word in words], [b[word] for word in words], base=2)
+    # the last digits of a sum depend on the processor, and the version of the artifact would with them
+    return round(float(distance) ** 2, 9)

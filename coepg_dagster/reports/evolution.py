@@ -16,14 +16,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.evaluation.tables import ANDROID_CONTROL_LEVELS, MIND2WEB_SPLITS, Table
+from coepg_dagster.evaluation.tables import MIND2WEB_SPLITS, Table
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import png
 from coepg_dagster.reports.html import image_type, render, shown_steps
-from coepg_dagster.reports.paper import FULL, Row, command_of
-from coepg_dagster.results import HEADLINES, headline, short_splits
+from coepg_dagster.reports.paper import command_of
+from coepg_dagster.results import (
+    AVERAGE,
+    FULL,
+    HEADLINES,
+    TRAIN,
+    Cells,
+    Row,
+    comparable,
+    frame,
+    headline,
+    headline_of,
+    overview,
+    rows_of,
+    short_splits,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
@@ -59,16 +73,18 @@ class Evolution:
     cases: Sequence[Mapping[str, Any]] = ()
     crumbs: Sequence[tuple[str, str]] = ()
 
-    @property
-    def rows(self) -> list[Row]:
-        """Ablations stand beside the experiment as its variants; the loop itself is always `full` under its own name."""
+    def cells(self) -> tuple[Cells, str, list[str]]:
+        """What the loops measured, its headline, and what is left out, as it is of another protocol or rule.
+
+        Ablations stand beside the experiment as its variants; the loop itself is always `full` under its own name.
+        """
         own = self.experiment.name
-        rows = []
+        rows: list[Row] = []
         for loop in self.loops:
-            of = loop.experiment
-            name, variant = (own, FULL) if of.name == own else (of.table, of.variant)
-            rows += paper.rows_of_records(name, variant, self.seed, loop.records, of.benchmark.train)
-        return rows
+            name = own if loop.experiment.name == own else None
+            rows += rows_of(loop.experiment, self.seed, loop.records, name)
+        table, left_out = comparable(frame(rows), self.experiment)
+        return Cells(table, self.experiment.benchmark.test), headline_of(table), left_out
 
     @property
     def last(self) -> int:
@@ -80,6 +96,12 @@ class Evolution:
         """Figures 2 and 7: the experiment, and those of other base models."""
         others = [m.experiment for m in self.loops if m.experiment.variant == FULL and self._other_base(m.experiment)]
         return {e.name: e.name for e in (self.experiment, *others)}
+
+    @property
+    def levels(self) -> dict[str, str]:
+        """Table 2: level of AndroidControl → the experiment on it."""
+        full = [m.experiment for m in self.loops if m.experiment.variant == FULL and not self._other_base(m.experiment)]
+        return {e.benchmark.level: e.name for e in (*full, self.experiment)}
 
     @property
     def labels(self) -> dict[float, str]:
@@ -119,16 +141,15 @@ class Section:
 def write_report(evolution: Evolution, page: Path) -> str:
     """Writes the page; returns its figures over the iterations as Markdown, for the Dagster UI."""
     iterations = evolution.table["iterations"]
-    sections = _sections(evolution)
-    heads, rows = rows_of(iterations)
+    cells, metric, left_out = evolution.cells()
+    sections = _sections(evolution, cells, metric)
     page.write_text(
         render(
             "evolution.html",
             evolution=evolution,
-            protocol=evolution.experiment.benchmark.protocol,
-            numbers=Table(f"{evolution.experiment.name}/s{evolution.seed}", tuple(heads), tuple(map(tuple, rows))),
+            numbers=overview(evolution.experiment, evolution.seed, evolution.loops[0].records)[0],
             sections=sections,
-            short=short_splits(iterations),
+            short=[*short_splits(iterations), *left_out],
             stale=[f"{asset}[{row['iteration']}]: {why}" for row in iterations for asset, why in row["stale"].items()],
             crumbs=evolution.crumbs,
         ),
@@ -138,35 +159,26 @@ def write_report(evolution: Evolution, page: Path) -> str:
     return "\n\n".join(f"**{s.title}**\n\n![{s.title}](data:image/png;base64,{s.image})" for s in shown)
 
 
-def _sections(evolution: Evolution) -> list[Section]:
-    experiment, last = evolution.experiment, evolution.last
-    name, protocol, splits = experiment.name, experiment.benchmark.protocol, experiment.benchmark.test
-    results = paper.Results(evolution.rows, splits)
-    metric, words = _measured(evolution.table["iterations"])
+def _sections(evolution: Evolution, cells: Cells, metric: str) -> list[Section]:
+    experiment, last, words = evolution.experiment, evolution.last, HEADLINES[metric]
+    name, splits = experiment.name, experiment.benchmark.test
     sections = []
-    if protocol.startswith("android_control"):
-        levels = paper.Results(evolution.rows, list(ANDROID_CONTROL_LEVELS))
-        sections.append(Section("Table 2", [paper.table_2(levels, name, last, protocol)]))
+    if experiment.benchmark.protocol.startswith("android_control"):
+        sections.append(Section("Table 2", [paper.table_2(cells, evolution.levels, last)]))
     if metric == "step_sr":
         beside = [] if set(splits) == set(MIND2WEB_SPLITS) else [paper.paper_table_1()]
+        no_grpo = [] if cells.cell(name, "no_grpo", last, AVERAGE, metric) else [command_of(name, "no_grpo", last)]
+        shares = [share for share in (25, 50) if share not in evolution.labels]
         sections += [
-            Section("Table 1", [paper.table_1(results, name, last, protocol), *beside]),
-            Section("Table 3: one model, or planner and grounder", [paper.table_3(results, name, last)]),
-            Section("Table 4: ablation of C-DREM", [paper.table_4(results, name, last)]),
-            _figure(
-                "Figure 2: with and without GRPO",
-                paper.figure_2(results, evolution.sizes),
-                missing=_missing(results, [(name, "no_grpo")], last),
-            ),
+            Section("Table 1", [paper.table_1(cells, {name: last}), *beside]),
+            Section("Table 3: one model, or planner and grounder", [paper.table_3(cells, name, last)]),
+            Section("Table 4: ablation of C-DREM", [paper.table_4(cells, name, last)]),
+            _figure("Figure 2: with and without GRPO", paper.figure_2(cells, evolution.sizes), missing=no_grpo),
             _figure(
                 "Figure 4: labelled steps",
-                paper.figure_4(results, evolution.labels, last),
+                paper.figure_4(cells, evolution.labels, last),
                 "The paper has 6,862 labelled steps against the 283,500 of its baseline.",
-                [
-                    command_of(f"{name}_labels_{share}", FULL, last)
-                    for share in (25, 50)
-                    if share not in evolution.labels
-                ],
+                [command_of(f"{name}_labels_{share}", FULL, last) for share in shares],
             ),
             _figure(
                 "Figure 5: success during GRPO",
@@ -176,17 +188,16 @@ def _sections(evolution: Evolution) -> list[Section]:
                 [command_of(name, kind, last) for kind in (FULL, "no_cdrem") if kind not in evolution.progress],
             ),
         ]
-    quality = [] if any(row.metric == "purity" for row in evolution.rows) else [command_of(name, FULL, last)]
     sections += [
         _figure(
             "Figure 6: quality of D_k",
-            paper.figure_6(results, name, experiment.benchmark.train),
+            paper.figure_6(cells, name),
             paper.FIGURE_6_PAPER,
-            quality,
+            [] if cells.series(name, FULL, TRAIN, "purity") else [command_of(name, FULL, last)],
         ),
         _figure(
             f"Figure 7: {words} of each test split",
-            paper.figure_7(results, evolution.sizes, metric, f"{words}, %"),
+            paper.figure_7(cells, evolution.sizes, metric, f"{words}, %"),
             "The paper's M_3, 7B: 61.9, 58.1 and 55.3 on Cross-Task, Cross-Website and Cross-Domain.",
         ),
     ]
@@ -195,47 +206,6 @@ def _sections(evolution: Evolution) -> list[Section]:
 
 def _figure(title: str, drawn: Figure, note: str = "", missing: Sequence[str] = ()) -> Section:
     return Section(title, image=png(drawn), note=note, missing=missing)
-
-
-def _missing(results: paper.Results, wanted: Sequence[tuple[str, str]], last: int) -> list[str]:
-    return [command_of(n, v, last) for n, v in wanted if results.cell(n, v, last, paper.AVERAGE, "step_sr") is None]
-
-
-def _measured(iterations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """(metric, what people call it) of the protocol by which these iterations were scored."""
-    scores = (score for row in iterations for score in row["splits"].values() if score)
-    return next(((headline(score), HEADLINES[headline(score)]) for score in scores), ("step_sr", "Step SR"))
-
-
-def measure(iterations: Sequence[Mapping[str, Any]]) -> str:
-    """What people call the headline metric of the protocol by which these iterations were scored."""
-    return _measured(iterations)[1]
-
-
-def rows_of(iterations: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """(heads, rows) of the table that people read, one row per iteration."""
-    splits = list(iterations[0]["splits"]) if iterations else []
-    heads = ["k", *(f"{split} {measure(iterations)}" for split in splits), "purity", "diversity", "coverage", "minutes"]
-    rows = []
-    for row in iterations:
-        cells = [str(row["iteration"])]
-        cells += [_score(row["splits"][split]) for split in splits]
-        cells += [_number(row[name]) for name in ("purity", "diversity", "coverage")]
-        cells.append(f"{sum(row['seconds'].values()) / 60:.1f}")
-        rows.append(cells)
-    return heads, rows
-
-
-def _score(split: Mapping[str, Any] | None) -> str:
-    score = split and split[headline(split)]
-    if not score or score["macro"] is None:
-        return "–"
-    value, interval = score["macro"], score["ci95"]
-    return f"{value:.1f}" + (f" [{interval[0]:.1f}, {interval[1]:.1f}]" if interval else "")
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
 
 
 class _Inside:

@@ -17,10 +17,10 @@ SCREENS = "screens"
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from one of the templates beside this module; every value is escaped."""
+    """A page from one of the templates beside this module; in HTML every value is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=jinja2.select_autoescape(disabled_extensions=("md",), default=True),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

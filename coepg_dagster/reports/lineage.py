@@ -34,6 +34,21 @@ _SUBSCRIPTS: Final = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉
 
 
 @dataclass(frozen=True)
+class View:
+    """A loop as it is now: its current records, which of them are stale, and when each was made (seconds since 1970)."""
+
+    experiment: Experiment
+    seed: int
+    records: Mapping[Ref, Record]
+    stale: Mapping[Ref, Stale]
+    times: Mapping[Ref, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment.name}/s{self.seed}"
+
+
+@dataclass(frozen=True)
 class Node:
     """A box of the map."""
 
@@ -102,11 +117,7 @@ def key_number(experiment: Experiment, record: Record) -> str:
 
 
 def lineage_page(
-    experiment: Experiment,
-    seed: int,
-    records: Mapping[Ref, Record],
-    stale: Mapping[Ref, Stale],
-    times: Mapping[Ref, float],
+    view: View,
     dagster: str | None = None,
     page_of: Callable[[Ref], str | None] = lambda ref: None,
     models: Mapping[str, Mapping[str, Any]] | None = None,
@@ -116,14 +127,14 @@ def lineage_page(
     """The map as HTML.
 
     Args:
-        times: when each artifact was made, seconds since 1970.
         dagster: address of the web UI, for links.
         page_of: the address of the page of an artifact, relative to the map's.
         models: what `open_models` lists: name → checkpoint, version (hash of the weights, or revision of the hub).
         experiments: those that are drawn above the map with what they take from each other; without them it is not drawn.
         map_of: the address of the map of an experiment and seed, relative to this one's.
     """
-    nodes = {node.ref: node for node in _nodes(experiment, records, stale, times)}
+    experiment, seed, records = view.experiment, view.seed, view.records
+    nodes = {node.ref: node for node in _nodes(view)}
     edges = [(nodes[used], node) for node in nodes.values() for used in _drawn_inputs(experiment, node.ref)]
     edges.sort(key=lambda edge: edge[0].ref.iteration is not None)  # what everything reads lies behind
     width = max(node.x for node in nodes.values()) + WIDTH + MARGIN
@@ -131,10 +142,9 @@ def lineage_page(
     origins = _origins(models or {}, nodes[Ref("open_models")])
     height = max([height, *(origin.y + ORIGIN + MARGIN for origin in origins)])
     family = _family(experiments)
-    name = f"{experiment.name}/s{seed}"
     return render(
         "lineage.html",
-        name=name,
+        name=view.name,
         description=experiment.description,
         nodes=list(nodes.values()),
         edges=[(_path(start, end), _kind(start, end), start.ref, end.ref) for start, end in edges],
@@ -230,12 +240,8 @@ def _x(k: int) -> int:
     return MARGIN + (k + 1) * (WIDTH + GAP_X)
 
 
-def _nodes(
-    experiment: Experiment,
-    records: Mapping[Ref, Record],
-    stale: Mapping[Ref, Stale],
-    times: Mapping[Ref, float],
-) -> list[Node]:
+def _nodes(view: View) -> list[Node]:
+    experiment = view.experiment
     rows = [asset for asset in ORDER if asset in (*experiment.made, *experiment.taken)]
     places: list[tuple[Ref, int, int]] = [(Ref(asset), MARGIN, row) for row, asset in enumerate(SHARED)]
     places += [(Ref(asset, k), _x(k), row) for k in range(experiment.iterations + 1) for row, asset in enumerate(rows)]
@@ -245,9 +251,9 @@ def _nodes(
             ref,
             x,
             top + row * (HEIGHT + GAP_Y),
-            records.get(ref),
-            stale.get(ref),
-            _when(times.get(ref)),
+            view.records.get(ref),
+            view.stale.get(ref),
+            _when(view.times.get(ref)),
             _whose(experiment, ref),
         )
         for ref, x, row in places

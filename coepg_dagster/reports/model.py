@@ -229,6 +229,15 @@ def sample_verdicts(verdicts: pa.Table, name: str, count: int = SAMPLES) -> list
     return found
 
 
+@dataclass(frozen=True)
+class Votes:
+    """The verdicts of the pool that a grounder was a verifier of, the plan of each candidate, and its name in the pool."""
+
+    verdicts: pa.Table
+    plans: Mapping[str, str]
+    member: str
+
+
 def write_model(
     folder: Path,
     page: str,
@@ -236,9 +245,7 @@ def write_model(
     log: Sequence[Mapping[str, float]],
     steps: pa.Table,
     rollouts: pa.Table | None = None,
-    verdicts: pa.Table | None = None,
-    plans: Mapping[str, str] | None = None,
-    member: str | None = None,
+    votes: Votes | None = None,
 ) -> Path:
     """Writes the page of a model into `folder`, and the screenshots that it shows.
 
@@ -246,8 +253,7 @@ def write_model(
         log: the trainer's log lines, in order; empty where nothing was trained.
         steps: at least those of the tables; may be mapped memory.
         rollouts: of GRPO, for π'_k.
-        verdicts, plans, member: the verdicts of the pool that the model was a verifier of, the plan of each candidate, and
-            its name in the pool; for ϕ_k.
+        votes: for ϕ_k.
     """
     reward, reward_png, samples = None, None, []
     calibrations: dict[str, Calibration] = {}
@@ -255,9 +261,10 @@ def write_model(
         reward, reward_png = reward_of(rollouts), png(reward_figure(rollouts))
         samples = [_rollout(row) for row in sample_rollouts(rollouts)]
         calibrations = of_rollouts(rollouts)
-    if verdicts is not None and plans is not None and member is not None:
-        samples = [_verdict(row, plans[row["candidate_id"]]) for row in sample_verdicts(verdicts, member)]
-        calibrations = {name: found for name, found in of_verdicts(verdicts).items() if name == member}
+    if votes is not None:
+        chosen = sample_verdicts(votes.verdicts, votes.member)
+        samples = [_verdict(row, votes.plans[row["candidate_id"]]) for row in chosen]
+        calibrations = {name: found for name, found in of_verdicts(votes.verdicts).items() if name == votes.member}
     shown = {step["id"]: step for step in shown_steps(steps, {s["step_id"] for s in samples}, ScreenFiles(folder))}
     curves = curves_figure(log)
     file = folder / page
@@ -270,7 +277,7 @@ def write_model(
             reward=reward,
             reward_figure=reward_png,
             samples=[(sample, shown[sample["step_id"]]) for sample in samples],
-            judged=verdicts is not None,
+            judged=votes is not None,
             calibration=png(reliability_figure(calibrations)) if calibrations else None,
         ),
         "utf-8",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -20,20 +19,20 @@ from coepg_dagster.auditing.archive import MODELS as OPEN_MODELS
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.trace import member, readable
 from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
-from coepg_dagster.provenance import Asset, Record, Ref, Stale
+from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.audit import AuditOf, Member, write_audit
 from coepg_dagster.reports.evolution import Evolution, case_study, write_report
 from coepg_dagster.reports.evolution import Member as Family
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.lineage import SYMBOLS, key_number, lineage_page, subscript
-from coepg_dagster.reports.model import ModelOf, training_notes, write_model
-from coepg_dagster.reports.paper import FULL, grpo_progress
-from coepg_dagster.results import results
+from coepg_dagster.reports.lineage import SYMBOLS, View, key_number, lineage_page, subscript
+from coepg_dagster.reports.model import ModelOf, Votes, training_notes, write_model
+from coepg_dagster.reports.paper import grpo_progress
+from coepg_dagster.results import FULL, results
 from coepg_dagster.steps import STEP_SCHEMA
 from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
-LAYOUT: Final = 3
+LAYOUT: Final = 4
 """Raise it when pages change: pages that were made before are made again."""
 MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
@@ -44,21 +43,6 @@ MODELS: Final[dict[Asset, str]] = {
 """Assets that have a model page, and what it says first."""
 _AUDITED: Final[tuple[Asset, ...]] = ("candidate_plans", "verdicts", "dataset", "data_quality")
 LOG = "training_log.jsonl"
-
-
-@dataclass(frozen=True)
-class View:
-    """A loop as it is now: its current records, which of them are stale, and when each was made (seconds since 1970)."""
-
-    experiment: Experiment
-    seed: int
-    records: Mapping[Ref, Record]
-    stale: Mapping[Ref, Stale]
-    times: Mapping[Ref, float]
-
-    @property
-    def name(self) -> str:
-        return f"{self.experiment.name}/s{self.seed}"
 
 
 def page_of(ref: Ref) -> str | None:
@@ -153,11 +137,7 @@ class Site:
         listed = view.records.get(Ref("open_models"))
         file = self.archive.store / listed.folder / OPEN_MODELS if listed else None
         return lineage_page(
-            view.experiment,
-            view.seed,
-            view.records,
-            view.stale,
-            view.times,
+            view,
             self._dagster,
             page_of,
             json.loads(file.read_text()) if file and file.exists() else None,
@@ -279,21 +259,18 @@ class Site:
             log,
             all_steps(self.archive.folder(benchmark) / STEPS) if benchmark else STEP_SCHEMA.empty_table(),
             rollouts,
-            **(self._verdicts_by(record) if record.asset == "grounder" else {}),
+            self._votes_of(record) if record.asset == "grounder" else None,
         )
 
-    def _verdicts_by(self, grounder: Record) -> dict[str, Any]:
-        """The verdicts that this version of ϕ_k gave in the pool of its own iteration; empty where there are none."""
+    def _votes_of(self, grounder: Record) -> Votes | None:
+        """The verdicts that this version of ϕ_k gave in the pool of its own iteration; None where there are none."""
         verdicts = self.view.records.get(Ref("verdicts", grounder.iteration))
         if verdicts is None or not any(used == grounder.as_input() for used in verdicts.inputs):
-            return {}
+            return None
         candidates = self._table(self.archive.made_by(verdicts.input("candidate_plans")), CANDIDATES)
         ids, plans = candidates["candidate_id"].to_pylist(), candidates["plan"].to_pylist()
-        return {
-            "verdicts": self._table(verdicts, VERDICTS),
-            "plans": dict(zip(ids, plans, strict=True)),
-            "member": f"grounder_{grounder.iteration}",
-        }
+        given, name = self._table(verdicts, VERDICTS), f"grounder_{grounder.iteration}"
+        return Votes(given, dict(zip(ids, plans, strict=True)), name)
 
 
 def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Record]) -> list[dict[str, Any]]:

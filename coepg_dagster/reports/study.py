@@ -7,8 +7,7 @@ intervals draw episodes and seeds with replacement, jointly, the same draws for 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import variance
 from typing import Any, Final, Literal
@@ -16,27 +15,15 @@ from typing import Any, Final, Literal
 import numpy as np
 import pyarrow as pa
 
-from coepg_dagster.evaluation.statistics import LEVEL, RESAMPLES, Floats, interval, resampling_weights
-from coepg_dagster.experiment import Regeneration
-from coepg_dagster.pools.selection import is_verified
-from coepg_dagster.steps import GATE_PASSED
+from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.statistics import LEVEL, RESAMPLES, ByEpisode, Floats, interval, resampling_weights
+from coepg_dagster.reports.paper import command_of
+from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 
 Pair = tuple[float, float]
 Verdict = Literal["confirmed", "not confirmed", "not testable"]
-FULL: Final = "full"
-TRAIN: Final = "train"
-"""The split of rows about D_k and about training."""
 NOT_WORSE_BY: Final = 2.0
 """Points by which something may be lower and still count as not worse."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Per episode of a split, for one run: (numerators, denominators) of a mean; names in the order of the arrays."""
-
-    episodes: tuple[str, ...]
-    above: Floats
-    below: Floats
 
 
 @dataclass
@@ -47,80 +34,37 @@ class Run:
     variant: str
     seed: int
     reference: str  # NAME/sSEED, for commands
-    scores: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)  # k → split → metric → macro, ci95
-    success: dict[tuple[int, str], Measured] = field(default_factory=dict)  # (k, split) → Step SR by episode
-    data: dict[int, dict[str, Measured]] = field(default_factory=dict)  # k → measure of D_k → by episode
-    cost: dict[int, dict[str, float]] = field(default_factory=dict)  # k → `seconds`, `model_calls`
+    rows: list[Row] = field(default_factory=list)  # of `results`, and what only tables of artifacts say
+    success: dict[tuple[int, str], ByEpisode] = field(default_factory=dict)  # (k, split) → Step SR by episode
+    data: dict[int, dict[str, ByEpisode]] = field(default_factory=dict)  # k → figure of `data_quality` → by episode
     curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # k → success of GRPO's rollouts
-    training: dict[int, dict[str, float]] = field(default_factory=dict)  # k → what GRPO saw, and did
     stale: list[str] = field(default_factory=list)  # causes, where something of it is stale
     live: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)  # (k, split) → rates of `coepg play`
 
 
-def success_by_episode(judged: pa.Table, metric: str) -> Measured:
+def success_by_episode(judged: pa.Table, metric: str) -> ByEpisode:
     """The values of a protocol's table of judged steps, by episode: the macro average is the mean of the episodes' means."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for episode, value in zip(judged["episode_id"].to_pylist(), judged[metric].to_pylist(), strict=True):
-        if value is not None:
-            found[episode].append(value)
-    names = tuple(sorted(found))
-    means = np.array([float(np.mean(found[name])) for name in names])
-    return Measured(names, means, np.ones(len(names)))
+    values = judged.select(["episode_id", metric]).to_pandas().dropna().groupby("episode_id")[metric].mean()
+    return ByEpisode(tuple(values.index), values.to_numpy(), np.ones(len(values)))
 
 
-def quality_by_episode(
-    steps: pa.Table,
-    candidates: pa.Table,
-    verdicts: pa.Table,
-    dataset: pa.Table,
-    config: Regeneration,
-    open_verifiers: frozenset[str],
-) -> dict[str, Measured]:
-    """`purity`, `purity_frozen`, `diversity` and `coverage` of D_k as sums by episode; defined in pools.quality."""
-    episode_of = {row["step_id"]: row for row in steps.select(["step_id", "episode_id", "boxes"]).to_pylist()}
-    votes: dict[str, list[tuple[str, bool]]] = defaultdict(list)
-    for vote in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
-        if vote["failure"] is None:
-            votes[vote["candidate_id"]].append((vote["verifier"], vote["hit"]))
+def played_by(live: Mapping[str, Any]) -> str:
+    """How episodes of `coepg play` were chosen and judged."""
+    about = live["made_from"]
+    return f"the page's own reward, episodes {about['episodes']}, at most {about['step limit']} steps"
 
-    def verified(candidate: str, members: frozenset[str] | None) -> bool:
-        hits = [hit for name, hit in votes[candidate] if members is None or name in members]
-        return bool(hits) and is_verified(sum(hits), len(hits), config)
 
-    names = tuple(sorted({row["episode_id"] for row in episode_of.values()}))
-    place = {name: i for i, name in enumerate(names)}
-    sums = {
-        key: np.zeros(len(names))
-        for key in ("generated", "pure", "frozen", "unique", "with_unique", "steps", "covered")
-    }
-    unique: set[str] = set()
-    for row in candidates.select(["candidate_id", "step_id", "gate", "duplicate_of"]).to_pylist():
-        step = episode_of[row["step_id"]]
-        if not step["boxes"]:
-            continue
-        at = place[step["episode_id"]]
-        sums["generated"][at] += 1
-        if row["gate"] != GATE_PASSED:
-            continue
-        original = row["duplicate_of"] or row["candidate_id"]
-        if verified(original, None):
-            sums["pure"][at] += 1
-            if row["duplicate_of"] is None:
-                sums["unique"][at] += 1
-                unique.add(row["step_id"])
-        sums["frozen"][at] += verified(original, open_verifiers)
-    covered = set(dataset["step_id"].to_pylist())
-    for step_id, step in episode_of.items():
-        at = place[step["episode_id"]]
-        sums["steps"][at] += 1
-        sums["covered"][at] += step_id in covered
-        sums["with_unique"][at] += step_id in unique
-    return {
-        "purity": Measured(names, 100 * sums["pure"], sums["generated"]),
-        "purity_frozen": Measured(names, 100 * sums["frozen"], sums["generated"]),
-        "diversity": Measured(names, sums["unique"], sums["with_unique"]),
-        "coverage": Measured(names, 100 * sums["covered"], sums["steps"]),
-    }
+def _rows_of_tables(run: Run) -> Iterator[Row]:
+    """What GRPO's rollouts and live play came to."""
+    of: dict[str, Any] = {"experiment": run.experiment, "variant": run.variant, "seed": run.seed}
+    for k, curve in sorted(run.curves.items()):
+        yield Row(**of, k=k, split=TRAIN, metric="rollout_step_sr", value=curve[-1][1], protocol="ϕ_k, on rollouts")
+    for (k, split), live in sorted(run.live.items()):
+        of |= {"k": k, "split": split, "protocol": played_by(live)}
+        low, high = live["success"]["ci95"] or (None, None)
+        yield Row(**of, metric="success_rate", value=live["success"]["rate"], low=low, high=high)
+        for family, rates in live["families"].items():
+            yield Row(**of, metric=f"success_rate/{family}", value=rates["success"], n=rates["episodes"])
 
 
 class Draws:
@@ -144,7 +88,7 @@ class Draws:
         drawn = resampling_weights(n, self._resamples, rng) / n
         return np.concatenate([np.full((1, n), 1 / n), drawn])
 
-    def means(self, measured: Sequence[Measured]) -> Floats:
+    def means(self, measured: Sequence[ByEpisode]) -> Floats:
         """(1 + resamples, runs): the mean of each run's measure, in each draw of episodes."""
         columns = []
         for one in measured:
@@ -175,6 +119,11 @@ class Study:
         self.runs, self.root, self.splits, self.last = list(runs), root, tuple(splits), iterations
         self._of = {(run.experiment, run.variant, run.seed): run for run in runs}
         self.draws = Draws()
+        scored = [(row.protocol.partition(" (")[0], run) for run in runs for row in run.rows if row.metric in HEADLINES]
+        by = {protocol: run.reference for protocol, run in reversed(scored)}
+        if len(by) > 1:
+            said = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
+            raise ScoringError(f"a study compares numbers of one protocol, but {said}: score them again by one")
 
     def find(self, experiment: str, variant: str = FULL) -> dict[int, Run]:
         """Seed → run."""
@@ -202,7 +151,7 @@ class Study:
             one, other = (runs[seed].live[k, split]["families"] for k in iterations)
             families = tuple(sorted(set(one) & set(other)))
             gain = np.array([other[name]["success"] - one[name]["success"] for name in families])
-            gains.append(Measured(families, gain, np.ones(len(families))))
+            gains.append(ByEpisode(families, gain, np.ones(len(families))))
         return self.draws.means(gains)
 
     def seeds_with(self, experiment: str, variant: str, k: int) -> list[int]:
@@ -210,88 +159,52 @@ class Study:
         runs = self.find(experiment, variant)
         return sorted(seed for seed, run in runs.items() if all((k, split) in run.success for split in self.splits))
 
-    def reached(self, *sides: tuple[str, str], at_most: int | None = None) -> int | None:
+    def reached(self, *sides: tuple[str, str]) -> int | None:
         """The last iteration that all seeds of all sides (experiment, variant) were scored at, or as many as ever were."""
         wanted = len({run.seed for run in self.runs if run.experiment == self.root})
         best: tuple[int, int] | None = None
-        for k in range((self.last if at_most is None else at_most) + 1):
+        for k in range(self.last + 1):
             common = set.intersection(*(set(self.seeds_with(*side, k)) for side in sides))
             if common and (best is None or len(common) >= min(wanted, best[1])):
                 best = k, len(common)
         return best[0] if best and best[0] > 0 else None
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """One row per run, iteration, split and metric; intervals are over episodes."""
         rows = []
         for run in sorted(self.runs, key=lambda run: (run.experiment, run.variant, run.seed)):
-            for k, split, metric, value, ci95 in self._values(run):
-                rows.append(
-                    {
-                        "experiment": run.experiment,
-                        "variant": run.variant,
-                        "seed": run.seed,
-                        "iteration": k,
-                        "split": split,
-                        "metric": metric,
-                        "value": round(value, 3),
-                        "ci95": [round(end, 3) for end in ci95] if ci95 else None,
-                    }
-                )
+            for row in (*run.rows, *_rows_of_tables(run)):
+                measured = run.data.get(row.k, {}).get(QUALITY.get(row.metric, ""))
+                if measured is not None:
+                    value, (low, high) = estimate(self.draws.means([measured])[:, 0])
+                    row = row.model_copy(update={"value": value, "low": low, "high": high})
+                if row.value is not None:
+                    rows.append(row)
         return rows
 
-    def _values(self, run: Run) -> list[tuple[int, str, str, float, Sequence[float] | None]]:
-        found: list[tuple[int, str, str, float, Sequence[float] | None]] = []
-        for k, splits in sorted(run.scores.items()):
-            for split, metrics in splits.items():
-                for name, metric in metrics.items():
-                    if metric["macro"] is not None:
-                        found.append((k, split, name, metric["macro"], metric["ci95"]))
-        for k, measures in sorted(run.data.items()):
-            for name, measured in measures.items():
-                value, ci95 = estimate(self.draws.means([measured])[:, 0])
-                found.append((k, TRAIN, name, value, ci95))
-        for k, costs in sorted(run.cost.items()):
-            found += [(k, TRAIN, name, value, None) for name, value in costs.items()]
-        for k, values in sorted(run.training.items()):
-            found += [(k, TRAIN, name, value, None) for name, value in values.items()]
-        for k, curve in sorted(run.curves.items()):
-            found.append((k, TRAIN, "rollout_step_sr", curve[-1][1], None))
-        for (k, split), live in sorted(run.live.items()):
-            found.append((k, split, "success_rate", live["success"]["rate"], live["success"]["ci95"]))
-            for family, rates in live["families"].items():
-                found.append((k, split, f"success_rate/{family}", rates["success"], None))
-        return found
-
-    def joint_rows(self) -> list[dict[str, Any]]:
+    def joint_rows(self) -> list[Row]:
         """Rows over all seeds together (seed None), the test splits' mean included: what the page's tables show."""
         rows = []
+        protocols = {
+            (row.experiment, row.variant, row.k, row.metric): row.protocol for run in self.runs for row in run.rows
+        }
         for experiment, variant in sorted({(run.experiment, run.variant) for run in self.runs}):
             for k in range(self.last + 1):
                 seeds = self.seeds_with(experiment, variant, k)
-                if not seeds:
-                    continue
-                for split in (None, *self.splits):
-                    value, ci95 = estimate(self.draws.over_seeds(self.success(experiment, variant, k, seeds, split)))
-                    rows.append(_joint(experiment, variant, k, split or "average", "step_sr", value, ci95))
-                with_data = [seed for seed in seeds if k in self.find(experiment, variant)[seed].data]
-                if variant == FULL and with_data:
-                    for measure in ("purity", "purity_frozen", "diversity", "coverage"):
-                        samples = self.draws.over_seeds(self.data(experiment, k, with_data, measure))
-                        rows.append(_joint(experiment, variant, k, TRAIN, measure, *estimate(samples)))
+                samples: dict[tuple[str, str], Floats] = {}
+                for split in (None, *self.splits) if seeds else ():
+                    samples[split or AVERAGE, "step_sr"] = self.success(experiment, variant, k, seeds, split)
+                for metric, figure in QUALITY.items() if variant == FULL else ():
+                    if with_data := [
+                        seed for seed in seeds if figure in self._of[experiment, variant, seed].data.get(k, {})
+                    ]:
+                        samples[TRAIN, metric] = self.data(experiment, k, with_data, figure)
+                for (split, metric), drawn in samples.items():
+                    value, (low, high) = estimate(self.draws.over_seeds(drawn))
+                    of = {"experiment": experiment, "variant": variant, "seed": None, "k": k, "split": split}
+                    protocol = protocols[experiment, variant, k, metric]
+                    rows.append(Row(**of, metric=metric, value=value, low=low, high=high, protocol=protocol))
         return rows
-
-
-def _joint(experiment: str, variant: str, k: int, split: str, metric: str, value: float, ci95: Pair) -> dict[str, Any]:
-    return {
-        "experiment": experiment,
-        "variant": variant,
-        "seed": None,
-        "iteration": k,
-        "split": split,
-        "metric": metric,
-        "value": value,
-        "ci95": ci95,
-    }
 
 
 @dataclass(frozen=True)
@@ -329,7 +242,7 @@ def findings(study: Study) -> list[Finding]:
         k = study.reached(one, other)
         if k is None:
             lacking = [(*side, last) for side in (one, other) if study.reached(side) is None]
-            return _missing(study, claim, lacking)
+            return _missing(claim, lacking)
         planned = "" if k == last else f"; at k = {k}, planned at k = {last}"
         return _difference(study, claim, (*one, k), (*other, k), words + planned, margin)
 
@@ -367,7 +280,7 @@ def findings(study: Study) -> list[Finding]:
 def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
     claim, k = "gain without the made gap", study.reached(control)
     if k is None:
-        return _missing(study, claim, [(*control, study.last)])
+        return _missing(claim, [(*control, study.last)])
     words = f"M_{k} - M_0 of the control, whose base grounder knows the planners' wordings"
     return _difference(study, claim, (*control, k), (*control, 0), words, 0.0)
 
@@ -375,7 +288,7 @@ def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
 def _difference(study: Study, claim: str, one: Side, other: Side, words: str, margin: float) -> Finding:
     seeds = sorted(set(study.seeds_with(*one)) & set(study.seeds_with(*other)))
     if not seeds:
-        return _missing(study, claim, [side for side in (one, other) if not study.seeds_with(*side)])
+        return _missing(claim, [side for side in (one, other) if not study.seeds_with(*side)])
     samples = study.draws.over_seeds(study.success(*one, seeds) - study.success(*other, seeds))
     return _judged(claim, samples, words, "points of mean Step SR", len(seeds), margin)
 
@@ -389,25 +302,23 @@ def _judged(claim: str, samples: Floats, words: str, unit: str, seeds: int, marg
     return Finding(claim, verdict, value, ci95, text)
 
 
-def _missing(study: Study, claim: str, sides: Sequence[Side]) -> Finding:
-    commands = ", ".join(f"`{command(experiment, variant)} --through {k}`" for experiment, variant, k in sides)
+def _missing(claim: str, sides: Sequence[Side]) -> Finding:
+    commands = ", ".join(f"`{command_of(*side)}`" for side in sides)
     return Finding(claim, "not testable", None, None, f"Not run here; {commands or 'no common seed'} makes it.")
-
-
-def command(experiment: str, variant: str, seed: int | None = None) -> str:
-    """The command that makes the runs of a row, but for `--through k`."""
-    name = experiment if variant == FULL else f"{experiment}_{variant}"
-    return f"coepg evolve {name}" + ("" if seed is None else f"/s{seed}")
 
 
 def _rise(study: Study, measure: str) -> Finding:
     claim = f"{'frozen purity' if measure == 'purity_frozen' else measure} D_{study.last} - D_0"
-    runs = study.find(study.root)
-    made = [k for k in range(1, study.last + 1) if runs and all({0, k} <= set(run.data) for run in runs.values())]
+    runs, figure = study.find(study.root), QUALITY[measure]
+
+    def there(k: int) -> bool:
+        return bool(runs) and all(figure in run.data.get(i, {}) for run in runs.values() for i in (0, k))
+
+    made = [k for k in range(1, study.last + 1) if there(k)]
     if not made:
-        return _missing(study, claim, [(study.root, FULL, study.last)])
+        return _missing(claim, [(study.root, FULL, study.last)])
     k, seeds = made[-1], sorted(runs)
-    change = study.data(study.root, k, seeds, measure) - study.data(study.root, 0, seeds, measure)
+    change = study.data(study.root, k, seeds, figure) - study.data(study.root, 0, seeds, figure)
     planned = "" if k == study.last else f"; D_{k} instead of D_{study.last}"
     words = {
         "purity": "by the verifiers of the current pool, which change",
@@ -420,19 +331,21 @@ def _rise(study: Study, measure: str) -> Finding:
 
 def _steadier(study: Study) -> Finding:
     """Variance over seeds of the single grounder against that of the ensemble, with the F interval of their ratio."""
+    from scipy.stats import f  # slow to import
+
     claim = "steadier over seeds"
     k = study.reached((study.root, FULL), (study.root, "no_cdrem")) or study.last
     sides: list[Side] = [(study.root, FULL, k), (study.root, "no_cdrem", k)]
     seeds = sorted(set(study.seeds_with(*sides[0])) & set(study.seeds_with(*sides[1])))
     if len(seeds) < 2:
-        return _missing(study, claim, [side for side in sides if len(study.seeds_with(*side)) < 2])
+        return _missing(claim, [side for side in sides if len(study.seeds_with(*side)) < 2])
     ensemble, single = (study.success(*side, seeds)[0] for side in sides)
     spread = [math.sqrt(variance(map(float, values))) for values in (ensemble, single)]
     if not all(spread):
         return Finding(claim, "not testable", None, None, "The seeds do not differ at all.")
     ratio = (spread[1] / spread[0]) ** 2
     n = len(seeds) - 1
-    bound = float(np.quantile(np.random.default_rng(0).f(n, n, 400_000), (1 + LEVEL) / 2))
+    bound = float(f.ppf((1 + LEVEL) / 2, n, n))
     ci95 = ratio / bound, ratio * bound
     wide = ci95[1] / ci95[0] > 100
     verdict: Verdict = "confirmed" if ci95[0] > 1 else "not testable" if wide else "not confirmed"
@@ -446,7 +359,7 @@ def _steadier(study: Study) -> Finding:
 def _due_to_the_gap(study: Study, control: tuple[str, str]) -> Finding:
     claim, k = "gain due to the made gap", study.reached((study.root, FULL), control)
     if k is None:
-        return _missing(study, claim, [(*side, study.last) for side in ((study.root, FULL), control)])
+        return _missing(claim, [(*side, study.last) for side in ((study.root, FULL), control)])
     seeds = sorted(set(study.seeds_with(study.root, FULL, k)) & set(study.seeds_with(*control, k)))
     gains = [
         study.success(name, FULL, k, seeds) - study.success(name, FULL, 0, seeds) for name in (study.root, control[0])
@@ -459,7 +372,8 @@ def _live(study: Study, k: int, before: int) -> Finding:
     claim = f"live play M_{k} - M_{before}"
     runs = study.find(study.root)
     for split in study.splits:
-        seeds = sorted(seed for seed, run in runs.items() if {(k, split), (before, split)} <= set(run.live))
+        both = {seed: [run.live.get((i, split)) for i in (before, k)] for seed, run in runs.items()}
+        seeds = sorted(seed for seed, (a, b) in both.items() if a and b and played_by(a) == played_by(b))
         if seeds:
             gain = study.draws.over_seeds(study.live((before, k), seeds, split))
             words = f"episodes of {split} in Chromium, judged by the page; mean over families, which are drawn"

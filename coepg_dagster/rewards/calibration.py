@@ -7,7 +7,6 @@ left out. Measured against the hit (point in box), not a spatial score.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -86,22 +85,22 @@ def calibration(confidence: npt.ArrayLike, hits: npt.ArrayLike, bins: int = BINS
 
 def auroc(confidence: npt.NDArray[np.float64], hits: npt.NDArray[np.float64]) -> float | None:
     """P(confidence of a hit > that of a miss), ties counted half; None where there are only hits or only misses."""
+    from scipy.stats import rankdata  # slow to import
+
     positive = int(hits.sum())
     negative = hits.size - positive
     if not positive or not negative:
         return None
-    _, where, counts = np.unique(confidence, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]  # from 1, equal values share their mean rank
+    ranks = rankdata(confidence)
     return float((ranks[hits == 1].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
-def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(hits: int, n: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share."""
-    share, scale = hits / n, 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
-    # the share lies within it, also where both are 0 or 1 and the last bit differs
-    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
+    from scipy.stats import binomtest  # slow to import
+
+    found = binomtest(hits, n).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
 
 
 def of_verdicts(verdicts: pa.Table) -> dict[str, Calibration]:

@@ -93,9 +93,9 @@ def _maker(asset: Asset) -> Maker:
         with (root / "control" / "log.jsonl").open("a") as log:
             log.write(json.dumps(step | {"start": start, "end": time.time()}) + "\n")
         bad = _planted(root, "check", loop, ref).exists()
-        return Outcome(
-            [CONTENT], _figures(asset, work), {name: "planted" if bad else None for name in CHECKS.get(asset, ())}
-        )
+        checks = {name: "planted" if bad else None for name in CHECKS.get(asset, ())}
+        config = work.loop.experiment.regeneration.model_dump(mode="json") if asset == "data_quality" else {}
+        return Outcome([CONTENT], _figures(asset, work), checks, config=config)
 
     make.__doc__ = f"`{asset}`, as a small JSON file."
     return make
@@ -103,12 +103,18 @@ def _maker(asset: Asset) -> Maker:
 
 def _figures(asset: Asset, work: Making) -> dict[str, Any]:
     if asset == "evaluation":
-        value = {"macro": 40.0 + 5 * work.k, "micro": 41.0, "ci95": [35.0, 60.0]}
-        score = {"rows": 10, "metrics": dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)}
+        score = score_of(40.0 + 5 * work.k, [35.0, 60.0])
         return {"validation": score, "test_seed": score}
     if asset == "data_quality":
         return {"purity": 70.0 + work.k, "diversity": 1.5, "coverage": 60.0}
     return {}
+
+
+def score_of(macro: float, ci95: list[float] | None, notes: dict[str, str] | None = None) -> dict[str, Any]:
+    """A split's figures in the record of an evaluation: ten steps by miniwob/point, each metric with this value."""
+    value = {"macro": macro, "micro": 41.0, "ci95": ci95, "ci95_micro": None, "n": 10}
+    metrics = dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)
+    return {"protocol": "miniwob/point", "rows": 10, "metrics": metrics, "notes": notes or {}}
 
 
 def _meet(work: Making, loop: str) -> None:

@@ -176,6 +176,16 @@ def test_an_alert_says_what_failed(light: InProcess, monkeypatch: pytest.MonkeyP
     assert {"step": "light__s1__planner_sft", "why": "RuntimeError: planted failure"} in message["failed"]
 
 
+def test_the_log_does_not_hear_of_the_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Webhook() as taking, caplog.at_level("INFO"):
+        monkeypatch.setenv(WEBHOOK, taking.url)
+        post({"text": "x"})
+        taking.shutdown()
+    assert taking.taken == [{"text": "x"}] and "secret" not in caplog.text
+
+
 def test_a_failed_alert_never_shows_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WEBHOOK, raising=False)
     with pytest.raises(AlertFailed, match=f"{WEBHOOK} is not set"):
@@ -186,7 +196,11 @@ def test_a_failed_alert_never_shows_the_address(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(AlertFailed, match="status 500"):
             post({})
         refusing.shutdown()
-    for address, says in ((secret, "cannot be reached"), ("file:///etc/secret", "no http or https")):
+    for address, says in (
+        (secret, "cannot be reached"),
+        ("file:///etc/secret", "no http or https"),
+        ("http://[::1?secret", "no http or https"),
+    ):
         monkeypatch.setenv(WEBHOOK, address)
         with pytest.raises(AlertFailed, match=says) as failed:
             post({})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import threading
 
 import dagster as dg
-from coepg_dagster.assets.pages import page_server
+from coepg_dagster.assets.pages import serve_pages
 
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
+from tests.deployment import free_port
 
 
 def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
@@ -19,9 +19,8 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
     )
     assert result.success
     (light.project.root / "experiments" / "draft.yaml").write_text("")
-    server = page_server(light.project, light.instance, 0, "http://127.0.0.1:3000")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    port = server.server_address[1]
+    port = free_port()
+    server = serve_pages(light.project, light.instance, port, "http://127.0.0.1:3000")
 
     def ask(path: str, host: str = f"127.0.0.1:{port}") -> tuple[int, str, http.client.HTTPMessage]:
         connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -43,11 +42,15 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
             status, body, headers = ask(path)
             assert status == 200 and text in body, path
             assert "default-src 'none'" in headers["Content-Security-Policy"]
-        assert ask("/light/s1/", "example.com")[0] == 403
+        assert ask("/light/s1/", "example.com")[0] == 400
         for path, why in (
             ("/light/s1/audit-0.html", "cannot be read"),  # the light loop has no tables
             ("/light/s1/audit-9.html", "no page audit-9.html yet"),
             ("/light/s1/../../../dagster.yaml", "there is no"),
+            ("/light/s1/..%2f..%2f..%2fdagster.yaml", "there is no"),
+            ("/light/s1/%2e%2e/%2e%2e/%2e%2e/dagster.yaml", "there is no"),
+            ("/light/s1/%2fetc/hostname", "there is no"),
+            ("/light/s1/a%00b", "there is no"),
             ("/light/s1/.made/lineage.html", "no page"),
             ("/light/s1/trace.html", "a trace is asked for as"),
             ("/light/s9/index.html", "no such seed"),
@@ -55,8 +58,7 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
             status, body, _ = ask(path)
             assert status == 404 and why in body, (path, body)
     finally:
-        server.shutdown()
-        server.server_close()
+        server.should_exit = True
     for asset, page in (("dataset", "audit-0.html"), ("planner", "planner-0.html"), ("evaluation", "evolution.html")):
         found = light.instance.fetch_materializations(light.loop.key(asset), limit=1).records[0]  # type: ignore[arg-type]
         assert found.asset_materialization is not None

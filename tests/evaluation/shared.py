@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from coepg_dagster.evaluation.result import Result
+from coepg_dagster.evaluation.tables import MISSING, Table, half_up
 
 DATA = Path(os.environ.get("COEPG_SHARED_DATA") or Path(__file__).parents[3] / "shared" / "data")
 needs_data = pytest.mark.skipif(
@@ -14,3 +18,22 @@ needs_data = pytest.mark.skipif(
 )
 PREDICTIONS = DATA / "published_predictions"
 SAMPLES = DATA / "benchmark_samples"
+
+
+def protocols_table(results: Mapping[str, Result]) -> Table:
+    """The same predictions under several protocols, to show how far they are apart; the one table that mixes them."""
+    metrics = list(dict.fromkeys(name for result in results.values() for name in result.metrics))
+    header = ["Protocol", "Scored", "Skipped"]
+    for name in metrics:
+        header += [f"{name} micro", f"{name} macro", f"{name} steps"]
+    rows = []
+    for protocol, result in results.items():
+        cells = [protocol, str(result.scored), str(sum(result.skipped.values()))]
+        for name in metrics:
+            value = result.metrics.get(name)
+            if value is None:
+                cells += [MISSING] * 3
+            else:
+                cells += [half_up(value.micro, 2), half_up(value.macro, 2), str(value.n)]
+        rows.append(tuple(cells))
+    return Table("The same predictions under each protocol, per cent", tuple(header), tuple(rows))

@@ -1,42 +1,20 @@
-"""Tables 1 and 2: the paper's rows, half-up rounding, one protocol per table."""
+"""Tables: the paper's rows, half-up rounding, one protocol for each metric in a table."""
 
 from __future__ import annotations
 
-import csv
-import io
+from collections.abc import Sequence
+from decimal import Decimal
 
 import pytest
 
-from coepg_dagster.evaluation.case import Action, Case, ScoringError
-from coepg_dagster.evaluation.protocols import PROTOCOLS
-from coepg_dagster.evaluation.result import Result, result_of
-from coepg_dagster.evaluation.tables import (
-    TABLE_1,
-    TABLE_2,
-    android_control_table,
-    half_up,
-    mean,
-    mind2web_table,
-    results_table,
-)
+from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.tables import TABLE_1, TABLE_2, Cell, half_up, one_protocol, table_of
 
 
-def result(protocol: str, right: int, wrong: int, episodes: int = 4) -> Result:
-    box = (0.0, 0.0, 10.0, 10.0)
-    cases = [
-        Case(
-            step_id=f"s{i}",
-            episode_id=f"e{i % episodes}",
-            label=Action("click" if "android" in protocol else "CLICK", "", (5.0, 5.0)),
-            prediction=Action(
-                "click" if "android" in protocol else "CLICK", "", (5.0, 5.0) if i < right else (90.0, 9.0)
-            ),
-            boxes=(box,),
-            size=(100, 100),
-        )
-        for i in range(right + wrong)
-    ]
-    return result_of(PROTOCOLS[protocol], cases)
+def mean(values: Sequence[str | None]) -> Decimal | None:
+    """The exact mean of decimals; None where one is missing."""
+    known = [Decimal(value) for value in values if value is not None]
+    return sum(known, Decimal(0)) / len(values) if len(known) == len(values) else None
 
 
 def test_halves_go_up_on_decimals() -> None:
@@ -51,44 +29,20 @@ def test_printed_averages_follow_from_printed_numbers() -> None:
         assert half_up(mean([high, low])) == average, name
 
 
-def test_our_rows_stand_beside_the_papers_in_every_form() -> None:
-    table = mind2web_table({"ours_7B & more": {"test_task": result("mind2web/uground", 3, 1)}})
-    assert len(table.rows) == len(TABLE_1) + 1
-    assert table.rows[-1][:5] == ("ours_7B & more", "mind2web/uground, macro", "75.0", "100.0", "75.0")
-    assert table.rows[-1][-1] == "–"  # two splits are missing
-    assert table.markdown().count("\n| ") == len(table.rows) + 1
-    read = list(csv.reader(io.StringIO(table.csv())))
-    assert read[0][0] == "Planner + grounder" and read[-1][2] == "75.0" and read[-1][-1] == ""
-    assert r"ours\_7B \& more" in table.latex()
-    assert table.latex().count(r"\\") == len(table.rows) + 1
+def cell(protocol: str, metric: str = "step_sr") -> Cell:
+    return Cell(metric, 40.0, (35.05, 46.0), protocol)
 
 
-def test_android_control_average() -> None:
-    both = {"high": result("android_control/strict14", 1, 1), "low": result("android_control/strict14", 3, 1)}
-    assert android_control_table({"ours": both}).rows[-1] == (
-        "ours",
-        "android_control/strict14, micro",
-        "50.0",
-        "75.0",
-        "62.5",
-    )
+def test_a_table_names_the_protocol_of_each_metric() -> None:
+    rows = [("a", cell("p, macro"), cell("rule any", "purity")), ("b", cell("p, macro (steps lost)"), None)]
+    table = table_of("Title", ("name", "Step SR", "purity"), rows)
+    assert table.rows == (("a", "40.0 [35.1, 46.0]", "40.0 [35.1, 46.0]"), ("b", "40.0 [35.1, 46.0]", "–"))
+    assert table.protocols == "Protocol of step_sr: p, macro (steps lost); of purity: rule any."
+    assert table.protocols in table.markdown() and table.markdown().count("\n| ") == 3
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        {"test_task": result("mind2web/uground", 1, 1), "test_website": result("mind2web/seeclick", 1, 1)},
-        {"test_task": result("android_control/strict14", 1, 1)},
-        {"test": result("mind2web/uground", 1, 1)},
-    ],
-)
-def test_protocols_and_splits_are_not_mixed(splits: dict[str, Result]) -> None:
-    with pytest.raises(ScoringError):
-        mind2web_table({"ours": splits})
-
-
-def test_results_beside_each_other() -> None:
-    table = results_table({"a": result("miniwob/point", 1, 3), "b": result("miniwob/point", 2, 2)})
-    assert [row[2] for row in table.rows] == ["25.00", "50.00"]
-    with pytest.raises(ScoringError, match="one table holds one protocol"):
-        results_table({"a": result("miniwob/point", 1, 3), "b": result("mind2web/uground", 2, 2)})
+def test_a_table_of_two_protocols_is_refused() -> None:
+    with pytest.raises(ScoringError, match="step_sr would be by p, macro and by q, macro"):
+        table_of("Title", ("name", "Step SR"), [("a", cell("p, macro")), ("b", cell("q, macro"))])
+    with pytest.raises(ScoringError, match="step_sr would be by p, macro and by p, micro"):
+        one_protocol("step_sr", ["p, macro", "p, micro"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.experiment import Quality, Regeneration
-from coepg_dagster.pools.quality import data_quality, jensen_shannon, unreadable_by_verifier
+from coepg_dagster.pools.quality import Regenerated, by_episode, data_quality, jensen_shannon, unreadable_by_verifier
 from coepg_dagster.pools.selection import select
 from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates, row, rows, verdict, verdicts
@@ -70,7 +70,8 @@ def measure(
     dataset, decisions = select(steps, plans, votes, config, iteration, previous)
     moved = verdicts() if moved is None else moved
     quality = Quality(legible_px=10.5)
-    return data_quality(steps, plans, votes, moved, decisions, dataset, previous, config, quality, frozen, RESIZES)
+    made = Regenerated(steps, plans, votes, dataset, config, frozen)
+    return data_quality(made, moved, decisions, previous, quality, RESIZES)
 
 
 def test_by_hand() -> None:
@@ -121,6 +122,21 @@ def test_by_hand() -> None:
         "illegible": 100.0,  # all have 10 px
         "smallest_target_px": 10.0,
     }
+
+
+def test_measures_by_episode_are_those_of_the_whole() -> None:
+    config = Regeneration()
+    dataset, _ = select(STEPS, CANDIDATES, VERDICTS, config, 1, PREVIOUS)
+    parts = by_episode(Regenerated(STEPS, CANDIDATES, VERDICTS, dataset, config, frozenset({"open"})))
+    assert parts["purity"].episodes == tuple(sorted(set(STEPS["episode_id"].to_pylist())))
+    assert [(name, part.above.sum(), part.below.sum()) for name, part in parts.items()] == [
+        ("purity", 400, 8),
+        ("purity_open", 200, 8),
+        ("diversity", 3, 2),
+        ("coverage", 400, 4),
+    ]
+    others = Regenerated(STEPS, CANDIDATES, VERDICTS, dataset, config, frozenset({"open", "silent"}))
+    assert set(parts) - set(by_episode(others)) == {"purity_open"}
 
 
 def test_answers_that_name_no_point_are_counted_for_each_verifier() -> None:

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.evaluation.tables import android_control_table, mind2web_table
 from coepg_dagster.experiment import load_experiment
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA
+from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
 from coepg_dagster.readers.files import Files
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.importing import Counts, Options, import_dataset, lost_of, rejects
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
+from coepg_dagster.reports.paper import table_2
+from coepg_dagster.results import Cells, frame, rows_of
 from coepg_dagster.workers import EvaluationWork
 from tests.project import REPOSITORY
 
@@ -307,14 +309,20 @@ def test_an_evaluation_says_that_its_denominator_is_short(tmp_path: Path) -> Non
 def test_the_tables_name_a_short_denominator(tmp_path: Path) -> None:
     broken(tmp_path)
     steps = load(tmp_path / "out")
-    whole, short = (
-        score_steps("android_control/os_atlas", steps, predictions_of(steps), lost=lost)
-        for lost in ({}, {"bad_image": 2})
-    )
-    rows = android_control_table({"whole": {"high": whole}, "short": {"high": short}}).rows[-2:]
+    experiment = load_experiment(REPOSITORY / "experiments" / "mobile_3b.yaml")
+    records = {}
+    for k, lost in enumerate(({}, {"bad_image": 2})):
+        scored = score_steps("android_control/os_atlas", steps, predictions_of(steps), lost=lost)
+        records[Ref("evaluation", k)] = evaluated(k, {"test": json.loads(scored.to_json())})
+    cells = Cells(frame(rows_of(experiment, 13, records)), ["test"])
+    rows = table_2(cells, {"high": "mobile_3b"}, 1).rows[-2:]
     assert [row[1] for row in rows] == [
-        "android_control/os_atlas, micro",
-        "android_control/os_atlas, micro, steps lost",
+        "android_control/os_atlas, macro",
+        "android_control/os_atlas, macro (steps lost)",
     ]
-    web = score_steps("mind2web/uground", steps, predictions_of(steps), lost={"bad_image": 2})
-    assert mind2web_table({"m": {"test_task": web}}).rows[-1][1] == "mind2web/uground, macro, steps lost"
+    assert all(row[2] != "–" for row in rows)
+
+
+def evaluated(k: int, figures: dict[str, Any]) -> Record:
+    about = {"data_version": "v", "run_id": "r", "folder": "f", "inputs": [], "code_version": "1", "config": {}}
+    return Record(asset="evaluation", iteration=k, **about, seed=13, seconds=1, device="cpu", figures=figures)

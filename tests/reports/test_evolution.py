@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, Member, case_study, write_report
 from coepg_dagster.reports.lineage import key_number
-from coepg_dagster.results import learned_text, results, short_splits
+from coepg_dagster.results import learned_text, overview, results, short_splits
+from tests.assets.light import score_of
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import png, step, step_table
 from tests.reports.test_lineage import experiment
@@ -56,15 +59,21 @@ def test_cases_are_the_first_step_of_each_family_that_failed_first_and_succeeds_
 
 
 def record(asset: Any, k: int, figures: dict[str, Any]) -> Record:
-    about = {"data_version": f"v{k}", "run_id": "r", "folder": "f", "inputs": [], "code_version": "1", "config": {}}
+    about = {
+        "data_version": f"v{k}",
+        "run_id": "r",
+        "folder": "f",
+        "inputs": [],
+        "code_version": "1",
+        "config": {"rule": "any"},
+    }
     return Record(asset=asset, iteration=k, **about, seed=1, seconds=60, device="cpu", figures=figures)
 
 
 def evolution(of: Experiment) -> Evolution:
     records: dict[Ref, Record] = {}
     for k in range(3):
-        value = {"macro": 40.0 + 5 * k, "micro": 41.0, "ci95": [35.0 + 5 * k, 46.0 + 5 * k]}
-        split = {"rows": 10, "metrics": dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)}
+        split = score_of(40.0 + 5 * k, [35.0 + 5 * k, 46.0 + 5 * k])
         records[Ref("evaluation", k)] = record("evaluation", k, {"validation": split, "test_seed": split})
         figures = {"purity": 70.0 + k, "purity_open": 69.0, "diversity": 2.0 + k, "coverage": 80.0}
         records[Ref("data_quality", k)] = record("data_quality", k, figures)
@@ -97,6 +106,49 @@ def test_what_each_training_changed_is_among_the_results(tmp_path: Path) -> None
     assert key_number(of, records[Ref("planner", 1)]) == "GRPO +7.1 on train"
 
 
+def test_results_have_the_documented_shape(tmp_path: Path) -> None:
+    iterations = evolution(experiment(tmp_path)).table["iterations"]
+    value = {"macro": 45.0, "micro": 41.0, "ci95": [40.0, 51.0]}
+    split = {"steps": 10, "protocol": "miniwob/point"} | dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)
+    assert iterations[1] == {
+        "iteration": 1,
+        "splits": {"test_seed": split},
+        "validation": split,
+        "purity": 71.0,
+        "diversity": 3.0,
+        "coverage": 80.0,
+        "sft_planner": None,
+        "sft_grounder": None,
+        "grpo": None,
+        "seconds": {"data_quality": 60.0, "evaluation": 60.0},
+        "stale": {},
+    }
+    assert json.loads(json.dumps(iterations)) == iterations
+
+
+def test_what_another_protocol_or_rule_counted_is_left_out_and_named(tmp_path: Path) -> None:
+    of = evolution(experiment(tmp_path))
+    records = dict(of.loops[0].records)
+    scored, chosen = records[Ref("evaluation", 1)], records[Ref("data_quality", 0)]
+    old = {split: score | {"protocol": "mind2web/seeact"} for split, score in scored.figures.items()}
+    records[Ref("evaluation", 1)] = scored.model_copy(update={"figures": old})
+    records[Ref("data_quality", 0)] = chosen.model_copy(update={"config": {"rule": "k_of_n", "k": 2}})
+    table, left_out = overview(of.experiment, 1, records)
+    assert [row[1:5] for row in table.rows] == [
+        ("40.0 [35.0, 46.0]", "–", "–", "–"),
+        ("–", "71.0", "3.0", "80.0"),
+        ("50.0 [45.0, 56.0]", "72.0", "4.0", "80.0"),
+    ]
+    assert table.protocols == ("Protocol of step_sr: miniwob/point, macro; of purity, diversity, coverage: rule any.")
+    assert left_out == [
+        "left out: light, k = 0: by rule k_of_n with k = 2, not by rule any, until it is made again",
+        "left out: light, k = 1: by mind2web/seeact, not by miniwob/point, until it is made again",
+    ]
+    page = tmp_path / "evolution.html"
+    write_report(replace(of, loops=[Member(of.experiment, records)]), page)
+    assert all(line in page.read_text() for line in left_out)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("evolution")
@@ -124,8 +176,7 @@ def test_a_short_denominator_is_said_once(page: tuple[Path, str], tmp_path: Path
 
 
 def test_results_carry_the_note_of_a_short_denominator(tmp_path: Path) -> None:
-    value = {"macro": 1.0, "micro": 1.0, "ci95": None}
-    score = {"rows": 10, "metrics": {"step_sr": value}, "notes": {"lost": "2 steps"}}
+    score = score_of(1.0, None, {"lost": "2 steps"})
     figures = {"validation": score, "test_seed": score}
     found = results(experiment(tmp_path), 1, {Ref("evaluation", 0): record("evaluation", 0, figures)}, {})
     assert short_splits(found["iterations"]) == ["test_seed: 2 steps"]

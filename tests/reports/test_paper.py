@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -10,26 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.reports.figures import png_bytes
+from coepg_dagster.reports.html import render
 from coepg_dagster.reports.paper import (
-    AVERAGE,
-    FULL,
-    Results,
-    Row,
     figure_2,
     figure_4,
     figure_5,
     figure_6,
     figure_7,
     grpo_progress,
-    html_table,
     paper_table_1,
-    rows_of,
     table_1,
     table_2,
     table_3,
     table_4,
 )
+from coepg_dagster.results import AVERAGE, FULL, Cells, Row, frame
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 
 SPLITS = ["test_seed", "test_text"]
@@ -40,69 +37,89 @@ def row(value: float, ci95: Any = None, **change: Any) -> Row:
         "experiment": "sandbox",
         "variant": FULL,
         "seed": 13,
-        "iteration": 3,
+        "k": 3,
         "split": "test_seed",
         "metric": "step_sr",
+        "protocol": "miniwob/point, macro",
     }
-    return Row(**(of | change), value=value, ci95=ci95)
+    low, high = ci95 or (None, None)
+    return Row(**(of | change), value=value, low=low, high=high)
 
 
-def whole() -> Results:
+def cells_of(rows: list[Row], splits: list[str] = SPLITS) -> Cells:
+    return Cells(frame(rows), splits)
+
+
+def whole() -> Cells:
     """Three iterations, three seeds, and one ablation."""
     rows = []
     for seed in (13, 42, 1234):
         for k in range(4):
             for split in SPLITS:
                 for metric in ("ele_acc", "op_f1", "step_sr"):
-                    rows.append(row(40 + 5 * k + seed % 3, seed=seed, iteration=k, split=split, metric=metric))
+                    rows.append(row(40 + 5 * k + seed % 3, seed=seed, k=k, split=split, metric=metric))
             for metric in ("purity", "purity_frozen", "diversity", "coverage"):
-                rows.append(row(2 + k, seed=seed, iteration=k, split="train", metric=metric))
+                rows.append(row(2 + k, seed=seed, k=k, split="train", metric=metric, protocol="rule any"))
     rows += [row(50, variant="uniform", split=split) for split in SPLITS]
-    return Results(rows, SPLITS)
+    return cells_of(rows)
 
 
 def test_a_row_over_all_seeds_comes_before_the_mean_of_the_seeds() -> None:
     single = [row(40, seed=1), row(50, seed=2)]
-    mean = Results(single, SPLITS).cell("sandbox", FULL, 3, "test_seed", "step_sr")
-    assert mean is not None and (mean.value, mean.ci95, mean.seeds) == (45, None, 2)
-    joint = Results([*single, row(46, (41, 51), seed=None)], SPLITS).cell("sandbox", FULL, 3, "test_seed", "step_sr")
+    mean = cells_of(single).cell("sandbox", FULL, 3, "test_seed", "step_sr")
+    assert mean is not None and (mean.value, mean.ci95) == (45, None)
+    joint = cells_of([*single, row(46, (41, 51), seed=None)]).cell("sandbox", FULL, 3, "test_seed", "step_sr")
     assert joint is not None and joint.text() == "46.0 [41.0, 51.0]"
 
 
 def test_the_average_needs_every_split() -> None:
-    assert Results([row(40)], SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr") is None
+    assert cells_of([row(40)]).cell("sandbox", FULL, 3, AVERAGE, "step_sr") is None
     both = [row(40, (37, 43)), row(60, (56, 64), split="test_text")]
-    average = Results(both, SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
+    average = cells_of(both).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
     # splits of one pair of models have independent errors: half-widths 3 and 4 make 5 / 2
     assert average is not None and average.text() == "50.0 [47.5, 52.5]"
     given_one = [*both, row(51, (45, 55), split=AVERAGE, seed=None)]
-    average = Results(given_one, SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
+    average = cells_of(given_one).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
     assert average is not None and average.text() == "51.0 [45.0, 55.0]"
 
 
 def test_several_seeds_get_no_interval_that_leaves_the_seeds_out() -> None:
     rows = [row(40, (37, 43), seed=seed, split=split) for seed in (1, 2) for split in SPLITS]
-    average = Results(rows, SPLITS).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
+    average = cells_of(rows).cell("sandbox", FULL, 3, AVERAGE, "step_sr")
     assert average is not None and average.ci95 is None
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=5))
 def test_the_mean_of_the_seeds_is_between_them(values: list[float]) -> None:
-    cell = Results([row(v, seed=i) for i, v in enumerate(values)], SPLITS).cell(
-        "sandbox", FULL, 3, "test_seed", "step_sr"
-    )
+    cell = cells_of([row(v, seed=i) for i, v in enumerate(values)]).cell("sandbox", FULL, 3, "test_seed", "step_sr")
     assert cell is not None and min(values) - 1e-9 <= cell.value <= max(values) + 1e-9
 
 
-def test_a_row_that_is_none_is_named() -> None:
-    good = row(40, (1.0, 2.0)).__dict__ | {"ci95": [1.0, 2.0]}
-    assert rows_of(json.loads(json.dumps([good]))) == [row(40, (1.0, 2.0))]
-    with pytest.raises(ValueError, match="row 1 of the results is not one"):
-        rows_of([good, {"experiment": "sandbox"}])
+VIEWS: list[Callable[[Cells], Any]] = [
+    lambda cells: table_1(cells, {"sandbox": 3}),
+    lambda cells: table_3(cells, "sandbox", 3),
+    lambda cells: table_4(cells, "sandbox", 3),
+    lambda cells: figure_2(cells, {"small": "sandbox"}),
+    lambda cells: figure_4(cells, {50: "half", 100: "sandbox"}, 3),
+    lambda cells: figure_7(cells, {"small": "sandbox", "half": "half"}),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_table_and_no_figure_mixes_protocols(view: Callable[[Cells], Any]) -> None:
+    def rows(protocol: str) -> list[Row]:
+        own = [row(40, k=k, split=split) for split in SPLITS for k in (1, 3)]
+        change = {"protocol": protocol}
+        others = [{"variant": "no_grpo"}, {"variant": "uniform"}, {"variant": "end_to_end"}, {"experiment": "half"}]
+        return own + [row(50, split=s, **other | change) for other in others for s in SPLITS] + [row(1, k=2, **change)]
+
+    view(cells_of(rows("miniwob/point, macro (steps lost)")))
+    with pytest.raises(ScoringError, match="one table holds one protocol"):
+        view(cells_of(rows("mind2web/seeact, macro")))
 
 
 def test_table_1_and_what_is_missing() -> None:
-    table = table_1(whole(), "sandbox", 4, "miniwob/point")
+    table = table_1(whole(), {"sandbox": 4})
     assert table.rows[0][:3] == ("sandbox M_0 (base pair)", "miniwob/point, macro", "40.7")
     assert table.rows[3][-1] == "55.7"
     assert table.rows[4][1] == "missing: `coepg evolve sandbox --through 4`"
@@ -113,15 +130,16 @@ def test_table_1_and_what_is_missing() -> None:
 def test_on_the_papers_splits_its_rows_come_first() -> None:
     splits = ["test_task", "test_website", "test_domain"]
     rows = [row(60, split=split, metric=m) for split in splits for m in ("ele_acc", "op_f1", "step_sr")]
-    table = table_1(Results(rows, splits), "sandbox", 3, "mind2web/paper")
+    table = table_1(cells_of(rows, splits), {"sandbox": 3})
     assert table.rows[0][0] == "GPT-4 + Choice" and table.rows[-1][-1] == "60.0"
     assert "Cross-Website Op.F1" in table.header
 
 
 def test_table_2() -> None:
-    rows = [row(v, split=level, metric="step_acc") for level, v in (("high", 70.0), ("low", 80.0))]
-    table = table_2(Results(rows, ["high", "low"]), "sandbox", 3, "android_control/uground")
-    assert table.rows[-1] == ("sandbox M_3", "android_control/uground", "70.0", "80.0", "75.0")
+    of = {"metric": "step_acc", "protocol": "android_control/os_atlas, macro"}
+    rows = [row(v, experiment=name, split="test", **of) for name, v in (("sandbox", 70.0), ("sandbox_low", 80.0))]
+    table = table_2(cells_of(rows, ["test"]), {"high": "sandbox", "low": "sandbox_low"}, 3)
+    assert table.rows[-1] == ("sandbox M_3", "android_control/os_atlas, macro", "70.0", "80.0", "75.0")
     assert table.rows[-2][1] == "missing: `coepg evolve sandbox --through 2`"
 
 
@@ -136,7 +154,7 @@ def test_tables_3_and_4_hold_the_papers_numbers_and_the_commands_of_missing_rows
 
 
 def test_html_is_escaped_and_commands_are_code() -> None:
-    html = html_table(table_4(whole(), "<b>sandbox</b>", 3))
+    html = render("table.html", table=table_4(whole(), "<b>sandbox</b>", 3))
     assert "<b>" not in html and "&lt;b&gt;" in html and "<code>coepg evolve" in html
 
 
@@ -171,17 +189,17 @@ def lines(axes: Any) -> dict[str, list[float]]:
 
 
 def test_figures_show_the_rows() -> None:
-    results = whole()
-    second = figure_2(results, {"small": "sandbox", "large": "sandbox_large"})
+    cells = whole()
+    second = figure_2(cells, {"small": "sandbox", "large": "sandbox_large"})
     assert lines(second.axes[0]) == {"small, with GRPO": [40.67, 45.67, 50.67, 55.67]}
     assert second.axes[1].lines[0].get_ydata()[-1] == 58.4
-    fourth = figure_4(results, {25: "sandbox_labels_25", 100: "sandbox"}, 3)
+    fourth = figure_4(cells, {25: "sandbox_labels_25", 100: "sandbox"}, 3)
     assert lines(fourth.axes[0]) == {"M_0": [40.67], "M_3": [55.67]}
-    sixth = figure_6(results, "sandbox")
+    sixth = figure_6(cells, "sandbox")
     assert (
         lines(sixth.axes[0])["purity, frozen verifiers"] == [2, 3, 4, 5] and lines(sixth.axes[1])["diversity"][0] == 2
     )
-    seventh = figure_7(results, {"small": "sandbox"})
+    seventh = figure_7(cells, {"small": "sandbox"})
     assert [axes.get_title() for axes in seventh.axes] == SPLITS
     fifth = figure_5({"C-DREM": [[(0, 10.0), (1, 30.0)], [(0, 20.0), (1, 50.0)]]})
     assert list(fifth.axes[0].lines[0].get_ydata()) == [15.0, 40.0]
@@ -189,7 +207,7 @@ def test_figures_show_the_rows() -> None:
 
 
 def test_figures_of_nothing_are_empty_and_not_errors() -> None:
-    nothing = Results([], SPLITS)
+    nothing = cells_of([])
     for drawn in (
         figure_2(nothing, {"small": "x"}),
         figure_6(nothing, "x"),

@@ -11,31 +11,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Regeneration
-from coepg_dagster.pools.selection import select
+from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.statistics import ByEpisode
 from coepg_dagster.reports.results_page import write_page
 from coepg_dagster.reports.study import (
-    FULL,
     Draws,
-    Measured,
     Run,
     Study,
     estimate,
     findings,
     missing_runs,
-    quality_by_episode,
     success_by_episode,
 )
-from tests.pools.test_quality import CANDIDATES, PREVIOUS, STEPS, VERDICTS, measure
+from coepg_dagster.results import FULL, Row
 
 SPLITS = ("test_a", "test_b")
 EPISODES = tuple(f"e{i}" for i in range(40))
 
 
-def measured(rate: float, seed: int = 0) -> Measured:
+def measured(rate: float, seed: int = 0) -> ByEpisode:
     """Forty episodes that succeed at about this rate; the same seed and a higher rate: the same successes and more."""
     luck = np.random.default_rng(seed).random(len(EPISODES))
-    return Measured(EPISODES, (luck < rate).astype(float), np.ones(len(EPISODES)))
+    return ByEpisode(EPISODES, (luck < rate).astype(float), np.ones(len(EPISODES)))
+
+
+def measured_row(of: Run, k: int, split: str, metric: str, value: float, **more: Any) -> Row:
+    place = {"experiment": of.experiment, "variant": of.variant, "seed": of.seed, "k": k, "split": split}
+    return Row(**place, metric=metric, value=value, **{"protocol": "miniwob/point, macro"} | more)
 
 
 def run(variant: str, seed: int, rates: dict[int, float], experiment: str = "box") -> Run:
@@ -46,7 +48,7 @@ def run(variant: str, seed: int, rates: dict[int, float], experiment: str = "box
         for split in SPLITS:
             made.success[k, split] = measured(rate, seed)
             value = 100 * float(made.success[k, split].above.mean())
-            made.scores.setdefault(k, {})[split] = {"step_sr": {"macro": value, "ci95": (0.0, 100.0)}}
+            made.rows.append(measured_row(made, k, split, "step_sr", value, low=0.0, high=100.0))
     return made
 
 
@@ -62,16 +64,6 @@ def test_success_by_episode_is_the_mean_of_its_steps() -> None:
     judged = pa.table({"episode_id": ["a", "a", "b", "b"], "step_sr": [1.0, 0.0, 1.0, None]})
     one = success_by_episode(judged, "step_sr")
     assert one.episodes == ("a", "b") and one.above.tolist() == [0.5, 1.0]
-
-
-def test_purity_by_episode_sums_to_what_data_quality_says() -> None:
-    config = Regeneration()
-    dataset, _ = select(STEPS, CANDIDATES, VERDICTS, config, 1, PREVIOUS)
-    parts = quality_by_episode(STEPS, CANDIDATES, VERDICTS, dataset, config, frozenset({"open"}))
-    whole = measure(STEPS, CANDIDATES, VERDICTS, PREVIOUS, config, frozenset({"open"}))
-    names = {"purity": "purity", "purity_frozen": "purity_open", "diversity": "diversity", "coverage": "coverage"}
-    for name, figure in names.items():
-        assert parts[name].above.sum() / parts[name].below.sum() == pytest.approx(whole[figure])
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=5))
@@ -119,7 +111,8 @@ def test_not_worse_has_a_margin_of_two_points() -> None:
 
 def test_live_play_is_compared_over_the_families_that_both_iterations_played() -> None:
     def played(rates: dict[str, float]) -> dict[str, Any]:
-        return {"families": {name: {"success": rate} for name, rate in rates.items()}}
+        families = {name: {"success": rate} for name, rate in rates.items()}
+        return {"families": families, "made_from": {"episodes": "of benchmark_steps x", "step limit": 16}}
 
     one = run(FULL, 1, {0: 0.2, 1: 0.4, 3: 0.6})
     one.live = {
@@ -132,16 +125,38 @@ def test_live_play_is_compared_over_the_families_that_both_iterations_played() -
     assert 25 <= gain.ci95[0] < gain.ci95[1] <= 100 and "1 seed;" in gain.text
     assert claims["live play M_3 - M_1"].verdict == "not testable"
     assert "`coepg play box@3`" in claims["live play M_3 - M_1"].text
+    one.live[1, "test_a"]["made_from"]["episodes"] = "from seed 7"  # other episodes are another measure
+    assert found(study(one))["live play M_1 - M_0"].verdict == "not testable"
 
 
 def test_rows_are_one_for_each_run_split_and_metric_and_no_average() -> None:
     both = study(run(FULL, 1, {0: 0.2, 1: 0.5}), run("uniform", 1, {1: 0.5}))
     rows = both.rows()
-    assert len(rows) == 6 and {row["split"] for row in rows} == set(SPLITS)
-    assert set(rows[0]) == {"experiment", "variant", "seed", "iteration", "split", "metric", "value", "ci95"}
-    assert {(row["experiment"], row["variant"]) for row in rows} == {("box", "full"), ("box", "uniform")}
+    assert len(rows) == 6 and {row.split for row in rows} == set(SPLITS)
+    assert {(row.experiment, row.variant) for row in rows} == {("box", "full"), ("box", "uniform")}
     joint = both.joint_rows()
-    assert {row["seed"] for row in joint} == {None} and "average" in {row["split"] for row in joint}
+    assert {row.seed for row in joint} == {None} and "average" in {row.split for row in joint}
+    written = rows[0].to_json()
+    assert (written["iteration"], written["ci95"], written["protocol"]) == (0, [0.0, 100.0], "miniwob/point, macro")
+
+
+def test_measures_of_the_data_have_intervals_over_episodes() -> None:
+    one = run(FULL, 1, {0: 0.2, 1: 0.5})
+    for k in (0, 1):
+        one.data[k] = {"purity": measured(0.5 + k / 4)}
+        one.rows.append(measured_row(one, k, "train", "purity", one.data[k]["purity"].value or 0, protocol="rule any"))
+    purity = [row for row in study(one).rows() if row.metric == "purity"]
+    assert [row.value for row in purity] == [one.data[k]["purity"].value for k in (0, 1)]
+    assert all(row.low is not None and row.high is not None and row.low < (row.value or 0) < row.high for row in purity)
+    joint = [row for row in study(one).joint_rows() if row.metric == "purity"]
+    assert [row.protocol for row in joint] == ["rule any"] * 2
+
+
+def test_a_study_of_two_protocols_is_refused() -> None:
+    other = run("uniform", 1, {1: 0.5})
+    other.rows = [row.model_copy(update={"protocol": "mind2web/seeact, macro"}) for row in other.rows]
+    with pytest.raises(ScoringError, match=r"box_uniform/s1 by mind2web/seeact, macro, box/s1 by miniwob/point, macro"):
+        study(run(FULL, 1, {0: 0.2, 1: 0.5}), other)
 
 
 def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: Path) -> None:
@@ -151,9 +166,7 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     missing = missing_runs(one, wanted, 3)
     assert missing == ["coepg evolve box/s1 --through 3", "coepg evolve box_uniform/s1 --from 3 --through 3"]
     assert missing_runs(one, {"box/s1": ("box", FULL, 1, 1)}, 1) == []
-    page = write_page(
-        one, findings(one), missing, {"box_large": "models/large is not there"}, "miniwob/point", tmp_path
-    )
+    page = write_page(one, findings(one), missing, {"box_large": "models/large is not there"}, tmp_path)
     text = page.read_text()
     for said in (
         "- `coepg evolve box/sSEED --through 3`, SEED being 1",
@@ -172,9 +185,11 @@ def test_the_page_says_where_grpo_was_hardly_trained(tmp_path: Path) -> None:
 
     def said(rollouts: int) -> str:
         for one, seen in ((small, rollouts), (large, 20_000)):
-            one.training = {1: {"rollouts": seen, "grpo_before": 50.0, "grpo_after": 56.0}}
+            one.rows = [row for row in one.rows if row.split != "train"]
+            values = {"rollouts": seen, "grpo_before": 50.0, "grpo_after": 56.0}
+            one.rows += [measured_row(one, 1, "train", name, value) for name, value in values.items()]
         both = study(small, large)
-        return write_page(both, findings(both), [], {}, "miniwob/point", tmp_path).read_text()
+        return write_page(both, findings(both), [], {}, tmp_path).read_text()
 
     few = said(1024)
     assert "**GRPO was hardly trained.** 1 of 2 runs saw fewer than 10,000 rollouts (the smallest 1,024)" in few
@@ -186,9 +201,10 @@ def test_the_page_has_rows_of_both_sizes_and_a_table_of_live_play_for_each_split
     one, large = run(FULL, 1, {0: 0.2, 1: 0.5}), run(FULL, 1, {0: 0.3, 1: 0.6}, "box_large")
     solved = {"solved": 1, "episodes": 4, "success": 25.0}
     for k, split in ((0, "test_a"), (1, "test_a"), (1, "test_b")):
-        one.live[k, split] = {"success": {"rate": 25.0, "ci95": [0.0, 50.0]}, "families": {f"menus_{split}": solved}}
+        played = {"success": {"rate": 25.0, "ci95": [0.0, 50.0]}, "families": {f"menus_{split}": solved}}
+        one.live[k, split] = played | {"made_from": {"episodes": "of benchmark_steps x", "step limit": 16}}
     both = study(one, large)
-    text = write_page(both, findings(both), [], {}, "miniwob/point", tmp_path).read_text()
+    text = write_page(both, findings(both), [], {}, tmp_path).read_text()
     assert "| box M_1 |" in text and "| box_large M_1 |" in text and "| box_large M_2 |" not in text
     by_split = text.split("**test_b: success")
     assert "menus_test_a | 1/4 | 1/4 |" in by_split[0] and "menus_test_a" not in by_split[1]
@@ -210,4 +226,4 @@ def test_what_was_not_reached_is_compared_at_the_last_common_iteration_and_says_
         and claims["full - no GRPO"].verdict == "confirmed"
     )
     assert claims["M_3 - M_1"].verdict == "not testable"
-    assert "Departure from the plan" in write_page(one, findings(one), [], {}, "miniwob/point", tmp_path).read_text()
+    assert "Departure from the plan" in write_page(one, findings(one), [], {}, tmp_path).read_text()
