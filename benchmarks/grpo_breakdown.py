@@ -33,7 +33,7 @@ from trl.generation import vllm_generation
 
 from benchmarks import baseline, limited, sized
 from coepg_dagster.experiment import Grpo, Lora, Serving
-from coepg_dagster.planning.estimates import CONTEXT, Example, grpo_memory
+from coepg_dagster.planning.estimates import CONTEXT, Example, Spread, grpo_memory
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.training import grpo
 
@@ -140,7 +140,7 @@ def how_trained(size: sized.Size, config: Grpo) -> str:
         return "full"
     model, card = sized.architecture_of(size), float(torch.cuda.get_device_properties(0).total_memory)
     example = Example(sized.SCREENS[size], 200, config.max_plan_tokens)
-    need = grpo_memory(model, [model, model], config, example, card=card, serving=SERVING)
+    need = grpo_memory(model, [model, model], config, example, Spread(memory=card), serving=SERVING)
     return "full" if need.total + CONTEXT < card else "lora"
 
 

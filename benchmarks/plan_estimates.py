@@ -31,8 +31,10 @@ from coepg_dagster.planning.dryrun import found_card
 from coepg_dagster.planning.estimates import (
     CARDS,
     Example,
+    Graders,
     Memory,
     Rates,
+    Spread,
     generation_memory,
     generation_seconds,
     grpo_memory,
@@ -72,8 +74,10 @@ def estimated(stage: dict[str, Any], rates: Rates, card: float) -> tuple[Memory,
     config = Grpo.model_validate(stage["config"])
     plan, point = Example(image, PROMPT, config.max_plan_tokens), Example(image, PROMPT // 2, POINT)
     graders = [model, model]
-    memory = grpo_memory(model, graders, config, plan, card=card, serving=grpo_breakdown.SERVING)
-    return memory, grpo_seconds(model, graders, config, plan, point, config.prompts_per_step, rates, stage["batch"])
+    memory = grpo_memory(model, graders, config, plan, Spread(memory=card), serving=grpo_breakdown.SERVING)
+    return memory, grpo_seconds(
+        model, Graders(graders, point, stage["batch"]), config, plan, config.prompts_per_step, rates
+    )
 
 
 def sft(size: sized.Size, settings: list[str], say: Log, timeout: float) -> dict[str, Any]:

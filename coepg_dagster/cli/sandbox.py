@@ -76,7 +76,7 @@ def pretrain(
     require_device(device)
     from coepg_dagster.sandbox.pretraining import corpus, model_cards
     from coepg_dagster.sandbox.pretraining import recipe as recipes
-    from coepg_dagster.sandbox.pretraining.train import run
+    from coepg_dagster.sandbox.pretraining.train import Machine, run
 
     def show(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
@@ -90,7 +90,7 @@ def pretrain(
     if not shards:
         refuse(f"{screens}/pretrain holds no screens: `coepg collect miniwob --screens-per-family 600` makes them")
     pictures = corpus.read(shards)
-    run(settings, pictures, out, device, show, only=only, parallel=parallel, loaders=loaders)
+    run(settings, pictures, out, Machine(device, parallel, loaders), show, only=only)
     model_cards.write(out, settings, pictures, snapshot, only=only, device=device)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +24,10 @@ from coepg_dagster.planning.estimates import (
     GB,
     Card,
     Example,
+    Graders,
     Memory,
     Rates,
+    Spread,
     Stage,
     Strategy,
     generation_memory,
@@ -67,6 +69,11 @@ class Hardware:
     card: Card | None
     gpus: int = 1
     strategy: Strategy = "ddp"
+
+    @property
+    def spread(self) -> Spread:
+        """How training is spread; on a CPU it is not."""
+        return Spread(self.strategy, self.gpus, self.card.memory) if self.card else Spread(self.strategy)
 
     def text(self) -> str:
         if self.card is None:
@@ -143,6 +150,11 @@ def examples_of(experiment: Experiment) -> tuple[Example, Example]:
     return Example(image, prompt, plan), Example(image, prompt // 2, min(12, experiment.regeneration.max_point_tokens))
 
 
+def stored_bytes(experiment: Experiment) -> int:
+    """Bytes of a weight of a checkpoint as it is loaded for answers."""
+    return 4 if experiment.models.dtype == "float32" else 2
+
+
 class DryRun:
     """The stages of one iteration of an experiment.
 
@@ -183,7 +195,6 @@ class DryRun:
         planner, grounder = (self.models[name].architecture for name in self._loaded(changed))
         plan, point = examples_of(changed)
         pools, models = changed.regeneration, changed.models
-        each = 4 if models.dtype == "float32" else 2
         planners, verifiers = self._pool(models.planners), self._pool(models.verifiers)
         planners |= {f"planner_k{i}": planner for i in range(pools.trained_members)}
         verifiers |= {f"grounder_k{i}": grounder for i in range(pools.trained_members)}
@@ -192,7 +203,6 @@ class DryRun:
         per_step = max(1, round(min(pools.max_plans_per_step, KEPT * written)))
         rows = covered * per_step
         asked = self.train_steps * max(1, round(KEPT * written))
-        on = hardware.gpus if hardware.card else 1
         stages = [
             self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
             self._sft("grounder", grounder, point, rows, changed, hardware, rates),
@@ -203,50 +213,37 @@ class DryRun:
             steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
             validated = min(self.validation_steps, changed.grpo.validation_steps)
             seen = looks(changed.grpo, steps)
+            own = Graders([grounder], point, changed.batch_size)
             stages.append(
                 Stage(
                     "planner",
                     grpo_memory(
-                        planner,
-                        graders,
-                        changed.grpo,
-                        plan,
-                        bytes_each=each,
-                        strategy=hardware.strategy,
-                        gpus=on,
-                        card=hardware.card.memory if hardware.card else 0.0,
+                        planner, graders, changed.grpo, plan, hardware.spread, bytes_each=stored_bytes(changed)
                     ),
-                    host=on * 4.0 * planner.parameters,
+                    host=hardware.spread.gpus * 4.0 * planner.parameters,
                     disk=2.0 * planner.parameters,
                     steps=steps,
                     tokens=float((prompts * changed.grpo.group_size + seen * validated) * plan.tokens(planner)),
                     gpu_seconds=grpo_seconds(
-                        planner, graders, changed.grpo, plan, point, prompts, rates, changed.batch_size
+                        planner, Graders(graders, point, changed.batch_size), changed.grpo, plan, prompts, rates
                     )
-                    + seen
-                    * look_seconds(planner, grounder, changed.grpo, plan, point, validated, rates, changed.batch_size)
+                    + seen * look_seconds(planner, own, changed.grpo, plan, validated, rates)
                     + probe_seconds(
                         planner,
-                        grounder,
+                        replace(own, batch=changed.grpo.micro_batch_size),
                         plan,
-                        point,
                         self._probed(changed.grpo.probe_steps),
                         2 * (2 + changed.grpo.probe_looks),  # greedy and sampled
                         rates,
-                        changed.grpo.micro_batch_size,
                     ),
                 )
             )
         stages.append(
-            self._pool_stage(
-                "candidate_plans", planners, plan, pools.plans_per_planner, self.train_steps, changed, rates, on, each
-            )
+            self._pool_stage("candidate_plans", planners, plan, pools.plans_per_planner, changed, hardware, rates)
         )
         per_screen = max(1, asked // max(1, self.train_steps))
-        stages.append(
-            self._pool_stage("verdicts", verifiers, point, per_screen, self.train_steps, changed, rates, on, each)
-        )
-        stages.append(self._evaluation(planner, grounder, plan, point, changed, rates, on, each))
+        stages.append(self._pool_stage("verdicts", verifiers, point, per_screen, changed, hardware, rates))
+        stages.append(self._evaluation(changed, hardware, rates))
         return stages
 
     def exposure(self, experiment: Experiment) -> Exposure:
@@ -268,26 +265,19 @@ class DryRun:
         rates: Rates,
     ) -> Stage:
         config, batch = experiment.sft, experiment.batch_size
+        answers = Graders([model], example, batch)
         steps = round(rows * config.epochs / config.batch_size)
         steps = min(steps, config.max_steps or steps)
         seen = steps * config.batch_size
-        on = hardware.gpus if hardware.card else 1
         return Stage(
             asset,
-            sft_memory(
-                model,
-                config,
-                example,
-                bytes_each=4 if experiment.models.dtype == "float32" else 2,
-                strategy=hardware.strategy,
-                gpus=on,
-            ),
-            host=on * 4.0 * model.parameters,
+            sft_memory(model, config, example, hardware.spread, bytes_each=stored_bytes(experiment)),
+            host=hardware.spread.gpus * 4.0 * model.parameters,
             disk=2.0 * model.parameters,
             steps=steps,
             tokens=float(seen * example.tokens(model)),
             gpu_seconds=sft_seconds(model, config, example, seen, rates)
-            + probe_seconds(model, model, example, example, self._probed(config.probe_steps), 2, rates, batch),
+            + probe_seconds(model, answers, example, self._probed(config.probe_steps), 2, rates),
         )
 
     def _pool_stage(
@@ -296,20 +286,18 @@ class DryRun:
         members: Mapping[str, Architecture],
         example: Example,
         samples: int,
-        screenshots: int,
         experiment: Experiment,
+        hardware: Hardware,
         rates: Rates,
-        gpus: int,
-        bytes_each: int,
     ) -> Stage:
         """A pool of members that take turns; a process for each GPU, each with the member of the moment."""
-        batch = experiment.batch_size
+        batch, screenshots, bytes_each = experiment.batch_size, self.train_steps, stored_bytes(experiment)
         needs = [generation_memory(m, example, batch, samples, bytes_each=bytes_each) for m in members.values()]
         largest = max(members.values(), key=lambda m: m.parameters)
         return Stage(
             asset,
             max(needs, key=lambda need: need.total),
-            host=gpus * float(bytes_each * largest.parameters),
+            host=hardware.spread.gpus * float(bytes_each * largest.parameters),
             disk=0.0,
             steps=sum(-(-screenshots // max(1, batch // samples)) for _ in members),
             tokens=float(sum(screenshots * samples * example.tokens(m) for m in members.values())),
@@ -318,19 +306,11 @@ class DryRun:
             ),
         )
 
-    def _evaluation(
-        self,
-        planner: Architecture,
-        grounder: Architecture,
-        plan: Example,
-        point: Example,
-        experiment: Experiment,
-        rates: Rates,
-        gpus: int,
-        bytes_each: int,
-    ) -> Stage:
+    def _evaluation(self, experiment: Experiment, hardware: Hardware, rates: Rates) -> Stage:
         """Planner and grounder in one process."""
-        batch, steps = experiment.batch_size, self.eval_steps
+        planner, grounder = (self.models[name].architecture for name in self._loaded(experiment))
+        plan, point = examples_of(experiment)
+        batch, steps, bytes_each = experiment.batch_size, self.eval_steps, stored_bytes(experiment)
         one, other = (
             generation_memory(model, example, batch, 1, bytes_each=bytes_each)
             for model, example in ((planner, plan), (grounder, point))
@@ -342,7 +322,7 @@ class DryRun:
                 activations=max(one.activations, other.activations),
                 cache=max(one.cache, other.cache),
             ),
-            host=gpus * float(bytes_each * max(planner.parameters, grounder.parameters)),
+            host=hardware.spread.gpus * float(bytes_each * max(planner.parameters, grounder.parameters)),
             disk=0.0,
             steps=2 * -(-steps // batch),
             tokens=float(steps * (plan.tokens(planner) + point.tokens(grounder))),

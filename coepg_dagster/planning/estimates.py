@@ -225,14 +225,24 @@ Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 """How `accelerate launch` spreads training over GPUs; with one GPU all are alike."""
 
 
-def states(
-    model: Architecture,
-    config: Sft | Grpo,
-    *,
-    strategy: Strategy,
-    gpus: int,
-    bytes_each: int = 2,
-) -> Memory:
+@dataclass(frozen=True)
+class Spread:
+    """The GPUs of a training, and how it is spread over them. `memory`: bytes of each, of which vLLM takes a share."""
+
+    strategy: Strategy = "ddp"
+    gpus: int = 1
+    memory: float = 0.0
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are spread too."""
+        return self.gpus > 1 and self.strategy in ("zero3", "fsdp")
+
+
+ONE_GPU: Final = Spread()
+
+
+def states(model: Architecture, config: Sft | Grpo, spread: Spread, *, bytes_each: int = 2) -> Memory:
     """Weights, gradients and optimizer states per GPU, without activations.
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
@@ -243,13 +253,14 @@ def states(
     LoRA: the weights as they are stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the
     adapters alone.
     """
+    strategy, gpus = spread.strategy, spread.gpus
     kept = 8.0 if strategy == "ddp" and gpus > 1 else 4.0  # of a gradient
     if config.lora is not None:
         trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
-        spread = gpus if strategy == "zero2" else 1
+        shards = gpus if strategy == "zero2" else 1
         merged = isinstance(config, Grpo) and config.rollouts == "vllm"
         held = model.language * (4 if merged else bytes_each) + model.vision.parameters * bytes_each
-        return Memory(float(held + 6 * trained), kept * trained, 8.0 * trained / spread)
+        return Memory(float(held + 6 * trained), kept * trained, 8.0 * trained / shards)
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     if gpus == 1 or strategy == "ddp":
         half = 2 * model.vision.parameters if config.freeze_vision and bytes_each == 2 else 0
@@ -266,13 +277,12 @@ def sft_memory(
     model: Architecture,
     config: Sft,
     example: Example,
+    spread: Spread = ONE_GPU,
     *,
     bytes_each: int = 2,
-    strategy: Strategy = "ddp",
-    gpus: int = 1,
 ) -> Memory:
-    """Fine-tuning in bf16 computation, on each of `gpus` GPUs; `bytes_each`: of a stored weight."""
-    held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
+    """Fine-tuning in bf16 computation; `bytes_each`: of a stored weight."""
+    held = states(model, config, spread, bytes_each=bytes_each)
     return replace(
         held,
         activations=training_activations(
@@ -400,26 +410,23 @@ def grpo_memory(
     graders: Sequence[Architecture],
     config: Grpo,
     example: Example,
+    spread: Spread = ONE_GPU,
     *,
     bytes_each: int = 2,
-    strategy: Strategy = "ddp",
-    gpus: int = 1,
-    card: float = 0.0,
     serving: Serving = DEFAULT_SERVING,
 ) -> Memory:
     """GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here.
 
-    With rollouts from vLLM, its share of the GPU's memory (`card`, bytes) as well: where it sleeps during the update, only as
+    With rollouts from vLLM, its share of the GPU's memory as well: where it sleeps during the update, only as
     far as it is more than the update's activations.
     """
-    held = states(model, config, strategy=strategy, gpus=gpus, bytes_each=bytes_each)
+    held, gpus = states(model, config, spread, bytes_each=bytes_each), spread.gpus
     # with LoRA the reference is the model without its adapters
     reference = float((bytes_each if config.freeze_vision else 4) * model.parameters)
     if not config.kl_beta or config.lora is not None:
         reference = 0.0
-    sharded = gpus > 1 and strategy in ("zero3", "fsdp")
-    shared = config.freeze_vision and not sharded  # one vision tower for the policy and the reference
-    if sharded:
+    shared = config.freeze_vision and not spread.sharded  # one vision tower for the policy and the reference
+    if spread.sharded:
         reference /= gpus
     elif reference and shared:
         reference -= bytes_each * model.vision.parameters
@@ -435,22 +442,28 @@ def grpo_memory(
         update += min(float(VISUAL_MEMORY), config.prompts_per_step / gpus * made * (1 + len(graders)))
     held = replace(held, weights=held.weights + reference + graded, activations=update)
     if config.rollouts == "vllm":
-        engine = 0.0 if serving.rollout_server else serving.rollout_memory * card
+        engine = 0.0 if serving.rollout_server else serving.rollout_memory * spread.memory
         return replace(held, vllm=max(0.0, engine - held.activations) if serving.rollout_sleep else engine)
     # rollouts are generated before activations are kept: the larger of the two counts
     cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
     return replace(held, cache=max(0.0, cache - update))
 
 
+@dataclass(frozen=True)
+class Graders:
+    """Grounders that judge plans, a typical sequence of theirs, and how many sequences they answer at a time."""
+
+    models: Sequence[Architecture]
+    point: Example
+    batch: int
+
+    def seconds(self, plans: int, screenshots: int, rates: Rates) -> float:
+        """GPU-seconds of judging so many plans on each of `screenshots`, by each of them."""
+        return sum(generation_seconds(one, self.point, self.batch, plans, screenshots, rates) for one in self.models)
+
+
 def grpo_seconds(
-    model: Architecture,
-    graders: Sequence[Architecture],
-    config: Grpo,
-    example: Example,
-    point: Example,
-    prompts: int,
-    rates: Rates,
-    batch: int,
+    model: Architecture, graders: Graders, config: Grpo, example: Example, prompts: int, rates: Rates
 ) -> float:
     """GPU-seconds of GRPO over `prompts`: rollouts, rewards of those that pass the gate (taken to be all), update."""
     size, frozen, fixed = config.group_size, config.freeze_vision, config.lora is not None
@@ -459,7 +472,7 @@ def grpo_seconds(
         generate = vllm_seconds(model, example, step, size, rollouts, rates)
     else:
         generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
-    reward = sum(generation_seconds(grader, point, batch, size, prompts, rates) for grader in graders)
+    reward = graders.seconds(size, prompts, rates)
 
     row, rows = update_row(config, example)
     groups = config.group_size * rows if row is not example else rows  # rollouts of a pass
@@ -507,30 +520,17 @@ def looks(config: Grpo, steps: int) -> int:
 
 
 def look_seconds(
-    model: Architecture,
-    grader: Architecture,
-    config: Grpo,
-    example: Example,
-    point: Example,
-    steps: int,
-    rates: Rates,
-    batch: int,
+    model: Architecture, graders: Graders, config: Grpo, example: Example, steps: int, rates: Rates
 ) -> float:
-    """GPU-seconds of one look at `steps` validation steps: one plan each, by the policy itself, rewarded by ϕ_k alone."""
-    plans = generation_seconds(model, example, config.micro_batch_size, 1, steps, rates)
-    return plans + generation_seconds(grader, point, batch, 1, steps, rates)
+    """GPU-seconds of one look at `steps` validation steps: one plan each, by the policy itself, then judged."""
+    return generation_seconds(model, example, config.micro_batch_size, 1, steps, rates) + graders.seconds(
+        1, steps, rates
+    )
 
 
 def probe_seconds(
-    model: Architecture,
-    grader: Architecture,
-    example: Example,
-    point: Example,
-    steps: int,
-    asked: int,
-    rates: Rates,
-    batch: int,
+    model: Architecture, graders: Graders, example: Example, steps: int, asked: int, rates: Rates
 ) -> float:
     """GPU-seconds of asking about the same `steps` so often: an answer each time, and one pass over all plans of a step."""
-    answers = generation_seconds(model, example, batch, 1, steps, rates)
-    return asked * answers + generation_seconds(grader, point, max(batch, asked), asked, steps, rates)
+    answers = generation_seconds(model, example, graders.batch, 1, steps, rates)
+    return asked * answers + replace(graders, batch=max(graders.batch, asked)).seconds(asked, steps, rates)

@@ -29,7 +29,6 @@ from coepg_dagster.readers.rows import (
     numbers,
     parse_json,
     part_of,
-    step,
     target_boxes,
 )
 from coepg_dagster.readers.tasks import Task
@@ -227,15 +226,11 @@ def _step(
         small = bool(boxes) and too_small(boxes[0], image.size, resize)
         noticed = (*noticed, *faults, *(("target_too_small",) if small else ()))
     ready = prepared(image, source, boxes=boxes, point=action.point, resize=resize if shrink else None)
-    done = step(
+    done = ready.step(
         **about,
         family="android",
-        screenshot=ready.screenshot,
-        size=ready.size,
-        boxes=ready.boxes,
         action_type=action.type,
         value=action.value,
-        point=None if ready.point is None else list(ready.point),
         noticed=noticed,
     )
     return done, element

@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from PIL import Image
 
 from coepg_dagster.geometry import Box, Point, Size, Space, Viewport, smart_resize
 from coepg_dagster.pictures import BadPicture, TooManyPixels, picture
-from coepg_dagster.readers.rows import RejectedRow
+from coepg_dagster.readers.rows import RejectedRow, Step, assert_storable
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,16 @@ class Prepared:
     size: tuple[int, int]
     boxes: list[tuple[float, float, float, float]]
     point: tuple[float, float] | None
+
+    def step(self, noticed: tuple[str, ...], **columns: Any) -> Step:
+        """The row of this screenshot with the other columns of READER_SCHEMA, of which nullable ones may be left out.
+
+        RejectedRow where READER_SCHEMA cannot hold one of them.
+        """
+        mine = {"screenshot": self.screenshot, "width": self.size[0], "height": self.size[1], "boxes": self.boxes}
+        values = mine | {"point": self.point and list(self.point)} | columns
+        assert_storable(values)
+        return Step(values, noticed)
 
 
 def prepared(

@@ -24,7 +24,6 @@ from coepg_dagster.readers.rows import (
     parse_json,
     part_of,
     position,
-    step,
     target_boxes,
     texts,
     wanted,
@@ -112,7 +111,7 @@ def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resiz
     if not held and split in TRAINED:
         raise RejectedRow("no_target", f"{len(boxes)} positive candidates, none of which fits into a view")
     ready = prepared(image, source, view=place, boxes=held, resize=resize if shrink else None)
-    return step(
+    return ready.step(
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
         split=split,
         episode_id=annotation,
@@ -120,9 +119,6 @@ def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resiz
         family=wanted(row, "website", str),
         goal=wanted(row, "confirmed_task", str),
         history=reprs[:index],
-        screenshot=ready.screenshot,
-        size=ready.size,
-        boxes=ready.boxes,
         action_type=action_type,
         value=value,
         episode_steps=len(reprs),
@@ -190,7 +186,7 @@ def _block_step(row: Mapping[str, Any], split: str, images: Files, resize: Resiz
     action_type, value = operation({"op": wanted(row, "operation", str), "value": wanted(row, "value", str)})
     annotation = wanted(row, "annotation_id", str)
     ready = prepared(image, source, boxes=boxes)
-    return step(
+    return ready.step(
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
         split=split,
         episode_id=annotation,
@@ -198,9 +194,6 @@ def _block_step(row: Mapping[str, Any], split: str, images: Files, resize: Resiz
         family=wanted(row, "website", str),
         goal=wanted(row, "task", str),
         history=texts(wanted(row, "previous_actions", list), "previous_actions"),
-        screenshot=ready.screenshot,
-        size=ready.size,
-        boxes=ready.boxes,
         action_type=action_type,
         value=value,
         episode_steps=position(wanted(row, "total_steps", int), "total_steps"),

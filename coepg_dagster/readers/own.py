@@ -32,7 +32,6 @@ from coepg_dagster.readers.rows import (
     parse_json,
     part_of,
     position,
-    step,
     target_boxes,
     texts,
     wanted,
@@ -93,14 +92,10 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
     ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
     small = bool(boxes) and all(too_small(box, image.size, resize) for box in boxes)
     plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes", "step_index", "history")}
-    return step(
+    return ready.step(
         **plain,
         step_index=position(values["step_index"], "step_index"),
         history=texts(values["history"], "history"),
-        screenshot=ready.screenshot,
-        size=ready.size,
-        boxes=ready.boxes,
-        point=None if ready.point is None else list(ready.point),
         instruction=wanted(data, "instruction", str) if data.get("instruction") is not None else None,
         episode_steps=position(data["episode_steps"], "episode_steps")
         if data.get("episode_steps") is not None

@@ -136,50 +136,11 @@ class Step:
 Item = Step | Reject
 
 
-def step(
-    *,
-    step_id: str,
-    split: str,
-    episode_id: str,
-    step_index: int,
-    family: str,
-    goal: str,
-    history: list[str],
-    screenshot: bytes,
-    size: tuple[int, int],
-    boxes: list[tuple[float, float, float, float]],
-    action_type: str,
-    value: str,
-    noticed: tuple[str, ...] = (),
-    **optional: Any,
-) -> Step:
-    """A `Step` from its parts; `optional` are the nullable columns of READER_SCHEMA.
-
-    RejectedRow where READER_SCHEMA cannot hold one of them: half a surrogate pair, a number that is too large.
-    """
-    values = {
-        "step_id": step_id,
-        "split": split,
-        "episode_id": episode_id,
-        "step_index": step_index,
-        "family": family,
-        "goal": goal,
-        "history": history,
-        "screenshot": screenshot,
-        "width": size[0],
-        "height": size[1],
-        "boxes": boxes,
-        "action_type": action_type,
-        "value": value,
-    } | optional
-    _assert_storable(values)
-    return Step(values, noticed)
-
-
 _STORED: Final = [field for field in READER_SCHEMA if field.name != "screenshot"]
 
 
-def _assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED) -> None:
+def assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED) -> None:
+    """RejectedRow where READER_SCHEMA cannot hold one of the values: half a surrogate pair, a number that is too large."""
     try:
         pa.array([values], pa.struct(fields))
         if missing := [field.name for field in fields if not field.nullable and values[field.name] is None]:
@@ -187,7 +148,7 @@ def _assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         if len(fields) > 1:  # to name the field that is to blame
             for field in fields:
-                _assert_storable({field.name: values.get(field.name)}, [field])
+                assert_storable({field.name: values.get(field.name)}, [field])
         text = isinstance(error, UnicodeEncodeError)
         why = "is no UTF-8 text, or holds half a surrogate pair" if text else f"cannot be stored ({error})"
         raise RejectedRow("bad_field", f"{fields[0].name!r} {why}") from error

@@ -23,7 +23,6 @@ from coepg_dagster.readers.rows import (
     numbers,
     parse_json,
     part_of,
-    step,
     target_boxes,
     wanted,
 )
@@ -89,7 +88,8 @@ def _of_parquet(row: Mapping[str, Any], i: int, path: Path, resize: Resize, shri
     width, height = image.size
     box = (x1 * width, y1 * height, x2 * width, y2 * height)
     family = f"{SOURCES.get(wanted(row, 'data_source', str), 'web')}_{wanted(row, 'data_type', str)}"
-    return _step(row, f"{path.stem}_{i:05d}", wanted(row, "file_name", str), family, source, image, box, resize, shrink)
+    about = {"step_id": f"{path.stem}_{i:05d}", "episode_id": wanted(row, "file_name", str), "family": family}
+    return _step(row, about, source, image, box, resize, shrink)
 
 
 def group(data: Mapping[str, Any], path: Path) -> str:
@@ -115,34 +115,29 @@ def convert(data: object, i: int, path: Path, images: Files, resize: Resize, shr
     corners = "img_size" in data and "ui_type" in data
     box = (a, b, c, d) if corners else (a, b, a + c, b + d)
     step_id = str(data["id"]) if isinstance(data.get("id"), str) else f"{path.stem}_{i:05d}"
-    return _step(data, step_id, name, group(data, path), source, image, box, resize, shrink)
+    about = {"step_id": step_id, "episode_id": name, "family": group(data, path)}
+    return _step(data, about, source, image, box, resize, shrink)
 
 
 def _step(
     data: Mapping[str, Any],
-    step_id: str,
-    name: str,
-    family: str,
+    about: Mapping[str, str],
     source: bytes,
     image: Image.Image,
     box: BoxTuple,
     resize: Resize,
     shrink: bool,
 ) -> Step:
+    """The step of an annotation, with the columns `about`."""
     boxes, faults = target_boxes([box], image.size, trained=False)
     ready = prepared(image, source, boxes=boxes, resize=resize if shrink else None)
     small = bool(boxes) and too_small(box, image.size, resize)
-    return step(
-        step_id=step_id,
+    return ready.step(
+        **about,
         split=SPLIT,
-        episode_id=name,
         step_index=0,
-        family=family,
         goal=wanted(data, "instruction", str),
         history=[],
-        screenshot=ready.screenshot,
-        size=ready.size,
-        boxes=ready.boxes,
         action_type="CLICK",
         value="",
         noticed=(*faults, *(("target_too_small",) if small else ())),

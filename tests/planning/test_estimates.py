@@ -24,7 +24,9 @@ from coepg_dagster.planning.estimates import (
     EAGER_LAYER_SECONDS,
     VISUAL_MEMORY,
     Example,
+    Graders,
     Memory,
+    Spread,
     Stage,
     generation_memory,
     generation_seconds,
@@ -58,7 +60,7 @@ def needs(model: Architecture, example: Example, config: Sft, grpo: Grpo) -> lis
         generation_memory(model, example, 64, 4).total,
         generation_seconds(model, example, 64, 4, 100, RATES),
         grpo_memory(model, [model], grpo, example).total,
-        grpo_seconds(model, [model], grpo, example, example, 84, RATES, 64),
+        grpo_seconds(model, Graders([model], example, 64), grpo, example, 84, RATES),
     ]
 
 
@@ -88,10 +90,10 @@ def test_settings_that_save_memory_save_memory(rows: int, strategy: Any, gpus: i
     now = sft_memory(model, config, example)
     for saved in ({"recompute": 1.0}, {"freeze_vision": True}, {"micro_batch_size": 1}, {"lora": Lora(rank=rank)}):
         assert sft_memory(model, config.model_copy(update=saved), example).total <= now.total
-    spread = sft_memory(model, config, example, strategy=strategy, gpus=gpus)
+    spread = sft_memory(model, config, example, Spread(strategy, gpus))
     # ddp spreads nothing, and keeps gradients beside the buckets that are summed
     assert spread.total <= now.total + (now.gradients if strategy == "ddp" else 0)
-    assert sft_memory(model, config, example, strategy=strategy, gpus=gpus + 1).total <= spread.total
+    assert sft_memory(model, config, example, Spread(strategy, gpus + 1)).total <= spread.total
 
 
 def test_float32_training_holds_sixteen_bytes_per_parameter_and_autocasts_copies() -> None:
@@ -119,7 +121,9 @@ def test_vllm_beside_training_takes_its_share_of_the_card() -> None:
     config = Grpo(rollouts="vllm", lora=Lora())
 
     def need(**serving: Any) -> Memory:
-        return grpo_memory(model, [], config, example, card=card, serving=Serving(rollout_memory=0.4, **serving))
+        return grpo_memory(
+            model, [], config, example, Spread(memory=card), serving=Serving(rollout_memory=0.4, **serving)
+        )
 
     awake, asleep = need(rollout_sleep=False), need()
     assert awake.vllm == pytest.approx(0.4 * card)
@@ -184,7 +188,7 @@ def test_a_group_is_one_row_of_the_update() -> None:
         return Grpo.model_validate(settings | changed)
 
     def seconds(**changed: Any) -> float:
-        return grpo_seconds(model, [], config(**changed), example, example, 8, RATES, 64)
+        return grpo_seconds(model, Graders([], example, 64), config(**changed), example, 8, RATES)
 
     row, rows = update_row(config(), example)
     visual = example.tokens(model) - example.text
@@ -211,7 +215,7 @@ def test_what_another_engine_sampled_is_scored_by_the_policy_too() -> None:
 
     def seconds(**changed: Any) -> float:
         config = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=8, **changed)
-        return grpo_seconds(model, [], config, example, example, 8, RATES, 64)
+        return grpo_seconds(model, Graders([], example, 64), config, example, 8, RATES)
 
     scoring = seconds() - seconds(kl_beta=0.0)
     assert scoring > 8 * model.layers * EAGER_LAYER_SECONDS

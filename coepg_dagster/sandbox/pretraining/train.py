@@ -286,15 +286,20 @@ def _tensors(loader: DataLoader[Any]) -> Iterator[dict[str, Tensor]]:
         yield {name: torch.as_tensor(value) for name, value in batch.items()}
 
 
-def warm_up(
-    tower: Tower,
-    screens: Screens,
-    tokenizer: PreTrainedTokenizerFast,
-    device: torch.device,
-    progress: Progress,
-    name: str,
-) -> tuple[Any, DenseHead, StageReport]:
+@dataclass(frozen=True)
+class Inputs:
+    """What each stage is trained with; `loaders`: processes that prepare batches."""
+
+    screens: Screens
+    tokenizer: PreTrainedTokenizerFast
+    device: torch.device
+    progress: Progress
+    loaders: int = 0
+
+
+def warm_up(name: str, tower: Tower, inputs: Inputs) -> tuple[Any, DenseHead, StageReport]:
     """Stage 1: a fresh model whose vision tower and embeddings know what is on a screen, and the head that reads it."""
+    screens, tokenizer, device = inputs.screens, inputs.tokenizer, inputs.device
     model: Any
     model, _ = tiny_models.build(tower.preset, tokenizer, tower.init_seed)
     model = model.to(device)
@@ -314,22 +319,13 @@ def warm_up(
 
     parameters = [*model.model.visual.parameters(), fast.embeddings, *head.parameters()]
     optimizer = _Optimizer(loss, [p for p in parameters if isinstance(p, nn.Parameter)], device)
-    report = _loop(name, tower, optimizer, _dense_batches(pool, tower), device, progress)
+    report = _loop(name, tower, optimizer, _dense_batches(pool, tower), device, inputs.progress)
     return model, head, report
 
 
-def grow(
-    name: str,
-    checkpoint: Checkpoint,
-    model: Any,
-    head: DenseHead,
-    screens: Screens,
-    tokenizer: PreTrainedTokenizerFast,
-    device: torch.device,
-    progress: Progress,
-    loaders: int = 0,
-) -> StageReport:
+def grow(name: str, checkpoint: Checkpoint, model: Any, head: DenseHead, inputs: Inputs) -> StageReport:
     """Stages 2 and 3: train `model` in place to answer as `checkpoint` says."""
+    screens, tokenizer, device, loaders = inputs.screens, inputs.tokenizer, inputs.device, inputs.loaders
     fast = FastModel(model, tokenizer).to(device)
     head = head.to(device)
     bank = Bank(screens, dense_labels(screens.steps, tokenizer), device)
@@ -369,7 +365,7 @@ def grow(
         multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,
         pin_memory=device.type == "cuda",
     )
-    return _loop(name, checkpoint, _Optimizer(loss, parameters, device), _tensors(loader), device, progress)
+    return _loop(name, checkpoint, _Optimizer(loss, parameters, device), _tensors(loader), device, inputs.progress)
 
 
 @dataclass(frozen=True)
@@ -382,12 +378,13 @@ class _Plant:
     out: Path
     loaders: int
 
+    def inputs(self, device: torch.device, progress: Progress) -> Inputs:
+        tokenizer = tokens.load(self.work / "tokenizer")
+        return Inputs(Screens.open(self.screens), tokenizer, device, progress, self.loaders)
+
 
 def _make_tower(plant: _Plant, name: str, device: torch.device, progress: Progress) -> StageReport:
-    tokenizer = tokens.load(plant.work / "tokenizer")
-    model, head, report = warm_up(
-        plant.recipe.towers[name], Screens.open(plant.screens), tokenizer, device, progress, f"tower {name}"
-    )
+    model, head, report = warm_up(f"tower {name}", plant.recipe.towers[name], plant.inputs(device, progress))
     state = {f"model.{key}": value for key, value in model.state_dict().items() if key != "lm_head.weight"}
     state |= {f"head.{key}": value for key, value in head.state_dict().items()}
     save_file({key: value.cpu().contiguous() for key, value in state.items()}, plant.work / f"tower-{name}.safetensors")
@@ -397,44 +394,57 @@ def _make_tower(plant: _Plant, name: str, device: torch.device, progress: Progre
 def _make_checkpoint(plant: _Plant, name: str, device: torch.device, progress: Progress) -> StageReport:
     checkpoint = plant.recipe.checkpoints[name]
     tower = plant.recipe.towers[checkpoint.tower]
-    tokenizer = tokens.load(plant.work / "tokenizer")
+    inputs = plant.inputs(device, progress)
     model: Any
-    model, processor = tiny_models.build(tower.preset, tokenizer, tower.init_seed)
-    head = DenseHead(model.config.text_config.hidden_size, tokenizer)
+    model, processor = tiny_models.build(tower.preset, inputs.tokenizer, tower.init_seed)
+    head = DenseHead(model.config.text_config.hidden_size, inputs.tokenizer)
     state = load_file(plant.work / f"tower-{checkpoint.tower}.safetensors")
     model.load_state_dict(
         {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, strict=False
     )
     head.load_state_dict({k.removeprefix("head."): v for k, v in state.items() if k.startswith("head.")})
     model = model.to(device)
-    screens = Screens.open(plant.screens)
-    report = grow(name, checkpoint, model, head, screens, tokenizer, device, progress, plant.loaders)
+    report = grow(name, checkpoint, model, head, inputs)
     tiny_models.save(model.cpu(), processor, plant.out / name)
     return report
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where models are trained.
+
+    Attributes:
+        device: "cpu" or "cuda"; models are dealt out to all CUDA devices in turn.
+        parallel: models trained at the same time, each in its own process.
+        loaders: processes that prepare batches, per model.
+    """
+
+    device: str = "cpu"
+    parallel: int = 1
+    loaders: int = 0
+
+    @property
+    def devices(self) -> list[str]:
+        return [f"cuda:{n}" for n in range(torch.cuda.device_count())] if self.device == "cuda" else [self.device]
 
 
 def run(
     recipe: Recipe,
     screens: Screens,
     out: Path,
-    device: str = "cpu",
+    machine: Machine,
     progress: Progress = silent,
     *,
     only: Sequence[str] | None = None,
-    parallel: int = 1,
-    loaders: int = 0,
 ) -> dict[str, StageReport]:
     """Make the recipe's checkpoints under `out`, one directory each; what `coepg pretrain sandbox` calls.
 
     Args:
         recipe: towers and checkpoints.
-        screens: from `screens.read`.
+        screens: from `corpus.read`.
         out: where `<name>/` goes; `out/work` keeps tokenizer, towers and the reports of the stages.
-        device: "cpu" or "cuda"; models are dealt out to all CUDA devices in turn.
         progress: called from this process.
         only: names of checkpoints; all by default. Only the towers they need are made.
-        parallel: models trained at the same time, each in its own process.
-        loaders: processes that prepare batches, per model.
 
     Returns the report of each stage by name. The same recipe, screens and device give the same weights, unless a stage
     was cut short by its `max_seconds`. Raises KeyError for an unknown name.
@@ -443,12 +453,11 @@ def run(
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
     tokens.fit(screens.corpus(), recipe.vocabulary, recipe.least_screens).save_pretrained(work / "tokenizer")
-    plant = _Plant(recipe, screens.directory, work, out, loaders)
-    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if device == "cuda" else [device]
+    plant = _Plant(recipe, screens.directory, work, out, machine.loaders)
     towers = [name for name in recipe.towers if any(c.tower == name for c in wanted.values())]
     reports: dict[str, StageReport] = {}
     for make, names in ((_make_tower, towers), (_make_checkpoint, list(wanted))):
-        reports |= _all(make, plant, names, devices, parallel, progress)
+        reports |= _all(make, plant, names, machine, progress)
     summary = {"data": screens.summary(), "stages": {name: asdict(report) for name, report in reports.items()}}
     (work / "reports.json").write_text(json.dumps(summary, indent=1), "utf-8")
     return reports
@@ -461,21 +470,20 @@ def _all(
     make: _Make,
     plant: _Plant,
     names: Sequence[str],
-    devices: Sequence[str],
-    parallel: int,
+    machine: Machine,
     progress: Progress,
 ) -> dict[str, StageReport]:
-    """Run one job a name, `parallel` at a time; progress of all is reported from this process."""
+    """Run one job a name, `machine.parallel` at a time; progress of all is reported from this process."""
     prefix = "tower " if make is _make_tower else ""
-    dealt = list(zip(names, itertools.cycle(devices), strict=False))
-    if parallel == 1:
+    dealt = list(zip(names, itertools.cycle(machine.devices), strict=False))
+    if machine.parallel == 1:
         return {prefix + name: make(plant, name, _ready(device), progress) for name, device in dealt}
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         said = manager.Queue()
         listener = threading.Thread(target=_listen, args=(said, progress), daemon=True)
         listener.start()
-        with ProcessPoolExecutor(max_workers=parallel, mp_context=context) as pool:
+        with ProcessPoolExecutor(max_workers=machine.parallel, mp_context=context) as pool:
             jobs = {prefix + name: pool.submit(_job, make, plant, name, device, said) for name, device in dealt}
             reports = {name: job.result() for name, job in jobs.items()}
         said.put(None)

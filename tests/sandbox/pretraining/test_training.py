@@ -120,7 +120,7 @@ def test_shifting_moves_the_pixels_and_the_labels(drawn: Screens) -> None:
 
 def test_a_short_run_learns_and_saves(drawn: Screens, tmp_path: Path) -> None:
     seen: list[str] = []
-    reports = train.run(RECIPE, drawn, tmp_path, progress=lambda stage, *_: seen.append(stage))
+    reports = train.run(RECIPE, drawn, tmp_path, train.Machine(), progress=lambda stage, *_: seen.append(stage))
     assert set(reports) == {"tower t", "g", "p"} == set(seen)
     assert reports["tower t"].losses[-1] < reports["tower t"].losses[0]
     assert reports["g"].losses[-1] < 0.7 * reports["g"].losses[0]
