@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import limited
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
 from coepg_dagster.experiment import Benchmark, Experiment
@@ -22,7 +23,6 @@ from coepg_dagster.readers import android_control, mind2web
 from coepg_dagster.readers.importing import source_files
 from coepg_dagster.readers.miniwob import TARGETS_FILE
 from coepg_dagster.readers.rows import ReaderError
-from coepg_dagster.workers import limited
 
 
 def wanted_splits(benchmark: Benchmark) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import Quality, code_version, load_experiment
 from coepg_dagster.pools.candidates import mark_duplicates
 from coepg_dagster.pools.controls import dataset_checks, shuffled
-from coepg_dagster.pools.quality import data_quality
+from coepg_dagster.pools.quality import Data, data_quality
 from coepg_dagster.pools.selection import select
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.auditing.loop import CONFIG, TABLE, Hand
@@ -81,9 +81,8 @@ def results(root: Path) -> dict[str, Any]:
         asked = verdicts(*(verdict(c, v, True) for v in VERIFIERS[k] for c in moved["candidate_id"].to_pylist()))
         open_verifiers = frozenset(VERIFIERS[k])
         sizes = [(28, 3136, 50176)]
-        figures = data_quality(
-            TRAIN, plans, votes, asked, decisions, rows, previous, CONFIG, Quality(), open_verifiers, sizes
-        )
+        data = Data(TRAIN, plans, votes, asked, decisions, rows, previous)
+        figures = data_quality(data, CONFIG, Quality(), open_verifiers, sizes)
         found[f"quality {k}"] = figures
         found[f"checks {k}"] = dataset_checks(rows, TABLE, "train", Quality())
         previous = rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -29,14 +30,21 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(each) / len(each) if each else None
 
 
+@dataclass(frozen=True)
+class Data:
+    """The tables of one iteration: what D_k was made from, and D_k itself."""
+
+    steps: pa.Table
+    candidates: pa.Table
+    verdicts: pa.Table
+    moved: pa.Table  # verdicts of the plan shuffle
+    decisions: pa.Table
+    dataset: pa.Table
+    previous: pa.Table | None  # D_{k-1}
+
+
 def data_quality(
-    steps: pa.Table,
-    candidates: pa.Table,
-    verdicts: pa.Table,
-    moved: pa.Table,
-    decisions: pa.Table,
-    dataset: pa.Table,
-    previous: pa.Table | None,
+    data: Data,
     config: Regeneration,
     quality: Quality,
     open_verifiers: frozenset[str],
@@ -67,6 +75,7 @@ def data_quality(
       words, in bits (0: the same words, 1: no word in common). Both null for D_0.
     - plan_shuffle: see pools.controls. illegible: rows whose target is smaller than `legible_px` for some verifier.
     """
+    steps, candidates, verdicts, dataset = data.steps, data.candidates, data.verdicts, data.dataset
     targets = {row["step_id"]: row for row in steps.select(["step_id", "episode_id", "value", "boxes"]).to_pylist()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
@@ -138,9 +147,9 @@ def data_quality(
         "share_by_planner": {
             name: 100 * n / dataset.num_rows for name, n in sorted(Counter(dataset["planner"].to_pylist()).items())
         },
-        "decisions": dict(sorted(Counter(decisions["decision"].to_pylist()).items())),
-        **_since(dataset, previous, config.similar),
-        "plan_shuffle": shuffle_rates(verdicts, moved, steps),
+        "decisions": dict(sorted(Counter(data.decisions["decision"].to_pylist()).items())),
+        **_since(dataset, data.previous, config.similar),
+        "plan_shuffle": shuffle_rates(verdicts, data.moved, steps),
         "illegible": _per_cent(sum(side < quality.legible_px for side in sides), len(sides)),
         "smallest_target_px": min(sides, default=None),
     }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.experiment import Quality, Regeneration
-from coepg_dagster.pools.quality import data_quality, jensen_shannon, unreadable_by_verifier
+from coepg_dagster.pools.quality import Data, data_quality, jensen_shannon, unreadable_by_verifier
 from coepg_dagster.pools.selection import select
 from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates, row, rows, verdict, verdicts
@@ -70,7 +70,8 @@ def measure(
     dataset, decisions = select(steps, plans, votes, config, iteration, previous)
     moved = verdicts() if moved is None else moved
     quality = Quality(legible_px=10.5)
-    return data_quality(steps, plans, votes, moved, decisions, dataset, previous, config, quality, frozen, RESIZES)
+    data = Data(steps, plans, votes, moved, decisions, dataset, previous)
+    return data_quality(data, config, quality, frozen, RESIZES)
 
 
 def test_by_hand() -> None:

@@ -17,12 +17,13 @@ from coepg_dagster.evaluation.tables import android_control_table, mind2web_tabl
 from coepg_dagster.experiment import load_experiment
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA
+from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
 from coepg_dagster.readers.files import Files
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.importing import Counts, Options, import_dataset, load, lost_of, rejects
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
-from coepg_dagster.workers import EvaluationWork
+from coepg_dagster.running import chunked
 from tests.project import REPOSITORY
 
 from .samples import (
@@ -278,7 +279,7 @@ def test_an_evaluation_says_that_its_denominator_is_short(tmp_path: Path) -> Non
     steps = load(tmp_path / "out").filter(pa.compute.field("split") == "test")
     with pa.OSFile(str(tmp_path / "steps.arrow"), "wb") as sink, pa.ipc.new_file(sink, steps.schema) as writer:
         writer.write_table(steps)
-    work = EvaluationWork(
+    job = EvaluationJob(
         out=tmp_path,
         scratch=tmp_path,
         steps=tmp_path / "steps.arrow",
@@ -296,7 +297,7 @@ def test_an_evaluation_says_that_its_denominator_is_short(tmp_path: Path) -> Non
         processes=1,
         lost=dict(counts.lost),
     )
-    scores = work.finish({"agent": [predictions_of(steps)]})
+    scores = chunked(job).finish({"agent": [predictions_of(steps)]})
     assert scores["test"]["notes"]["lost"] == (
         "7 steps could not be read (1 bad_field, unknown split, 1 bad_image, 5 lengths_differ); "
         "a published denominator holds them"
