@@ -15,6 +15,7 @@ import torch
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.shared import checkpoint_of
 
+from coepg_dagster.artifacts import STEPS, all_steps
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
 from coepg_dagster.project import Project
@@ -22,7 +23,6 @@ from coepg_dagster.provenance import NotUsable, Record, Ref
 from coepg_dagster.sandbox.miniwob.browser import Browser, find_pages, find_programs
 from coepg_dagster.sandbox.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_tasks, play, tasks_of, write_play
 from coepg_dagster.store import Store
-from coepg_dagster.workers import STEPS, all_steps
 
 
 def play_iteration(

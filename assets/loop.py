@@ -23,17 +23,7 @@ from coepg_dagster.assets.shared import (
     same_model,
 )
 
-from coepg_dagster.auditing.archive import MODELS
-from coepg_dagster.experiment import Member, Strict
-from coepg_dagster.inference.weights import pinned
-from coepg_dagster.pools.candidates import pool_members
-from coepg_dagster.pools.controls import dataset_checks
-from coepg_dagster.pools.quality import Regenerated
-from coepg_dagster.pools.quality import data_quality as measure_quality
-from coepg_dagster.pools.selection import select
-from coepg_dagster.provenance import Asset, Record, Ref
-from coepg_dagster.training.cards import Trained, write_card
-from coepg_dagster.workers import (
+from coepg_dagster.artifacts import (
     CANDIDATES,
     DATASET,
     DECISIONS,
@@ -42,16 +32,21 @@ from coepg_dagster.workers import (
     SHUFFLED,
     STEPS,
     VERDICTS,
-    CandidatesWork,
-    EndToEndWork,
-    EvaluationWork,
-    GrpoWork,
-    SftWork,
-    VerdictsWork,
     all_steps,
     steps_of,
     write_table,
 )
+from coepg_dagster.auditing.archive import MODELS
+from coepg_dagster.experiment import Member, Strict
+from coepg_dagster.inference.weights import pinned
+from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrpoJob, SftJob, VerdictsJob
+from coepg_dagster.pools.candidates import pool_members
+from coepg_dagster.pools.controls import dataset_checks
+from coepg_dagster.pools.quality import Regenerated
+from coepg_dagster.pools.quality import data_quality as measure_quality
+from coepg_dagster.pools.selection import select
+from coepg_dagster.provenance import Asset, Record, Ref
+from coepg_dagster.training.cards import Trained, write_card
 
 CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
 QUALITY = "quality.json"
@@ -74,9 +69,9 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
     base = _models(work.folder("open_models"))[f"base_{role}"]
     resource = work.context.resources.sft
     config = resource.resolve(experiment.sft)
-    result = work.launch(
+    result = work.run_job(
         resource,
-        SftWork,
+        SftJob,
         role=role,
         init=pinned(base),
         dataset=_previous_dataset(work),
@@ -104,9 +99,9 @@ def planner(work: Making) -> Outcome:
         return same_model(work, "planner_sft", config)
     models = _models(work.read_by("planner_sft", "open_models"))
     verifiers = _recorded(_chosen(experiment.models.verifiers, resource.verifiers), "verifiers", models)
-    result = work.launch(
+    result = work.run_job(
         resource,
-        GrpoWork,
+        GrpoJob,
         init=checkpoint_of(work.folder("planner_sft")),
         own_grounder=(f"grounder_{work.k}", checkpoint_of(work.folder("grounder"))),
         verifiers=verifiers,
@@ -134,9 +129,9 @@ def end_to_end(work: Making) -> Outcome:
     resource = work.context.resources.grpo_cdrem
     grpo = resource.resolve(experiment.grpo)
     base = _models(work.folder("open_models"))["base_planner"]
-    result = work.launch(
+    result = work.run_job(
         resource,
-        EndToEndWork,
+        EndToEndJob,
         init=pinned(base),
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
@@ -154,9 +149,9 @@ def candidate_plans(work: Making) -> Outcome:
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
     open_planners = _recorded(experiment.models.planners, "planners", _models(work.folder("open_models")))
-    result = work.launch(
+    result = work.run_job(
         resource,
-        CandidatesWork,
+        CandidatesJob,
         members=pool_members(open_planners, _trained_members(work, "planner")),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
@@ -173,9 +168,9 @@ def verdicts(work: Making) -> Outcome:
     config = resource.resolve(experiment.regeneration)
     chosen = _chosen(experiment.models.verifiers, resource.verifiers)
     open_verifiers = _recorded(chosen, "verifiers", _models(work.folder("open_models")))
-    result = work.launch(
+    result = work.run_job(
         resource,
-        VerdictsWork,
+        VerdictsJob,
         members=pool_members(open_verifiers, _trained_members(work, "grounder")),
         candidates=work.folder("candidate_plans") / CANDIDATES,
         steps=work.folder("benchmark_steps") / STEPS,
@@ -246,17 +241,19 @@ def evaluation(work: Making) -> Outcome:
     experiment = work.loop.experiment
     benchmark = experiment.benchmark
     decoupled = experiment.agent == "decoupled"
-    result = work.launch(
-        work.context.resources.regeneration,
-        EvaluationWork,
+    resource = work.context.resources.regeneration
+    config = resource.resolve(experiment.regeneration)
+    result = work.run_job(
+        resource,
+        EvaluationJob,
         planner=checkpoint_of(work.folder("planner" if decoupled else "end_to_end")),
         grounder=checkpoint_of(work.folder("grounder")) if decoupled else None,
         steps=work.folder("benchmark_steps") / STEPS,
         splits=[benchmark.validation, *benchmark.test],
         max_steps=benchmark.max_eval_steps,
         protocol=benchmark.protocol,
-        max_plan_tokens=experiment.regeneration.max_plan_tokens,
-        max_point_tokens=experiment.regeneration.max_point_tokens,
+        max_plan_tokens=config.max_plan_tokens,
+        max_point_tokens=config.max_point_tokens,
         lost=work.record("benchmark_steps").figures.get("lost", {}),
     )
     outcome = _outcome([PREDICTIONS, SCORES], result, benchmark)

@@ -21,9 +21,9 @@ from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment import Member, Models, code_version, fingerprint
+from coepg_dagster.jobs import Job, seed_of
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
 from coepg_dagster.store import UNPARTITIONED, Store
-from coepg_dagster.workers import Work
 
 RESOURCES: dict[Asset, str] = {
     "planner_sft": "sft",
@@ -96,7 +96,7 @@ class Making:
             )
         return self.store.root / used.folder
 
-    def launch(self, resource: Processes, kind: type[Work], **settings: Any) -> dict[str, Any]:
+    def run_job(self, resource: Processes, kind: type[Job], **settings: Any) -> dict[str, Any]:
         """Runs a job that fills the draft; {"figures", "device", "seconds"}.
 
         Its scratch folder is found again by a re-run with the same inputs and settings, and goes when the job is done.
@@ -106,16 +106,17 @@ class Making:
             "models": self.models.model_dump(mode="json"),
             "device": resource.device,
             "batch_size": experiment.batch_size,
-            "seed": seed_of(self.loop.seed, self.ref),
+            "seed": seed_of(self.loop.seed, str(self.ref)),
         }
         # where an endpoint is decides nothing: a job goes on after its server has moved
         decides = common | {"models": self.models.without_places().model_dump(mode="json")}
-        key = fingerprint([kind.__name__, decides, {name: _plain(value) for name, value in settings.items()}])
+        named = kind.__name__.replace("Job", "Work")  # scratch folders are found by this name
+        key = fingerprint([named, decides, {name: _plain(value) for name, value in settings.items()}])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
         settings |= resource.placement(kind)  # how many processes share the work does not change what it finds
         serving = self.context.resources.engines.serving()
-        work = kind(**common, **settings, serving=serving, visual=self.store.visual, out=self.draft, scratch=scratch)
-        result = resource.launch(self.context, work, self.loop.root)
+        job = kind(**common, **settings, serving=serving, visual=self.store.visual, out=self.draft, scratch=scratch)
+        result = resource.launch(self.context, job, self.loop.root)
         shutil.rmtree(scratch)
         return result
 
@@ -130,11 +131,6 @@ def _plain(value: Any) -> Any:
         return part.model_dump(mode="json") if hasattr(part, "model_dump") else str(part)
 
     return json.loads(json.dumps(value, default=plain))
-
-
-def seed_of(seed: int, ref: Ref) -> int:
-    """A seed of its own for each artifact, so that two steps never draw the same numbers."""
-    return int(fingerprint([seed, str(ref)]), 16) % (1 << 31)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from coepg_dagster.resources.warm import WarmProcess
 from filelock import FileLock, Timeout
 from rich.console import Console
 
+from coepg_dagster.artifacts import CANDIDATES, DATASET, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, steps_of
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Regeneration
 from coepg_dagster.inference.weights import is_local
@@ -40,7 +41,6 @@ from coepg_dagster.reports.results_page import write_page
 from coepg_dagster.reports.study import Run, findings, missing_runs, success_by_episode
 from coepg_dagster.reports.study import Study as Numbers
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
-from coepg_dagster.workers import CANDIDATES, DATASET, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, steps_of
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""

@@ -10,6 +10,7 @@ import dagster as dg
 import pyarrow.compute as pc
 from coepg_dagster.assets.making import Making, Outcome
 
+from coepg_dagster.artifacts import STEPS, write_steps
 from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.benchmark import read_benchmark, refuse_steps, wanted_splits
 from coepg_dagster.experiment import Benchmark, Member, Models, Strict
@@ -18,7 +19,6 @@ from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
 from coepg_dagster.provenance import Asset
 from coepg_dagster.store import digests
-from coepg_dagster.workers import STEPS, write_steps
 
 WEIGHTS = "weights_are_whole"
 """Blocking check on every model artifact."""

@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from benchmarks import baseline
+from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps, write_steps, write_table
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.selection import select
 from coepg_dagster.reports.audit import AuditOf, write_audit
 from coepg_dagster.steps import CANDIDATE_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA
-from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps, write_steps, write_table
 
 NAME = "audit_page"
 ROWS, KEPT, CANDIDATES_PER_STEP = 100_000, 4, 6

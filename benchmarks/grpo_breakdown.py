@@ -32,7 +32,9 @@ from transformers import TrainerCallback
 from trl.generation import vllm_generation
 
 from benchmarks import baseline, limited, sized
+from coepg_dagster.artifacts import whole
 from coepg_dagster.experiment import Grpo, Lora, Serving
+from coepg_dagster.jobs import GrpoJob
 from coepg_dagster.planning.estimates import CONTEXT, Example, Spread, grpo_memory
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.training import grpo
@@ -129,9 +131,8 @@ class Stages(TrainerCallback):  # type: ignore[misc]
     def write(self) -> None:
         memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
         found = {"steps": self.steps, "sampling_logp_difference": self.differences, "memory_gb": memory}
-        partial_file = self._file.with_suffix(".partial")
-        partial_file.write_text(json.dumps(self._about | found))
-        partial_file.rename(self._file)
+        with whole(self._file) as draft:
+            draft.write_text(json.dumps(self._about | found))
 
 
 def how_trained(size: sized.Size, config: Grpo) -> str:
@@ -154,6 +155,7 @@ def config_of(options: argparse.Namespace, kind: str) -> Grpo:
         learning_rate=1e-6,
         max_plan_tokens=8 if small else 80,
         rollouts=kind,
+        probe_steps=0,
     )
     # the same for both kinds of rollouts, so that they can be compared
     chosen = options.train or how_trained(options.size, config.model_copy(update={"rollouts": "vllm"}))
@@ -211,23 +213,19 @@ def run(options: argparse.Namespace, kind: str, file: Path) -> dict[str, Any]:
         stack.enter_context(patch.object(grpo.CdremTrainer, "__init__", watched))
         stack.enter_context(patch.object(grpo, "save_trained", lambda *_, **__: {}))
         with tempfile.TemporaryDirectory(prefix="grpo-breakdown-") as folder:
-            grpo.train_grpo(
-                checkpoint,
-                ("grounder", checkpoint),
-                {"verifier": checkpoint},
-                dataset,
-                steps,
-                models,
-                config,
-                12,
-                64,
-                13,
-                device,
-                Path(folder) / "out",
-                lambda done, of, figures: None,
-                SERVING,
-                scratch=Path(folder) / "scratch",
+            job = GrpoJob(
+                **sized.inputs(Path(folder), steps, dataset),
+                init=checkpoint,
+                own_grounder=("grounder", checkpoint),
+                verifiers={"verifier": checkpoint},
+                models=models,
+                config=config,
+                max_point_tokens=12,
+                batch_size=64,
+                device=device,
+                serving=SERVING,
             )
+            grpo.train_grpo(job, lambda done, of, figures: None)
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

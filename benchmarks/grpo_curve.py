@@ -29,28 +29,18 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks import baseline
+from coepg_dagster import running
+from coepg_dagster.artifacts import CANDIDATES, DATASET, STEPS, VERDICTS, steps_of, write_steps, write_table
 from coepg_dagster.evaluation.change import change_of, change_text
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Experiment, Grpo, fingerprint
+from coepg_dagster.experiment import Experiment, Grpo
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.jobs import CandidatesJob, GrpoJob, SftJob, VerdictsJob, seed_of
 from coepg_dagster.pools.selection import select
 from coepg_dagster.project import Project
 from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 from coepg_dagster.training import grpo
-from coepg_dagster.training.launch import ALONE
-from coepg_dagster.workers import (
-    CANDIDATES,
-    DATASET,
-    STEPS,
-    VERDICTS,
-    CandidatesWork,
-    SftWork,
-    VerdictsWork,
-    steps_of,
-    write_steps,
-    write_table,
-)
 
 NAME: Final = "grpo_curve"
 ROOT: Final = Path(__file__).parents[1]
@@ -65,11 +55,6 @@ def quiet(done: int, of: int, figures: Any) -> None:
     """A report that nobody reads."""
 
 
-def seed_of(seed: int, asset: str) -> int:
-    """The seed that `coepg evolve` gives to an asset of a loop."""
-    return int(fingerprint([seed, asset]), 16) % (1 << 31)
-
-
 class Loop:
     """The first steps of a loop of the sandbox, in a folder."""
 
@@ -79,54 +64,56 @@ class Loop:
         table = load_snapshot(ROOT / experiment.benchmark.path)
         splits = [experiment.benchmark.train, experiment.benchmark.validation]
         write_steps(table, folder / STEPS, splits)
-        self.train = steps_of(folder / STEPS, splits[0])
+        train = steps_of(folder / STEPS, splits[0])
         most = experiment.benchmark.max_eval_steps
         used = steps_of(folder / STEPS, splits[0], experiment.benchmark.max_train_steps)
         names = pa.array(used["step_id"].to_pylist())
-        unused = self.train.filter(pa.compute.invert(pa.compute.is_in(self.train["step_id"], names)))
+        unused = train.filter(pa.compute.invert(pa.compute.is_in(train["step_id"], names)))
         self.looked_at = {"validation": steps_of(folder / STEPS, splits[1], most), "unused": unused.slice(0, most)}
         self.used = used
 
-    def work(self, kind: Any, asset: str, **settings: Any) -> Path:
+    def common(self, asset: str) -> dict[str, Any]:
+        """What every job of the loop has."""
+        scratch = self.folder / "scratch" / asset
+        scratch.mkdir(parents=True, exist_ok=True)
+        return {
+            "models": self.experiment.models,
+            "device": self.device,
+            "batch_size": BATCH if self.device == "cuda" else self.experiment.batch_size,
+            "seed": seed_of(self.seed, asset),
+            "scratch": scratch,
+            "steps": self.folder / STEPS,
+            "train_split": self.experiment.benchmark.train,
+        }
+
+    def done(self, kind: Any, asset: str, **settings: Any) -> Path:
         """Runs a job of the loop; the folder of what it made."""
         out = self.folder / asset.replace("[", "-").rstrip("]")
         if out.exists():
             return out
         draft = out.with_name(out.name + ".draft")
         draft.mkdir(exist_ok=True)
-        common = {
-            "models": self.experiment.models,
-            "device": self.device,
-            "batch_size": BATCH if self.device == "cuda" else self.experiment.batch_size,
-            "seed": seed_of(self.seed, asset),
-            "out": draft,
-            "scratch": self.folder / "scratch" / asset,
-            "steps": self.folder / STEPS,
-        }
-        (self.folder / "scratch" / asset).mkdir(parents=True, exist_ok=True)
-        kind(**common, **settings).run(quiet)
+        running.run(kind(**self.common(asset), out=draft, **settings), quiet)
         draft.rename(out)
         return out
 
     def start(self) -> tuple[Path, Path, Path]:
         """(D_0, π_1, ϕ_1)."""
         experiment = self.experiment
-        pools, train = experiment.regeneration, experiment.benchmark.train
-        written = self.work(
-            CandidatesWork,
+        pools = experiment.regeneration
+        written = self.done(
+            CandidatesJob,
             "candidate_plans[0]",
             members=experiment.models.planners,
-            train_split=train,
             max_steps=experiment.benchmark.max_train_steps,
             config=pools,
             processes=1,
         )
-        judged = self.work(
-            VerdictsWork,
+        judged = self.done(
+            VerdictsJob,
             "verdicts[0]",
             members=experiment.models.verifiers,
             candidates=written / CANDIDATES,
-            train_split=train,
             config=pools,
             shuffled_plans=experiment.quality.shuffled_plans,
             processes=1,
@@ -137,18 +124,16 @@ class Loop:
         )
         write_table(rows, data)
         models = [
-            self.work(
-                SftWork,
+            self.done(
+                SftJob,
                 f"{asset}[1]",
                 role=role,
                 init=str(ROOT / init),
                 dataset=data,
-                train_split=train,
                 validation_split=experiment.benchmark.validation,
                 max_plan_tokens=pools.max_plan_tokens,
                 max_point_tokens=pools.max_point_tokens,
                 config=experiment.sft.model_copy(update={"probe_steps": 0}),
-                placement=ALONE,
             )
             for asset, role, init in (
                 ("planner_sft", "planner", experiment.models.base_planner),
@@ -222,23 +207,18 @@ def train(loop: Loop, config: Grpo, start: tuple[Path, Path, Path], keep: Callab
 
     grpo.CdremTrainer.__init__ = with_looks  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        grpo.train_grpo(
-            str(planner),
-            ("grounder_1", str(grounder)),
-            models.verifiers,
-            pq.read_table(data),
-            loop.train,
-            models,
-            config,
-            loop.experiment.regeneration.max_point_tokens,
-            BATCH if loop.device == "cuda" else loop.experiment.batch_size,
-            seed_of(loop.seed, "planner[1]"),
-            loop.device,
-            out / "model",
-            quiet,
-            scratch=out / "scratch",
+        job = GrpoJob(
+            **loop.common("planner[1]") | {"scratch": Path(folder) / "scratch"},
+            out=Path(folder) / "model",
+            init=str(planner),
+            own_grounder=("grounder_1", str(grounder)),
+            verifiers=models.verifiers,
+            dataset=data,
+            validation_split=loop.experiment.benchmark.validation,
+            max_point_tokens=loop.experiment.regeneration.max_point_tokens,
+            config=config.model_copy(update={"validate_every": None, "probe_steps": 0}),
         )
+        grpo.train_grpo(job, quiet)
     grpo.CdremTrainer.__init__ = plain_init  # type: ignore[method-assign]
 
 

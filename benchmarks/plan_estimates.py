@@ -25,8 +25,10 @@ import torch
 from benchmarks import grpo_breakdown, limited, pool_scaling, sized
 from benchmarks.baseline import FOLDER, Log, command_line, device_name, write, write_none
 from benchmarks.sft_mfu import measure as measure_sft
-from coepg_dagster import workers
+from coepg_dagster import running
+from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Grpo, Regeneration, Sft
+from coepg_dagster.jobs import VerdictsJob
 from coepg_dagster.planning.dryrun import found_card
 from coepg_dagster.planning.estimates import (
     CARDS,
@@ -133,7 +135,7 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
     """The loop's work: one verifier on `plans` plans of each of `screens` screenshots."""
     steps, dataset = sized.tables(size, screens * plans, screens=screens)
     shown = steps.slice(0, screens)
-    workers.write_steps(shown, folder / "steps.arrow", ["train"])
+    write_steps(shown, folder / "steps.arrow", ["train"])
     made = [
         {
             "candidate_id": f"s{i % screens:05}#{i}",
@@ -155,7 +157,7 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
     for name in ("scratch", "out"):
         (folder / name).mkdir()
     path = str(checkpoint)
-    return workers.VerdictsWork(
+    job = VerdictsJob(
         out=folder / "out",
         scratch=folder / "scratch",
         steps=folder / "steps.arrow",
@@ -170,17 +172,18 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
         config=Regeneration(max_point_tokens=POINT),
         shuffled_plans=0,
     )
+    return running.chunked(job)
 
 
 def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
     """One measured verifier pool, in this process: rates are those after the first chunk."""
     screens, plans, batch = (4, 2, 4) if options.quick else (24, 8, 64)
     size: sized.Size = "tiny" if options.quick else "3B"
-    workers.CHUNK = screens * plans // 3
+    running.CHUNK = screens * plans // 3
     with tempfile.TemporaryDirectory(prefix="verdicts-") as temporary:
         work = verdicts_work(size, screens, plans, batch, options.checkpoint, Path(temporary))
         figures = work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
-        files = [work.file_of(chunk) for chunk in work.chunks() if chunk.start != workers.CONTROL]
+        files = [work.file_of(chunk) for chunk in work.chunks() if chunk.start != running.CONTROL]
         ends = sorted(file.stat().st_mtime for file in files)
     seconds = [b - a for a, b in pairwise(ends)]
     return {
@@ -190,7 +193,7 @@ def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
         "answer": POINT,
         "batch": batch,
         "samples": plans,
-        "screenshots": len(seconds) * workers.CHUNK // plans,
+        "screenshots": len(seconds) * running.CHUNK // plans,
         "measured": {
             "gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0,
             "seconds": sum(seconds),

@@ -1,6 +1,6 @@
 """Plans of a pool on several GPUs: candidates per second of a 3B-sized planner, against as many times those on one.
 
-The work is the loop's own (workers.CandidatesWork): cut into chunks, a process for each GPU, each chunk kept as it is done.
+The work is the loop's own (CandidatesJob): cut into chunks, a process for each GPU, each chunk kept as it is done.
 Rates are those after the first chunk of each process, since loading a model is paid once per run; the seconds with it are
 reported too. Weights are random, so answers never end before their limit. The baseline is `pool_scaling_4gpu`, with `--gpus 2`
 it is `pool_scaling_2gpu`. A run that is ended after `--timeout` seconds counts with the chunks that it made. `--quick` runs
@@ -22,26 +22,29 @@ import torch
 from benchmarks import limited, sized
 from benchmarks.baseline import Log
 from benchmarks.scaling import Figures, compare, need_gpus
-from coepg_dagster import workers
+from coepg_dagster import running
+from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Regeneration
+from coepg_dagster.jobs import CandidatesJob
+from coepg_dagster.running import Chunked, chunked
 
 CHUNK: Final = "COEPG_BENCHMARK_CHUNK"
 if CHUNK in os.environ:  # here, so that processes that the work starts anew read it too
-    workers.CHUNK = int(os.environ[CHUNK])
+    running.CHUNK = int(os.environ[CHUNK])
 
 
-def work_of(options: argparse.Namespace) -> workers.CandidatesWork:
+def work_of(options: argparse.Namespace) -> Chunked[CandidatesJob]:
     """The work in `options.folder`, which is written where it is not there yet."""
     # smaller chunks than in a real run: a minute's work is enough for several per process
-    workers.CHUNK = options.chunk
+    running.CHUNK = options.chunk
     os.environ[CHUNK] = str(options.chunk)
     checkpoint, folder = str(options.checkpoint), options.folder
     if not (folder / "steps.arrow").exists():
         steps, _ = sized.tables(options.size, options.chunk * options.chunks * options.processes, screens=64)
-        workers.write_steps(steps, folder / "steps.arrow", ["train"])
+        write_steps(steps, folder / "steps.arrow", ["train"])
         (folder / "scratch").mkdir()
         (folder / "out").mkdir()
-    return workers.CandidatesWork(
+    job = CandidatesJob(
         out=folder / "out",
         scratch=folder / "scratch",
         steps=folder / "steps.arrow",
@@ -55,6 +58,7 @@ def work_of(options: argparse.Namespace) -> workers.CandidatesWork:
         max_steps=None,
         config=Regeneration(plans_per_planner=options.plans, max_plan_tokens=options.tokens),
     )
+    return chunked(job)
 
 
 def one_run(options: argparse.Namespace) -> None:

@@ -23,8 +23,10 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from benchmarks import sized
+from coepg_dagster.artifacts import whole
 from coepg_dagster.experiment import Sft
 from coepg_dagster.inference.architecture import Architecture, flops
+from coepg_dagster.jobs import SftJob
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.training import sft
 
@@ -152,9 +154,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # real tokens, scored tokens of each row; padded length
 
     def keep() -> None:
-        partial = options.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result(options, clock.seconds, batches, rate, world)))
-        partial.rename(options.out)
+        with whole(options.out) as draft:
+            draft.write_text(json.dumps(result(options, clock.seconds, batches, rate, world)))
 
     clock = Clock(options, keep)
 
@@ -192,9 +193,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows = min(2048 if on_gpu else 64, (options.steps + options.profile) * batch)
     steps, dataset = sized.tables(options.size, rows, screens=128 if on_gpu else 8)
     say("rows made")
-    models = sized.models_of("random")
     config = Sft(
         epochs=100,
+        probe_steps=0,
         max_steps=options.steps + options.profile,
         batch_size=batch,
         micro_batch_size=options.micro,
@@ -204,24 +205,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     changed: dict[str, Any] = {"load_for_training": model_of, "save_trained": lambda *_, **__: {}}
     if options.attention == "sdpa":
-        changed |= {"fast_vision": lambda model: False, "expect_right_padding": lambda model: None}
+        changed |= {"fast_vision": lambda *_: False, "expect_right_padding": lambda model: None}
     with (
         patch.multiple(sft, **changed),
         patch.multiple(SFTTrainer, __init__=timed_init, training_step=timed_step),
     ):
-        sft.train_sft(
-            options.role,
-            str(folder / "processor"),
-            dataset,
-            steps,
-            models,
-            config,
-            13,
-            options.device,
-            folder / f"out-{rank}",
-            lambda done, of, figures: None,
-            scratch=folder / "scratch",
+        job = SftJob(
+            **sized.inputs(folder, steps, dataset),
+            role=options.role,
+            init=str(folder / "processor"),
+            models=sized.models_of("random"),
+            config=config,
+            max_plan_tokens=0,
+            max_point_tokens=0,
+            batch_size=1,
+            device=options.device,
         )
+        sft.train_sft(job, lambda done, of, figures: None)
     return result(options, clock.seconds, batches, rate, world)
 
 

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from coepg_dagster.artifacts import DATASET, STEPS, write_steps, write_table
 from coepg_dagster.experiment import Models
 from coepg_dagster.inference.architecture import KNOWN, Architecture
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash
@@ -193,6 +194,21 @@ def tables(size: Size, rows: int, *, seed: int = 0, screens: int = 64) -> tuple[
             }
         )
     return pa.Table.from_pylist(steps, STEP_SCHEMA), pa.Table.from_pylist(dataset, DATASET_SCHEMA)
+
+
+def inputs(folder: Path, steps: pa.Table, dataset: pa.Table) -> dict[str, Any]:
+    """The fields of a training job that reads these tables and works in a folder; nothing is validated."""
+    for name in ("out", "scratch"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    write_steps(steps, folder / STEPS, ["train"])
+    write_table(dataset, folder / DATASET)
+    places = {
+        "out": folder / "out",
+        "scratch": folder / "scratch",
+        "steps": folder / STEPS,
+        "dataset": folder / DATASET,
+    }
+    return {**places, "train_split": "train", "validation_split": "", "seed": 13}
 
 
 def _picture(draw: np.random.Generator, width: int, height: int) -> bytes:

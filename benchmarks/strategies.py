@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow.parquet as pq
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -26,8 +25,7 @@ from benchmarks import limited, sized, tiny
 from benchmarks.baseline import Log, command_line, write
 from benchmarks.scaling import need_gpus
 from coepg_dagster.experiment import Grpo, Sft
-from coepg_dagster.training.launch import Placement
-from coepg_dagster.workers import GrpoWork, SftWork, write_steps
+from coepg_dagster.jobs import GrpoJob, Placement, SftJob
 
 WORKER: Final = "coepg_dagster.resources.worker"
 ALONE: Final = "one process"
@@ -36,26 +34,16 @@ STEPS: Final = 4
 UNIT: Final = "% at most between losses of SFT"
 
 
-def work_of(kind: str, placement: Placement, device: str, folder: Path) -> SftWork | GrpoWork:
+def job_of(kind: str, placement: Placement, device: str, folder: Path) -> SftJob | GrpoJob:
     """SFT or GRPO of the sandbox's planner, the same for every placement but for how rows are shared."""
-    for name in ("out", "scratch"):
-        (folder / name).mkdir(parents=True)
     of_screens = {"sft": lambda: sized.tables("tiny", 96, screens=16), "grpo": lambda: (tiny.train_steps(16),) * 2}
     steps, dataset = of_screens[kind]()
-    write_steps(steps, folder / "steps.arrow", ["train"])
-    pq.write_table(dataset if kind == "sft" else dataset.select(["step_id"]), folder / "dataset.parquet")
     common: dict[str, Any] = {
-        "out": folder / "out",
-        "scratch": folder / "scratch",
-        "steps": folder / "steps.arrow",
+        **sized.inputs(folder, steps, dataset if kind == "sft" else dataset.select(["step_id"])),
         "models": tiny.settings(),
         "device": device,
         "batch_size": 32,
-        "seed": 13,
         "init": tiny.PLANNER,
-        "dataset": folder / "dataset.parquet",
-        "train_split": "train",
-        "validation_split": "",  # nothing is asked there
         "max_point_tokens": 12,
         "placement": placement,
     }
@@ -69,21 +57,21 @@ def work_of(kind: str, placement: Placement, device: str, folder: Path) -> SftWo
             freeze_vision=True,
             probe_steps=0,
         )
-        return SftWork(**common, role="planner", max_plan_tokens=48, config=sft)
+        return SftJob(**common, role="planner", max_plan_tokens=48, config=sft)
     grpo = Grpo(prompts_per_step=4, group_size=4, micro_batch_size=4, max_steps=2, max_plan_tokens=48, probe_steps=0)
     verifiers = {name: {"model": str(tiny.GROUNDERS[name])} for name in ("verifier_a", "verifier_b")}
     own = ("base_grounder", str(tiny.GROUNDERS["base_grounder"]))
-    return GrpoWork(**common, own_grounder=own, verifiers=verifiers, config=grpo)
+    return GrpoJob(**common, own_grounder=own, verifiers=verifiers, config=grpo)
 
 
-def ran(work: SftWork | GrpoWork, limit: float) -> dict[str, Any]:
+def ran(job: SftJob | GrpoJob, limit: float) -> dict[str, Any]:
     """The job in a worker of its own: how it ended, what it logged, how long it took."""
-    folder = work.out.parent
-    job, result, log = (folder / name for name in ("work.json", "result.json", "log"))
-    job.write_text(work.model_dump_json())
+    folder = job.out.parent
+    file, result, log = (folder / name for name in ("job.json", "result.json", "log"))
+    file.write_text(job.model_dump_json())
     began = time.perf_counter()
-    code = limited.run([WORKER, str(job), str(result)], log, limit)
-    lines = work.out / "training_log.jsonl"
+    code = limited.run([WORKER, str(file), str(result)], log, limit)
+    lines = job.out / "training_log.jsonl"
     return {
         "code": code if code is not None else f"limit of {limit:.0f} s",
         "seconds": round(time.perf_counter() - began, 1),
@@ -133,8 +121,8 @@ def main() -> None:
             of_one = None
             for of, placement in placements.items():
                 folder = Path(temporary) / f"{kind}-{of.replace(' ', '-')}"
-                work = work_of(kind, placement, "cpu" if options.quick else "cuda", folder)
-                runs[f"{kind}, {of}"] = run = ran(work, options.limit)
+                job = job_of(kind, placement, "cpu" if options.quick else "cuda", folder)
+                runs[f"{kind}, {of}"] = run = ran(job, options.limit)
                 losses, saved = [round(x, 4) for x in run["losses"]], run.get("figures", {}).get("parameters")
                 say(
                     f"{kind}, {of}: {run['code']} after {run['seconds']:.0f} s; loss {losses}, {saved} parameters saved"

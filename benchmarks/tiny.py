@@ -72,27 +72,24 @@ def rollouts(steps: pa.Table, group_size: int, seed: int) -> tuple[list[str], li
 def train(config: Grpo, steps: pa.Table, seed: int, report: Report) -> None:
     """GRPO of the base planner with all GROUNDERS, as the sandbox runs it; what it writes is thrown away."""
     # here, since MS-SWIFT's environment, whose TRL is another, reads this module too
+    from benchmarks.sized import inputs
+    from coepg_dagster.jobs import GrpoJob
     from coepg_dagster.training.grpo import train_grpo
 
     own, *others = GROUNDERS
     with tempfile.TemporaryDirectory(prefix="coepg-bench-") as folder:
-        out = Path(folder)
-        train_grpo(
-            PLANNER,
-            (own, str(GROUNDERS[own])),
-            {name: str(GROUNDERS[name]) for name in others},
-            steps.select(["step_id"]),
-            steps,
-            settings(),
-            config,
-            MAX_POINT_TOKENS,
-            64,
-            seed,
-            "cpu",
-            out,
-            report,
-            scratch=out / "scratch",
+        job = GrpoJob(
+            **inputs(Path(folder), steps, steps.select(["step_id"])) | {"seed": seed},
+            init=PLANNER,
+            own_grounder=(own, str(GROUNDERS[own])),
+            verifiers={name: str(GROUNDERS[name]) for name in others},
+            models=settings(),
+            config=config.model_copy(update={"probe_steps": 0}),
+            max_point_tokens=MAX_POINT_TOKENS,
+            batch_size=64,
+            device="cpu",
         )
+        train_grpo(job, report)
 
 
 def one_thread() -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import limited
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
 from coepg_dagster.experiment import Benchmark, Experiment, fingerprint
@@ -23,7 +24,6 @@ from coepg_dagster.prompts import Style
 from coepg_dagster.readers import android_control, mind2web
 from coepg_dagster.readers.importing import Dataset, Options, load_benchmark, source_files, version_now, version_read
 from coepg_dagster.readers.rows import ReaderError
-from coepg_dagster.workers import limited
 
 SOURCE = "source"
 """Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""

@@ -292,13 +292,13 @@ class Lora(Strict):
 class Sft(Strict):
     """Supervised fine-tuning of π_k and ϕ_k, each from its base model, on D_{k-1} (TRL's SFTTrainer)."""
 
-    epochs: float = Field(3.0, gt=0, le=10_000)
+    epochs: float = Field(3.0, gt=0, le=10_000, description="passes over D_{k-1}")
     max_steps: int | None = Field(None, ge=1, description="ends training earlier than `epochs`")
     batch_size: int = Field(96, ge=1, description="rows per optimizer step, over all devices")
     micro_batch_size: int = Field(4, ge=1, description="rows per device and forward pass")
-    learning_rate: float = Field(1e-6, gt=0)
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
+    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     freeze_vision: bool = Field(False, description="leave the vision tower as it is")
     recompute: float = Field(
         1.0,
@@ -337,31 +337,36 @@ class Grpo(Strict):
     """GRPO of π'_k from π_k with the C-DREM reward (Eq. 3 to 10; TRL's GRPOTrainer)."""
 
     enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
-    prompts_per_step: int = Field(42, ge=1)
+    prompts_per_step: int = Field(42, ge=1, description="prompts per optimizer step")
     group_size: int = Field(7, ge=2, le=1024, description="G, rollouts per prompt")
     micro_batch_size: int = Field(
         7, ge=1, description="rollouts per device and forward pass; a group is one row, and never cut"
     )
-    rollouts: Literal["transformers", "vllm"] = Field("transformers", description="who samples them")
+    rollouts: Literal["transformers", "vllm"] = Field(
+        "transformers", description="who samples them: `transformers` or `vllm`"
+    )
     max_steps: int | None = Field(None, ge=1, description="ends training earlier, or later, than `num_train_epochs`")
     num_train_epochs: int = Field(1, ge=1, description="passes over the prompts, each in another order")
     num_iterations: int = Field(1, ge=1, description="μ, updates by the same rollouts")
-    learning_rate: float = Field(5e-7, gt=0)
+    learning_rate: float = Field(5e-7, gt=0, description="peak learning rate")
     lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = Field(
-        "cosine", description="`cosine_with_min_lr` ends at a tenth of the learning rate"
+        "cosine",
+        description="`cosine`, `cosine_with_min_lr` (ends at a tenth of the rate), `linear` or `constant_with_warmup`",
     )
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta2: float = Field(0.999, gt=0, lt=1)
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field("grpo", description="how tokens are averaged")
+    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    adam_beta2: float = Field(0.999, gt=0, lt=1, description="β2 of AdamW")
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field(
+        "grpo", description="how tokens are averaged: `grpo`, `dr_grpo`, `dapo` or `bnpo`"
+    )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="what an advantage is divided by: the spread of its group, of the step, or nothing"
+        "group", description="whose spread an advantage is divided by: that of its `group`, of the `batch`, or `none`"
     )
-    temperature: float = Field(0.9, gt=0)
+    temperature: float = Field(0.9, gt=0, description="at which rollouts are sampled")
     kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
-    clip_epsilon: float = Field(0.2, gt=0, lt=1)
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="ε, how far the probability ratio counts")
     epsilon_high: float | None = Field(None, gt=0, description="the upper clip; null: `clip_epsilon` too")
-    max_plan_tokens: int = Field(256, ge=8)
+    max_plan_tokens: int = Field(256, ge=8, description="tokens of an answer of a planner, at most")
     max_tokens: int | None = Field(
         None, ge=16, description="prompts that could become longer with their plan are dropped and counted; null: none"
     )
@@ -383,7 +388,8 @@ class Grpo(Strict):
     )
     probe_looks: int = Field(4, ge=0, description="how often they are asked between the first step and the last")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
-        "probability", description="c_j of Eq. 5: exp(mean log p), the literal mean log p, or 1"
+        "probability",
+        description="c_j of Eq. 5: `probability`, exp(mean log p); `log_probability`, the literal equation; `constant`, 1",
     )
     confidence_temperature: float = Field(
         1.0, gt=0, description="τ, w_j ∝ exp(σ_j c_j / τ); 1 is Eq. 5, below 1 the surer grounders weigh more"
@@ -421,16 +427,19 @@ class Regeneration(Strict):
     """How the pools make D_k: candidates, verdicts, selection."""
 
     plans_per_planner: int = Field(4, ge=1, le=1024, description="plans per step and planner")
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(0.95, gt=0, le=1)
-    max_plan_tokens: int = Field(256, ge=8)
-    max_point_tokens: int = Field(32, ge=4)
-    rule: Literal["any", "majority", "all", "k_of_n"] = Field("any", description="how many verifiers must hit")
+    temperature: float = Field(1.0, gt=0, description="at which plans are sampled")
+    top_p: float = Field(0.95, gt=0, le=1, description="share of the probability from which tokens are drawn")
+    max_plan_tokens: int = Field(256, ge=8, description="tokens of an answer of a planner, at most")
+    max_point_tokens: int = Field(32, ge=4, description="tokens of an answer of a grounder, at most")
+    rule: Literal["any", "majority", "all", "k_of_n"] = Field(
+        "any", description="how many verifiers must hit: `any`, `majority`, `all` or `k_of_n`"
+    )
     k: int | None = Field(None, ge=1, description="for k_of_n")
-    max_plans_per_step: int = Field(8, ge=1)
+    max_plans_per_step: int = Field(8, ge=1, description="rows per step of D_k")
     similar: float = Field(0.9, gt=0, le=1, description="plans with a token Jaccard above this are one plan")
     carry_over: Literal["best_plan_per_step", "cumulative", "none"] = Field(
-        "best_plan_per_step", description="what of D_{k-1} stays: a plan for steps that lost all, everything, nothing"
+        "best_plan_per_step",
+        description="what of D_{k-1} stays: `best_plan_per_step`, for steps that lost all; `cumulative`, all; `none`",
     )
     trained_members: int = Field(2, ge=1, le=2, description="how many of the newest trained models stay in a pool")
 

@@ -14,8 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from coepg_dagster.artifacts import write_table
+from coepg_dagster.jobs import ChunkedJob, Job, parse_job
 from coepg_dagster.progress import Report
-from coepg_dagster.workers import Chunk, ChunkedWork, Work, parse_work, write_table
+from coepg_dagster.running import Chunk, Chunked, chunked, run
 
 POLL_SECONDS: Final = 1.0
 LOST_AT_MOST: Final = 3
@@ -31,9 +33,9 @@ class Maker:
 
     def __init__(self, job: str, root: str) -> None:
         os.chdir(root)
-        work = parse_work(job)
-        assert isinstance(work, ChunkedWork)  # run_on_cluster starts makers for nothing else
-        self._work = work
+        parsed = parse_job(job)
+        assert isinstance(parsed, ChunkedJob)  # run_on_cluster starts makers for nothing else
+        self._chunked = chunked(parsed)
         self._member: str | None = None
         self._open = ExitStack()
         self._make: Any = None
@@ -43,8 +45,8 @@ class Maker:
         if member != self._member:
             self._open.close()  # the model before it goes before the next one comes
             self._member, self._open = member, ExitStack()
-            self._make = self._open.enter_context(self._work.open(member, self._work.device))
-        write_table(self._make(start), self._work.file_of(Chunk(member, start)))
+            self._make = self._open.enter_context(self._chunked.open(member, self._chunked.job.device))
+        write_table(self._make(start), self._chunked.file_of(Chunk(member, start)))
 
 
 class Whole:
@@ -52,12 +54,12 @@ class Whole:
 
     def __init__(self, job: str, root: str) -> None:
         os.chdir(root)
-        self._work = parse_work(job)
+        self._job = parse_job(job)
         self._state: tuple[int, int, dict[str, float]] = (0, 1, {})
 
     def run(self) -> tuple[dict[str, Any], str]:
         """(figures, device)."""
-        return self._work.run(self._tell), self._work.device_name()
+        return run(self._job, self._tell), self._job.device_name()
 
     def _tell(self, done: int, of: int, figures: Any) -> None:
         self._state = (done, of, dict(figures))
@@ -67,10 +69,10 @@ class Whole:
         return self._state
 
 
-def run_on_cluster(work: Work, root: Path, address: str, threads: int, report: Report) -> tuple[dict[str, Any], str]:
-    """(figures, device) of `work`, done on the cluster at `address` (`host:port`, `auto`, or `ray://host:10001`).
+def run_on_cluster(job: Job, root: Path, address: str, threads: int, report: Report) -> tuple[dict[str, Any], str]:
+    """(figures, device) of a job, done on the cluster at `address` (`host:port`, `auto`, or `ray://host:10001`).
 
-    Raises ClusterUnusable, or what the work raised.
+    Raises ClusterUnusable, or what the job raised.
     """
     try:
         import ray
@@ -87,15 +89,17 @@ def run_on_cluster(work: Work, root: Path, address: str, threads: int, report: R
         ) from None
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        if work.device == "cuda" and not gpus:
+        if job.device == "cuda" and not gpus:
             raise ClusterUnusable("`device: cuda`, but the cluster has no GPU: add a node with one, or use `auto`")
-        on_gpu = gpus > 0 and work.device != "cpu"
-        work = work.model_copy(update={"device": "cuda" if on_gpu else "cpu"})
+        on_gpu = gpus > 0 and job.device != "cpu"
+        job = job.model_copy(update={"device": "cuda" if on_gpu else "cpu"})
         resources = {"num_gpus": 1, "num_cpus": 1} if on_gpu else {"num_cpus": 1}
-        if isinstance(work, ChunkedWork):
-            most = gpus if on_gpu else min(work.processes, int(ray.cluster_resources().get("CPU", 1)))
-            return _spread(ray, work, root, most, resources, report), f"{most} × {'cuda' if on_gpu else 'cpu'} on Ray"
-        actor = ray.remote(Whole).options(max_concurrency=2, **resources).remote(work.model_dump_json(), str(root))
+        if isinstance(job, ChunkedJob):
+            most = gpus if on_gpu else min(job.processes, int(ray.cluster_resources().get("CPU", 1)))
+            return _spread(
+                ray, chunked(job), root, most, resources, report
+            ), f"{most} × {'cuda' if on_gpu else 'cpu'} on Ray"
+        actor = ray.remote(Whole).options(max_concurrency=2, **resources).remote(job.model_dump_json(), str(root))
         result = actor.run.remote()
         while not ray.wait([result], timeout=POLL_SECONDS)[0]:
             report(*ray.get(actor.state.remote()))
@@ -123,7 +127,7 @@ def _expect_answer(address: str) -> None:
         ) from None
 
 
-def _spread(ray: Any, work: ChunkedWork, root: Path, most: int, resources: dict[str, int], report: Report) -> Any:
+def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict[str, int], report: Report) -> Any:
     """Makes the missing chunks on at most `most` actors and returns the figures.
 
     A free actor gets a chunk of the member that it holds, else of the one with the most chunks left.
@@ -131,7 +135,7 @@ def _spread(ray: Any, work: ChunkedWork, root: Path, most: int, resources: dict[
     chunks = work.chunks()
     left = [chunk for chunk in chunks if not work.file_of(chunk).exists()]
     done, lost = len(chunks) - len(left), 0
-    job = work.model_dump_json()
+    job = work.job.model_dump_json()
     maker = ray.remote(Maker).options(**resources)
     holds: dict[Any, str | None] = {maker.remote(job, str(root)): None for _ in range(min(most, len(left)))}
     at_work: dict[Any, tuple[Any, Chunk]] = {}
@@ -166,4 +170,4 @@ def _spread(ray: Any, work: ChunkedWork, root: Path, most: int, resources: dict[
         report(done, len(chunks), {})
     for actor in holds:
         ray.kill(actor)
-    return work.figures_of_chunks()
+    return work.figures()

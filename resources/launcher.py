@@ -18,12 +18,16 @@ import dagster as dg
 from coepg_dagster.resources import worker
 from coepg_dagster.resources.warm import WarmProcess
 
+from coepg_dagster.jobs import Job
 from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended, tail, words_left
-from coepg_dagster.workers import Work
 
 
 def job_environment(threads: int) -> dict[str, str]:
-    """The environment of a job: this process's, and what makes it repeatable."""
+    """The environment of a job: this process's, and what makes it repeatable.
+
+    Args:
+        threads: CPU threads of the process (more than 1 slows tiny models on few cores).
+    """
     return os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -33,33 +37,31 @@ def job_environment(threads: int) -> dict[str, str]:
     }
 
 
-def run_work(
+def run_process(
     context: dg.AssetExecutionContext,
-    work: Work,
+    job: Job,
     root: Path,
+    env: Mapping[str, str],
     *,
-    threads: int,
     timeout_minutes: float,
     grace_seconds: float = GRACE_SECONDS,
     module: str = worker.MODULE,
-    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The figures that `work` returns from another process.
+    """The figures of a job that runs in a process of its own.
 
     Raises dg.Failure: why it ended in the first paragraph, then the end of its output.
 
     Args:
         root: the project, from which relative paths start.
-        threads: CPU threads of the process (more than 1 slows tiny models on few cores).
+        env: its environment (`job_environment`).
         timeout_minutes: a job that takes longer is ended.
         grace_seconds: how long its processes have after SIGINT, and again after SIGTERM.
         module: what Python runs, with the files of the job and of its result as arguments.
-        env: more of its environment.
     """
-    job, result, log, words = (
-        work.scratch / name for name in ("work.json", "result.json", "worker.log", "last_words.txt")
+    file, result, log, words = (
+        job.scratch / name for name in ("job.json", "result.json", "worker.log", "last_words.txt")
     )
-    job.write_text(work.model_dump_json())
+    file.write_text(job.model_dump_json())
     for left in (result, words):
         left.unlink(missing_ok=True)
     written = log.stat().st_size if log.exists() else 0  # by attempts before this one
@@ -70,13 +72,8 @@ def run_work(
     ) as session:
         process = WarmProcess(
             module,
-            [str(job), str(result)],
-            env={
-                **job_environment(threads),
-                **session.get_bootstrap_env_vars(),
-                LAST_WORDS: str(words),
-                **(env or {}),
-            },
+            [str(file), str(result)],
+            env={**env, **session.get_bootstrap_env_vars(), LAST_WORDS: str(words)},
             cwd=root,
             output=log,
         )

@@ -1,4 +1,4 @@
-"""The driver of a job on a Ray cluster: `python -m coepg_dagster.resources.ray_worker WORK.json RESULT.json`.
+"""The driver of a job on a Ray cluster: `python -m coepg_dagster.resources.ray_worker JOB.json RESULT.json`.
 
 It runs where Dagster's step runs, and its process group is ended like any job's; Ray ends what it started with it.
 """
@@ -15,24 +15,24 @@ from typing import Final
 from coepg_dagster.resources.worker import Reporter
 from dagster_pipes import open_dagster_pipes
 
+from coepg_dagster.jobs import parse_job
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.progress import Ended
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
-from coepg_dagster.workers import parse_work
 
 MODULE: Final = "coepg_dagster.resources.ray_worker"
 ADDRESS: Final = "COEPG_RAY_ADDRESS"
 
 
-def main(work_file: Path, result_file: Path) -> None:
-    """Runs the job of `work_file` on the cluster, tells Dagster how far it is, and leaves its figures in `result_file`."""
+def main(job_file: Path, result_file: Path) -> None:
+    """Runs the job of `job_file` on the cluster, tells Dagster how far it is, and leaves its figures in `result_file`."""
     end_with_parent()
-    work = parse_work(work_file.read_text())
+    job = parse_job(job_file.read_text())
     with open_dagster_pipes() as pipes:
         started = time.monotonic()
         threads = int(os.environ["OMP_NUM_THREADS"])
         try:
-            figures, device = run_on_cluster(work, Path.cwd(), os.environ[ADDRESS], threads, Reporter(pipes))
+            figures, device = run_on_cluster(job, Path.cwd(), os.environ[ADDRESS], threads, Reporter(pipes))
         except (ClusterUnusable, Ended) as why:
             sys.exit(str(why))
         seconds = time.monotonic() - started

@@ -7,18 +7,19 @@ run, from the Launchpad. What is left empty is as the experiment file says; what
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from types import NoneType
+from typing import Any, Final, Literal, Self, TypeVar, get_args, get_origin
 
 import dagster as dg
 from coepg_dagster.resources import ray_worker, worker
-from coepg_dagster.resources.launcher import run_work
-from pydantic import Field, model_validator
+from coepg_dagster.resources.launcher import job_environment, run_process
+from pydantic import Field, create_model, model_validator
 
-from coepg_dagster.experiment import Serving, Strict
-from coepg_dagster.training.launch import OnTrouble, Placement, Strategy
-from coepg_dagster.workers import ChunkedWork, TrainingWork, Work
+from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft, Strict
+from coepg_dagster.jobs import ChunkedJob, Job, OnTrouble, Placement, Strategy, TrainingJob
 
 Config = TypeVar("Config", bound=Strict)
+AS_WRITTEN: Final = "Empty: as in the experiment file."
 
 
 class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
@@ -49,22 +50,22 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
         "of a large model the time of an optimizer step and of a checkpoint.",
     )
 
-    def placement(self, kind: type[Work]) -> dict[str, Any]:
+    def placement(self, kind: type[Job]) -> dict[str, Any]:
         """The fields of a job of `kind` that say where it runs, and change nothing of its result."""
-        return {"processes": self.processes} if issubclass(kind, ChunkedWork) else {}
+        return {"processes": self.processes} if issubclass(kind, ChunkedJob) else {}
 
-    def launch(self, context: dg.AssetExecutionContext, work: Work, root: Path) -> dict[str, Any]:
-        """Runs `work` in its own process, in the folder `root`; returns {"figures", "device", "seconds"}."""
+    def launch(self, context: dg.AssetExecutionContext, job: Job, root: Path) -> dict[str, Any]:
+        """Runs `job` in its own process, in the folder `root`; returns {"figures", "device", "seconds"}."""
         on_ray = self.launcher == "ray"
-        return run_work(
+        env = job_environment(self.threads) | ({ray_worker.ADDRESS: self.ray_address} if on_ray else {})
+        return run_process(
             context,
-            work,
+            job,
             root,
-            threads=self.threads,
+            env,
             timeout_minutes=self.timeout_minutes,
             grace_seconds=self.grace_seconds,
             module=ray_worker.MODULE if on_ray else worker.MODULE,
-            env={ray_worker.ADDRESS: self.ray_address} if on_ray else {},
         )
 
     def resolve(self, config: Config) -> Config:
@@ -110,80 +111,54 @@ class Training(Processes):
             raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
         return self
 
-    def placement(self, kind: type[Work]) -> dict[str, Any]:
+    def placement(self, kind: type[Job]) -> dict[str, Any]:
         placed = Placement(
             processes=self.training_processes,
             strategy=self.strategy,
             save_every=self.save_every,
             on_trouble=self.on_trouble,
         )
-        return {"placement": placed} if issubclass(kind, TrainingWork) else super().placement(kind)
+        return {"placement": placed} if issubclass(kind, TrainingJob) else super().placement(kind)
 
 
-class SftResource(Training):
+def _overridable(base: type[Processes], config: type[Strict], *decided: str) -> Any:
+    """`base` with a field for each setting of `config`, but for those that are `decided` before a run starts."""
+    fields: dict[str, Any] = {
+        name: (_in_launchpad(field.annotation), Field(None, description=f"{field.description}. {AS_WRITTEN}"))
+        for name, field in config.model_fields.items()
+        if name not in decided
+    }
+    return create_model(f"{config.__name__}Overrides", __base__=base, **fields)
+
+
+def _in_launchpad(annotation: Any) -> Any:
+    """A setting's type as Dagster takes it where it may be empty; the experiment's own type is checked by `resolve`."""
+    kind = annotation
+    if NoneType in get_args(annotation):
+        (kind,) = set(get_args(annotation)) - {NoneType}
+    if get_origin(kind) is Literal:
+        kind = str
+    elif isinstance(kind, type) and issubclass(kind, Strict):
+        kind = dict[str, Any]
+    return kind | None
+
+
+class SftResource(_overridable(Training, Sft)):  # type: ignore[misc]
     """Supervised fine-tuning of π_k and ϕ_k."""
 
-    epochs: float | None = Field(default=None, description="Passes over D_{k-1}. Empty: as in the experiment file.")
-    max_steps: int | None = Field(
-        default=None, description="Optimizer steps at most. Empty: as in the experiment file."
-    )
-    batch_size: int | None = Field(
-        default=None, description="Rows per optimizer step. Empty: as in the experiment file."
-    )
-    micro_batch_size: int | None = Field(
-        default=None, description="Rows per forward pass. Empty: as in the experiment file."
-    )
-    learning_rate: float | None = Field(
-        default=None, description="Peak learning rate. Empty: as in the experiment file."
-    )
 
-
-class GrpoCdremResource(Training):
+class GrpoCdremResource(_overridable(Training, Grpo)):  # type: ignore[misc]
     """GRPO of π'_k with the confidence-weighted reward ensemble."""
 
-    max_steps: int | None = Field(
-        default=None, description="Optimizer steps at most. Empty: as in the experiment file."
-    )
-    prompts_per_step: int | None = Field(
-        default=None, description="Prompts per step. Empty: as in the experiment file."
-    )
-    group_size: int | None = Field(
-        default=None, description="G, rollouts per prompt. Empty: as in the experiment file."
-    )
-    micro_batch_size: int | None = Field(
-        default=None, description="Rollouts per pass. Empty: as in the experiment file."
-    )
-    learning_rate: float | None = Field(
-        default=None, description="Peak learning rate. Empty: as in the experiment file."
-    )
-    kl_beta: float | None = Field(default=None, description="Weight of the KL term. Empty: as in the experiment file.")
-    confidence: str | None = Field(
-        default=None,
-        description="`probability`, `log_probability` (the literal Eq. 5) or `constant`. Empty: as in the experiment file.",
-    )
-    confidence_temperature: float | None = Field(
-        default=None, description="τ of Eq. 5's weights. Empty: as in the experiment file."
-    )
-    own_prior: float | None = Field(default=None, description="σ of ϕ_k. Empty: as in the experiment file.")
     verifiers: list[str] | None = Field(
-        default=None, description="Which open verifiers reward beside ϕ_k. Empty: all of the experiment file."
+        default=None, description=f"Which open verifiers reward beside ϕ_k. {AS_WRITTEN}"
     )
 
 
-class RegenerationResource(Processes):
+class RegenerationResource(_overridable(Processes, Regeneration, "trained_members")):  # type: ignore[misc]
     """The pools: candidate plans, verdicts, D_k; and the evaluation of an iteration's agent."""
 
-    plans_per_planner: int | None = Field(default=None, description="Plans per step. Empty: as in the experiment file.")
-    rule: str | None = Field(
-        default=None, description="`any`, `majority`, `all` or `k_of_n`. Empty: as in the experiment file."
-    )
-    k: int | None = Field(default=None, description="For `k_of_n`. Empty: as in the experiment file.")
-    max_plans_per_step: int | None = Field(
-        default=None, description="Rows per step of D_k. Empty: as in the experiment file."
-    )
-    verifiers: list[str] | None = Field(
-        default=None, description="Which open verifiers give verdicts. Empty: all of the experiment file."
-    )
+    verifiers: list[str] | None = Field(default=None, description=f"Which open verifiers give verdicts. {AS_WRITTEN}")
 
 
 class EnginesResource(dg.ConfigurableResource):  # type: ignore[type-arg]

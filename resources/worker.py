@@ -1,4 +1,4 @@
-"""The process in which a job runs: `python -m coepg_dagster.resources.worker WORK.json RESULT.json`."""
+"""The process in which a job runs: `python -m coepg_dagster.resources.worker JOB.json RESULT.json`."""
 
 from __future__ import annotations
 
@@ -13,49 +13,50 @@ from typing import Final
 from dagster_pipes import PipesContext, open_dagster_pipes
 
 from coepg_dagster.inference.visual import keep_in
+from coepg_dagster.jobs import Job, TrainingJob, read_job
 from coepg_dagster.processes import end_with_parent, last_words
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.launch import is_main, is_rank, launch, see_one_gpu
-from coepg_dagster.workers import TrainingWork, Work, read_work
+from coepg_dagster.running import run
+from coepg_dagster.training.launch import is_main, is_rank, launch_ranks, see_one_gpu
 
 MODULE: Final = "coepg_dagster.resources.worker"
 REPORT_EVERY_SECONDS = 2.0
 
 
-def main(work_file: Path, result_file: Path) -> None:
-    """Runs the job of `work_file`, tells Dagster how far it is, and leaves its figures in `result_file`.
+def main(job_file: Path, result_file: Path) -> None:
+    """Runs the job of `job_file`, tells Dagster how far it is, and leaves its figures in `result_file`.
 
     Training in several processes starts this module once more in each; the first of them reports and leaves the figures.
     """
     end_with_parent()
-    work = read_work(work_file)
-    keep_in(work.visual)
-    on_gpu = work.device != "cpu"
+    job = read_job(job_file)
+    keep_in(job.visual)
+    on_gpu = job.device != "cpu"
     try:
-        if isinstance(work, TrainingWork) and not is_rank():
-            if work.placement.spread:
-                arguments = [str(work_file), str(result_file)]
-                sys.exit(launch(work.placement, work.scratch, MODULE, arguments, on_gpu=on_gpu))
+        if isinstance(job, TrainingJob) and not is_rank():
+            if job.placement.spread:
+                arguments = [str(job_file), str(result_file)]
+                sys.exit(launch_ranks(job.placement, job.scratch, MODULE, arguments, on_gpu=on_gpu))
             see_one_gpu()
         if on_gpu and is_rank():
             import torch
 
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # from here on, `cuda` is this process's GPU
         if is_main():
-            _work(work, result_file)
+            _report(job, result_file)
         else:
-            work.run(lambda done, of, figures: None)
+            run(job, lambda done, of, figures: None)
     except Ended as why:
         sys.exit(str(why))
 
 
-def _work(work: Work, result_file: Path) -> None:
+def _report(job: Job, result_file: Path) -> None:
     with open_dagster_pipes() as pipes:
         reporter = Reporter(pipes)
         started = time.monotonic()
-        figures = work.run(reporter)
+        figures = run(job, reporter)
         seconds = time.monotonic() - started
-        result_file.write_text(json.dumps({"figures": figures, "device": work.device_name(), "seconds": seconds}))
+        result_file.write_text(json.dumps({"figures": figures, "device": job.device_name(), "seconds": seconds}))
 
 
 class Reporter:

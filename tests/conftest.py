@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw
 
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, short_hash
+from tests.jobs import quiet, sft_job
 
 # The same examples on every machine, and no failure because a machine is busy.
 settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -237,15 +238,6 @@ def models(random_checkpoint: Callable[[int], Path]) -> Models:
     )
 
 
-def quiet(done: int, of: int, figures: Any) -> None:
-    """A Report that nobody reads."""
-
-
-def beside(out: Path) -> Path:
-    """A scratch folder for what is made in `out`."""
-    return out.with_name(f"{out.name}-scratch")
-
-
 @pytest.fixture(scope="session")
 def trained(
     random_checkpoint: Callable[[int], Path],
@@ -263,8 +255,8 @@ def trained(
         out = root / f"{role}-{seed}"
         if not out.exists():
             config = Sft(epochs=LESSONS, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
-            init = str(random_checkpoint(seed))
-            train_sft(role, init, dataset, steps, models, config, seed, "cpu", out, quiet, scratch=beside(out))
+            data = (dataset, steps, models)
+            train_sft(sft_job(out, data, role, random_checkpoint(seed), config, seed=seed), quiet)
         return out
 
     return checkpoint

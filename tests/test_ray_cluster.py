@@ -12,10 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from coepg_dagster.artifacts import CANDIDATES, write_steps, write_table
 from coepg_dagster.experiment import Models, Regeneration, Sft
+from coepg_dagster.jobs import ALONE, CandidatesJob, SftJob
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
-from coepg_dagster.training.launch import ALONE
-from coepg_dagster.workers import CANDIDATES, CandidatesWork, SftWork, write_steps, write_table
+from coepg_dagster.running import run
 
 ray = pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
 pytestmark = pytest.mark.slow
@@ -42,14 +43,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def candidates(tmp_path: Path, models: Models, steps: pa.Table) -> Callable[[str], CandidatesWork]:
+def candidates(tmp_path: Path, models: Models, steps: pa.Table) -> Callable[[str], CandidatesJob]:
     """The same pool work of two members, in a folder of its own for each name."""
     write_steps(steps, tmp_path / "steps.arrow", ["train"])
 
-    def work(name: str) -> CandidatesWork:
+    def work(name: str) -> CandidatesJob:
         for folder in ("out", "scratch"):
             (tmp_path / name / folder).mkdir(parents=True)
-        return CandidatesWork(
+        return CandidatesJob(
             out=tmp_path / name / "out",
             scratch=tmp_path / name / "scratch",
             steps=tmp_path / "steps.arrow",
@@ -68,17 +69,17 @@ def candidates(tmp_path: Path, models: Models, steps: pa.Table) -> Callable[[str
 
 
 def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(
-    cluster: str, candidates: Callable[[str], CandidatesWork], dataset: pa.Table, tmp_path: Path
+    cluster: str, candidates: Callable[[str], CandidatesJob], dataset: pa.Table, tmp_path: Path
 ) -> None:
     here, there = candidates("here"), candidates("there")
     heard: list[tuple[int, int]] = []
     figures, device = run_on_cluster(there, tmp_path, cluster, 1, lambda done, of, _: heard.append((done, of)))
-    assert figures == here.run(lambda *_: None)
+    assert figures == run(here, lambda *_: None)
     assert (there.out / CANDIDATES).read_bytes() == (here.out / CANDIDATES).read_bytes()
     assert heard[-1] == (2, 2) and device == "2 × cpu on Ray"
 
     write_table(dataset, tmp_path / "dataset.parquet")
-    training = SftWork(
+    training = SftJob(
         out=tmp_path / "sft",
         scratch=there.scratch,
         steps=there.steps,
@@ -133,6 +134,6 @@ ray.get([a.sleep.remote() for a in actors])
         time.sleep(0.2)
 
 
-def test_no_cluster_is_said_with_the_address(candidates: Callable[[str], CandidatesWork], tmp_path: Path) -> None:
+def test_no_cluster_is_said_with_the_address(candidates: Callable[[str], CandidatesJob], tmp_path: Path) -> None:
     with pytest.raises(ClusterUnusable, match=r"127\.0\.0\.1:1"):
         run_on_cluster(candidates("none"), tmp_path, "127.0.0.1:1", 1, lambda *_: None)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import CANDIDATES, DATASET, STEPS, VERDICTS, all_steps
 from coepg_dagster.auditing.archive import Archive, NotFound, place_of
 from coepg_dagster.auditing.trace import disagreements, home_of, readable
 from coepg_dagster.provenance import Record
 from coepg_dagster.steps import short_hash
-from coepg_dagster.workers import CANDIDATES, DATASET, STEPS, VERDICTS, all_steps
 
 
 def check(archive: Archive, loop: str) -> dict[str, Any]:

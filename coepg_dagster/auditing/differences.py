@@ -14,13 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 
+from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, STEPS, all_steps
 from coepg_dagster.auditing.archive import BASE, Archive, NotFound
 from coepg_dagster.auditing.trace import readable
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.result import Result
 from coepg_dagster.evaluation.score import compare, score_steps
 from coepg_dagster.provenance import Asset, Input, Record
-from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, STEPS, all_steps
 
 _MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "planner")
 _FIELDS: Final = ("planner", "carried_over", "action_type", "value", "box", "votes", "screenshot_hash")

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps
 from coepg_dagster.auditing.archive import MODELS, Archive, NotFound, loop_of
 from coepg_dagster.pools.selection import KEPT
 from coepg_dagster.provenance import Asset, Input, Record, Ref
 from coepg_dagster.steps import short_hash
-from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps
 
 ROW_ID: Final = re.compile(r"r[0-9a-f]{16}")
 _PLACE: Final = re.compile(r"(?P<loop>[^@#]+)@(?P<k>[0-9]{1,9})#(?P<what>.+)")

@@ -190,9 +190,9 @@ def plan(
 
 def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]) -> list[str]:
     """Why a step of the loop would fail on the labelled steps, as they were imported or as their files say."""
+    from coepg_dagster.artifacts import STEPS, all_steps
     from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
     from coepg_dagster.provenance import Ref
-    from coepg_dagster.workers import STEPS, all_steps
 
     ref, experiment = Ref("benchmark_steps"), loop.experiment
     record = records.get(ref)
@@ -529,9 +529,9 @@ def rewards_recompute(
     """Rewards and advantages that another variant of C-DREM would have given the rollouts of π'_k. Asks no model."""
     import pyarrow.parquet as pq
 
+    from coepg_dagster.artifacts import ROLLOUTS, write_table
     from coepg_dagster.rewards.cdrem import NoVerdict
     from coepg_dagster.rewards.variants import recompute, summary, variant_named
-    from coepg_dagster.workers import ROLLOUTS, write_table
 
     record, folder = _record_of(reference, "planner")
     if not (folder / ROLLOUTS).exists():
@@ -570,10 +570,10 @@ def rewards_calibration(
     """
     import pyarrow.parquet as pq
 
+    from coepg_dagster.artifacts import ROLLOUTS, VERDICTS
     from coepg_dagster.reports.calibration import reliability_figure
     from coepg_dagster.rewards.calibration import as_json as plain
     from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
-    from coepg_dagster.workers import ROLLOUTS, VERDICTS
 
     found = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
     rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
@@ -627,9 +627,9 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     project, experiment, seed, k = open_iteration(name)
     import pyarrow.parquet as pq
 
+    from coepg_dagster.artifacts import PREDICTIONS, STEPS, all_steps
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
-    from coepg_dagster.workers import PREDICTIONS, STEPS, all_steps
 
     loop, instance = Loop(experiment, seed, project.root), open_instance(project)
     record = loop.record(instance, Ref("evaluation", k))

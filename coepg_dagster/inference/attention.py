@@ -33,8 +33,7 @@ def attend_windows(
     *,
     cu_seq_lens_q: torch.Tensor,
     max_length_q: int,
-    scaling: float,
-    **_: Any,
+    **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention within each window of the patches of a batch of images; query, key, value: (1, heads, patches, width).
 
@@ -44,7 +43,7 @@ def attend_windows(
 
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     ends = cu_seq_lens_q.to(torch.int32)
-    output: Any = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=scaling)
+    output: Any = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=settings["scaling"])
     return output[None], None
 
 

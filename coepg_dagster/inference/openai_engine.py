@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coepg_dagster.inference.endpoint import Endpoint, served_model, served_version, short
 from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.order import grouped
-from coepg_dagster.inference.processing import probe, prompt_of, resize_of, vision_token_ids
+from coepg_dagster.inference.processing import probe, prompt_of, vision_token_ids
+from coepg_dagster.inference.screens import resize_of
 
 ATTEMPTS: Final = 5
 PAUSE_SECONDS: Final = 1.0

@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coepg_dagster.geometry import Size, smart_resize
 from coepg_dagster.inference.engine import Request
+from coepg_dagster.inference.screens import resize_of, visual_tokens
 from coepg_dagster.inference.weights import local_folder
 from coepg_dagster.prompts import grounder_messages
 
@@ -58,13 +59,6 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     return bytes(_BYTES[character] for character in token)
 
 
-def resize_of(processor: Any) -> tuple[int, int, int]:
-    """(factor, min_pixels, max_pixels) of a processor, for `geometry.smart_resize`."""
-    images = processor.image_processor
-    size = images.size
-    return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A request as the model's chat template writes it."""
@@ -85,15 +79,6 @@ def prompt_of(processor: Any, request: Request) -> Prompt:
     rest = tokenizer(after, add_special_tokens=False)["input_ids"]
     before = len(tokenizer(head, add_special_tokens=False)["input_ids"])
     return Prompt(head, rest, text, before - 1 + visual_tokens(processor, request.image) + len(rest))
-
-
-def visual_tokens(processor: Any, image: Image.Image) -> int:
-    """How many tokens an image takes that our own resize has made. ValueError where it would be resized again."""
-    factor, low, high = resize_of(processor)
-    size = Size(*image.size)
-    if smart_resize(size, factor=factor, min_pixels=low, max_pixels=high) != size:
-        raise ValueError(f"an image of {size} would be resized by the model: give it as `geometry.smart_resize` says")
-    return size.width * size.height // factor**2
 
 
 def probe(processor: Any) -> Request:

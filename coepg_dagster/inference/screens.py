@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any
 
 import pyarrow as pa
 from PIL import Image
 
 from coepg_dagster.geometry import Box, Size, Space, Viewport, smart_resize
 from coepg_dagster.pictures import BadPicture, picture
+
+
+def resize_of(processor: Any) -> tuple[int, int, int]:
+    """(factor, min_pixels, max_pixels) of a processor, for `geometry.smart_resize`."""
+    images = processor.image_processor
+    size = images.size
+    return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
+
+
+def visual_tokens(processor: Any, image: Image.Image) -> int:
+    """How many tokens an image takes that our own resize has made. ValueError where it would be resized again."""
+    factor, low, high = resize_of(processor)
+    size = Size(*image.size)
+    if smart_resize(size, factor=factor, min_pixels=low, max_pixels=high) != size:
+        raise ValueError(f"an image of {size} would be resized by the model: give it as `geometry.smart_resize` says")
+    return size.width * size.height // factor**2
 
 
 class UnreadableScreenshot(ValueError):

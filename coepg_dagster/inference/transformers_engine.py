@@ -19,10 +19,10 @@ from coepg_dagster.inference.processing import (
     Prompt,
     load_processor,
     prompt_of,
-    resize_of,
     token_bytes,
     vision_token_ids,
 )
+from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.inference.weights import local_folder, local_version
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +27,9 @@ from safetensors.torch import save_file
 from transformers import BatchFeature
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from coepg_dagster.geometry import Size, smart_resize
+from coepg_dagster.artifacts import whole
+from coepg_dagster.inference.screens import visual_tokens
+from coepg_dagster.progress import Ended
 
 MEMORY: Final = 1 << 30
 """Bytes of embeddings that a process holds; the newest stay."""
@@ -69,11 +70,10 @@ class VisualStore:
             return
         file = self._file(tower, screenshot)
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}.partial")
         plain = {name: tensor.cpu().contiguous() for name, tensor in embeddings.items()}
-        save_file(plain, draft, metadata={"hash": _hash_of(plain)})
-        self._left -= draft.stat().st_size
-        draft.rename(file)
+        with whole(file) as draft:
+            save_file(plain, draft, metadata={"hash": _hash_of(plain)})
+        self._left -= file.stat().st_size
         if self._left <= 0:
             print(
                 f"{self._folder}: {self._disk / 1e9:.3g} GB of visual embeddings are kept, no more are written",
@@ -157,7 +157,7 @@ class Screenshots:
     """
 
     def __init__(self, processor: Any) -> None:
-        self._images = processor.image_processor
+        self._processor, self._images = processor, processor.image_processor
         self.merged: int = self._images.merge_size**2  # patches in a visual token
         self.lock = threading.RLock()  # for those who share a processor between threads, as a server of one does
         self._shown: dict[str, Callable[[], Any]] = {}
@@ -171,8 +171,6 @@ class Screenshots:
     def keys(self) -> Iterator[None]:
         """Within it the processor writes keys for pixels. Raises ValueError for images that it would resize."""
         prepare = type(self._images).preprocess.__get__(self._images)  # its own, whoever else writes keys now
-        factor = self._images.patch_size * self._images.merge_size
-        limits = {"min_pixels": self._images.size["shortest_edge"], "max_pixels": self._images.size["longest_edge"]}
 
         def keyed(images: Any, *args: Any, **kwargs: Any) -> BatchFeature:
             flat = [image for part in images for image in (part if isinstance(part, list | tuple) else [part])]
@@ -180,16 +178,11 @@ class Screenshots:
             for image in flat:
                 if id(image) in known:
                     continue
-                size = Size(image.width, image.height)
-                if smart_resize(size, factor=factor, **limits) != size:
-                    raise ValueError(
-                        f"an image of {size} would be resized again: give it as `geometry.smart_resize` says"
-                    )
+                patches = visual_tokens(self._processor, image) * self.merged
                 key = screenshot_key(image)
                 self._shown[key.hex()] = partial(prepare, [image], *args, **kwargs | {"return_tensors": "pt"})
-                grid = self.grid(image)
                 row = torch.tensor(list(key), dtype=torch.float32)
-                known[id(image)] = row.expand(grid[1] * grid[2], KEY), grid
+                known[id(image)] = row.expand(patches, KEY), self.grid(image)
             rows, grids = zip(*(known[id(image)] for image in flat), strict=True)
             return BatchFeature({"pixel_values": torch.cat(rows), "image_grid_thw": torch.tensor(grids)})
 
@@ -226,6 +219,26 @@ def names(keys: torch.Tensor, grid_thw: torch.Tensor) -> list[str]:
     if not torch.equal(keys[ends - patches.to(keys.device)], last):
         raise ValueError("the patches of a screenshot are mixed with another's: were rows put in another order?")
     return [bytes(row).hex() for row in last.to(torch.uint8).tolist()]
+
+
+def refuse_other_screenshots(batch: Mapping[str, Any], images: Sequence[Image.Image], shown: Screenshots) -> None:
+    """Raises Ended where a batch of rollouts does not hold, row by row, the screenshots that they were sampled from.
+
+    Args:
+        batch: as TRL makes it, with keys in place of pixels.
+        images: one a row.
+    """
+    if batch.get("pixel_values") is None or batch.get("image_grid_thw") is None:
+        raise Ended("a batch of rollouts reached the trainer without its screenshots: it would learn to act blindly")
+    keys = {id(image): screenshot_key(image).hex() for image in {id(image): image for image in images}.values()}
+    if batch["image_grid_thw"].tolist() != [shown.grid(image) for image in images]:
+        raise Ended(
+            "a batch of rollouts has screenshots of another size than they were sampled from: was one resized again?"
+        )
+    if names(batch["pixel_values"], batch["image_grid_thw"]) != [keys[id(image)] for image in images]:
+        raise Ended(
+            "a batch of rollouts has other screenshots than they were sampled from: were rows put in another order?"
+        )
 
 
 class Tower:

@@ -22,10 +22,10 @@ from coepg_dagster.inference.processing import (
     load_processor,
     probe,
     prompt_of,
-    resize_of,
     token_bytes,
     vision_token_ids,
 )
+from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.vllm_server import visible, vllm_settings
 
 

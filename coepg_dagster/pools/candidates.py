@@ -9,34 +9,10 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from coepg_dagster.experiment import Member, Regeneration
-from coepg_dagster.inference.agents import Plan, Planner, tasks_of
+from coepg_dagster.inference.agents import Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
-from coepg_dagster.prompts import EndToEndAnswer, PlannerAnswer
-from coepg_dagster.rewards.cdrem import type_reward, value_reward
-from coepg_dagster.steps import (
-    CANDIDATE_SCHEMA,
-    GATE_PASSED,
-    GATE_UNPARSED,
-    GATE_WRONG_TYPE,
-    GATE_WRONG_VALUE,
-    short_hash,
-)
-
-
-def gate_of(plan: Plan, action_type: str, value: str) -> str:
-    """Which gate a plan stops at (Eq. 7 to 9), given the label's type and value."""
-    return gate_of_answer(plan.answer, action_type, value)
-
-
-def gate_of_answer(answer: PlannerAnswer | EndToEndAnswer | None, action_type: str, value: str) -> str:
-    """The same for what was read from an answer; None: nothing could be."""
-    if answer is None:
-        return GATE_UNPARSED
-    if not type_reward(answer.action_type, action_type):
-        return GATE_WRONG_TYPE
-    if not value_reward(answer.value, value):
-        return GATE_WRONG_VALUE
-    return GATE_PASSED
+from coepg_dagster.rewards.gate import gate_of
+from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED, short_hash
 
 
 def write_candidates(
@@ -66,7 +42,7 @@ def write_candidates(
                     "plan": answer and answer.plan,
                     "action_type": answer and answer.action_type,
                     "value": answer and answer.value,
-                    "gate": gate_of(plan, label["action_type"], label["value"]),
+                    "gate": gate_of(answer, label["action_type"], label["value"]),
                     "duplicate_of": None,
                     "prompt_hash": asked,
                     "sampling_seed": seed,

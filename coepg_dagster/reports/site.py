@@ -15,6 +15,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
 from coepg_dagster.auditing.archive import MODELS as OPEN_MODELS
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.trace import member, readable
@@ -29,7 +30,6 @@ from coepg_dagster.reports.model import ModelOf, Votes, training_notes, write_mo
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.results import FULL, results
 from coepg_dagster.steps import STEP_SCHEMA
-from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
 LAYOUT: Final = 4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 
+from coepg_dagster.artifacts import all_steps
 from coepg_dagster.auditing.archive import Archive
 from coepg_dagster.auditing.trace import trace
 from coepg_dagster.reports.html import image_type, render
 from coepg_dagster.reports.site import trace_address
-from coepg_dagster.workers import all_steps
 
 
 def trace_page(archive: Archive, loop: str, k: int, what: str) -> str:

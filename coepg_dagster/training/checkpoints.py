@@ -25,9 +25,10 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.inference.transformers_engine import load_checkpoint
+from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.launch import Placement
 
 WHOLE: Final = "whole.json"
 KEPT: Final = 2
@@ -84,10 +85,9 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         processes.wait_for_everyone()
         if processes.is_main_process:
             folder = self.folder / f"checkpoint-{state.global_step}"
-            partial = folder / f"{WHOLE}.partial"
             of = {"processes": processes.num_processes, "strategy": self._strategy}
-            partial.write_text(json.dumps({"step": state.global_step, **of}))
-            partial.rename(folder / WHOLE)
+            with whole(folder / WHOLE) as draft:
+                draft.write_text(json.dumps({"step": state.global_step, **of}))
 
     def train(self, trainer: Any) -> None:
         """Trains to the end, from the last checkpoint if there is one. Raises Ended where a signal came first."""

@@ -12,8 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from coepg_dagster.experiment import Grpo, Sft
 from coepg_dagster.inference.transformers_engine import Dtype
+from coepg_dagster.jobs import TrainingJob
 from coepg_dagster.progress import Report
-from coepg_dagster.training.launch import Placement
 from coepg_dagster.training.speed import load_with_attention
 
 
@@ -61,11 +61,11 @@ def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) 
     return model.train(), processor
 
 
-def device_settings(device: str, placement: Placement) -> dict[str, Any]:
-    """TrainingArguments for `device` ("cpu" or "cuda")."""
-    on_gpu = device != "cpu"
-    settings: dict[str, Any] = {"use_cpu": not on_gpu, "bf16": on_gpu, "fp16": False, "gradient_checkpointing": on_gpu}
-    if placement.strategy == "fsdp":
+def device_settings(job: TrainingJob) -> dict[str, Any]:
+    """TrainingArguments for where a job runs."""
+    gpu = job.on_gpu
+    settings: dict[str, Any] = {"use_cpu": not gpu, "bf16": gpu, "fp16": False, "gradient_checkpointing": gpu}
+    if job.placement.strategy == "fsdp":
         # between the passes of an optimizer step each process would keep the gradients of the whole model
         settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return settings

@@ -7,8 +7,8 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,23 @@ from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from coepg_dagster.experiment import MIN_LR_RATE, Grpo, Member, Models, Serving
-from coepg_dagster.geometry import Point, Space
-from coepg_dagster.inference.agents import Asked, Asking, Grounder, Plan, Reading
+from coepg_dagster.artifacts import ROLLOUTS, write_table
+from coepg_dagster.experiment import MIN_LR_RATE, Member
+from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import vision_token_ids, without_vision_tokens
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
-from coepg_dagster.inference.visual import Screenshots, Tower, process_store
-from coepg_dagster.pools.candidates import gate_of
+from coepg_dagster.inference.visual import Screenshots, Tower, process_store, refuse_other_screenshots
+from coepg_dagster.jobs import GrpoJob
 from coepg_dagster.progress import Report
-from coepg_dagster.prompts import parse_planner
 from coepg_dagster.provenance import Agent
-from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless, gated, plan_reward
-from coepg_dagster.rewards.variants import Weighing
+from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.adapters import lora_config, merge_adapters
+from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import (
     ReportProgress,
@@ -48,10 +47,10 @@ from coepg_dagster.training.common import (
     load_for_training,
     write_log,
 )
-from coepg_dagster.training.end_to_end import PointReward
-from coepg_dagster.training.examples import NothingToTrainOn, completion_text, grpo_prompts
-from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
-from coepg_dagster.training.packing import can_pack, in_passes, pack, refuse_other_screenshots, select_rows
+from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
+from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
+from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
+from coepg_dagster.training.point_reward import PointReward
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import Probe, probed_steps
 from coepg_dagster.training.sampling import (
@@ -74,146 +73,6 @@ from coepg_dagster.training.speed import (
 from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, Questions, requests_of
 from coepg_dagster.training.verified import save_trained
-from coepg_dagster.workers import ROLLOUTS
-
-DEFAULT_SERVING = Serving()
-
-
-class CdremReward:
-    """Eq. 3 to 9 over a batch of rollouts; remembers the rows of the batch (ROLLOUT_SCHEMA without the advantage).
-
-    A rollout that fails the gate calls no grounder, which is exact: its reward is 0 whatever they would say. A step
-    without a target has r_plan = 1 once the gate passes.
-
-    Args:
-        grounders: name → grounder, ϕ_k first, with `priors` σ_j of the same names.
-        steps: the training steps, whose labels and boxes decide.
-    """
-
-    __name__ = "cdrem"
-
-    def __init__(
-        self,
-        grounders: Mapping[str, Grounder],
-        priors: Mapping[str, float],
-        steps: pa.Table,
-        screens: Screens,
-        config: Grpo,
-    ) -> None:
-        if not grounders:
-            raise ValueError("C-DREM needs at least one grounder: without a vote every plan would be right")
-        self._grounders, self._screens = dict(grounders), screens
-        sigma = tuple(priors[name] for name in grounders)
-        self._weigh = Weighing(sigma, config.confidence, config.confidence_temperature, config.ensemble)
-        self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
-        self._asking: Asking | None = None
-        self.rows: list[dict[str, Any]] = []
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether any grounder can answer while this process samples."""
-        return any(grounder.elsewhere for grounder in self._grounders.values())
-
-    @contextmanager
-    def asking(self) -> Iterator[Asking]:
-        """A batch of rollouts, at whose end no grounder is asked any more: `ask` while it is sampled, then `score`."""
-        if self._asking is not None:
-            yield self._asking
-            return
-        with Asking(self._grounders) as self._asking:
-            try:
-                yield self._asking
-            finally:
-                self._asking = None
-
-    def ask(self, texts: Sequence[str], step_ids: Sequence[str]) -> None:
-        """Within `asking`: begins with the votes on planner answers that `score` will get later, and returns at once."""
-        assert self._asking is not None
-        _, _, pairs = self._gated(texts, step_ids)
-        self._asking.ask(list(pairs.values()))
-
-    def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
-        """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
-        texts = [completion_text(completion) for completion in completions]
-        return self.score(texts, step_id)
-
-    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Has the grounders keep what they said of the rollouts of a run that is continued (rows of ROLLOUT_SCHEMA)."""
-        kept: dict[str, dict[Asked, Reading]] = {name: {} for name in self._grounders}
-        for row in rows:
-            for said in row["graders"]:
-                if said["failure"] is None:
-                    point = None if said["x"] is None else Point(said["x"], said["y"], Space.ORIGINAL)
-                    kept[said["grounder"]][row["step_id"], row["plan"]] = Reading(
-                        point, said["mean_logprob"], said["tokens"], weights=said["version"] or ""
-                    )
-        for name, readings in kept.items():
-            self._grounders[name].keep(readings)
-
-    def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
-        """r of Eq. 9 for each planner answer on its step."""
-        plans, gates, pairs = self._gated(texts, step_ids)
-        votes: dict[int, tuple[Reading, ...]] = {}
-        if pairs:
-            with self.asking() as asking:
-                votes = dict(zip(pairs, zip(*asking.readings(list(pairs.values())), strict=True), strict=True))
-        r_plan = np.ones(len(texts))
-        self.rows = []
-        for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
-            graders: list[dict[str, Any]] = []
-            if i in votes:
-                boxes = self._screens.boxes(step_ids[i])
-                r_plan[i], graders = self._vote(votes[i], [vote.hits(boxes) for vote in votes[i]])
-            self.rows.append(
-                {
-                    "step_id": step_ids[i],
-                    "text": plan.text,
-                    "plan": plan.answer and plan.answer.plan,
-                    "gate": gate,
-                    "graders": graders,
-                }
-            )
-        passes = np.array([gate == GATE_PASSED for gate in gates], dtype=float)
-        rewards = gated(passes, passes, r_plan)
-        for row, reward in zip(self.rows, rewards, strict=True):
-            row["reward"] = float(reward)
-        return [float(reward) for reward in rewards]
-
-    def _gated(self, texts: Sequence[str], step_ids: Sequence[str]) -> tuple[list[Plan], list[str], dict[int, Asked]]:
-        """(what each text says, its gate, and what grounders are asked about those that need a vote, by position)."""
-        plans = [Plan(text, parse_planner(text)) for text in texts]
-        labels = [self._labels[step_id] for step_id in step_ids]
-        gates = [gate_of(p, label["action_type"], label["value"]) for p, label in zip(plans, labels, strict=True)]
-        pairs = {
-            i: (step_id, plan.answer.plan)
-            for i, (step_id, plan, gate) in enumerate(zip(step_ids, plans, gates, strict=True))
-            if gate == GATE_PASSED and plan.answer is not None and self._screens.boxes(step_id)
-        }
-        return plans, gates, pairs
-
-    def _vote(self, votes: Sequence[Reading], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
-        """(r_plan of Eq. 4, what each grounder contributed)."""
-        c, weights = self._weigh([vote.mean_logprob for vote in votes], [vote.failure is None for vote in votes])
-        graders = [
-            {
-                "grounder": name,
-                "x": vote.point and vote.point.x,
-                "y": vote.point and vote.point.y,
-                "hit": hit,
-                "tokens": vote.tokens,
-                "mean_logprob": vote.mean_logprob if vote.failure is None else None,
-                "confidence": float(confidence) if vote.failure is None else None,
-                "prior": float(prior),
-                "weight": float(weight),
-                "seconds": vote.seconds,
-                "version": vote.weights or None,
-                "failure": vote.failure,
-            }
-            for name, vote, hit, confidence, prior, weight in zip(
-                self._grounders, votes, hits, c, self._weigh.priors, weights, strict=True
-            )
-        ]
-        return float(plan_reward(weights, np.array(hits))), graders
 
 
 class PromptOrder(RepeatSampler):  # type: ignore[misc]
@@ -423,9 +282,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         step = self.state.global_step
         for position, (row, advantage) in enumerate(zip(rows, group_advantages, strict=True)):
             row |= {"optimizer_step": step, "group": position // self.num_generations, "advantage": float(advantage)}
-        part = self._part(step)
-        pq.write_table(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA), part.with_suffix(".partial"), compression="zstd")
-        part.with_suffix(".partial").rename(part)
+        write_table(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA), self._part(step))
 
     def _part(self, step: int) -> Path:
         return self._rollouts / f"{step:08}.parquet"
@@ -437,112 +294,35 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
                 out.write_table(pq.read_table(self._part(step)))
 
 
-def train_grpo(
-    init: str,
-    own_grounder: tuple[str, str] | None,
-    verifiers: Mapping[str, Member | str],
-    dataset: pa.Table,
-    steps: pa.Table,
-    models: Models,
-    config: Grpo,
-    max_point_tokens: int,
-    batch_size: int,
-    seed: int,
-    device: str,
-    out: Path,
-    report: Report,
-    serving: Serving = DEFAULT_SERVING,
-    *,
-    scratch: Path,
-    placement: Placement = ALONE,
-    validation: pa.Table | None = None,
-    probed: pa.Table | None = None,
-) -> dict[str, Any]:
-    """Trains π'_k from π_k (`init`) on the prompts of D_{k-1}; saves it whole, with rollouts.parquet, under `out`.
+def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
+    """Trains π'_k from π_k on the prompts of D_{k-1}; saves it whole, with rollouts.parquet.
 
-    Args:
-        own_grounder: (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, whose
-            own point is judged.
-        verifiers: the open verifiers by name; left out where `config.ensemble` is false.
-        max_point_tokens, batch_size: of the grounders' answers and forward passes.
-        scratch: where checkpoints and the rollouts so far lie.
-        validation: steps on which the weights are chosen (`config.validate_every`); None: the last weights are kept.
-        probed: steps of validation on which π_k and π'_k are compared, beside as many that are trained on; None: they are not.
-    Returns:
-        The figures of the run; rates in per cent.
+    Checkpoints and the rollouts so far lie in the scratch folder. Returns the figures of the run; rates in per cent.
     """
-    refuse_sharded(config, placement)
-    own = {own_grounder[0]: Member(model=own_grounder[1])} if own_grounder else {}
-    members = dict(own)
-    if config.ensemble:
-        members |= {other: Member.model_validate(verifier) for other, verifier in verifiers.items()}
-    in_vllm = sum(models.engine_of(member) == "vllm" for member in members.values())
+    refuse_sharded(job.config, job.placement)
+    members = {}
+    if job.own_grounder:
+        name, checkpoint = job.own_grounder
+        members = {name: Member(model=checkpoint)} | (job.verifiers if job.config.ensemble else {})
+    in_vllm = sum(job.models.engine_of(member) == "vllm" for member in members.values())
     with ExitStack() as stack:
         engines = {
-            member: stack.enter_context(
-                opened(
-                    model,
-                    models,
-                    device=device,
-                    batch_size=batch_size,
-                    serving=serving,
-                    logs=out,
-                    share=in_vllm,
-                    beside_training=True,
-                )
-            )
-            for member, model in members.items()
+            name: stack.enter_context(opened(member, job, logs=job.out, share=in_vllm, beside_training=True))
+            for name, member in members.items()
         }
-        priors = {member: config.own_prior if member in own else config.verifier_prior for member in members}
-        return _train(
-            init,
-            engines,
-            priors,
-            dataset,
-            steps,
-            models,
-            config,
-            max_point_tokens,
-            seed,
-            device,
-            out,
-            report,
-            scratch,
-            placement,
-            serving,
-            validation,
-            probed,
-        )
+        return _train(job, engines, report)
 
 
-def _train(
-    init: str,
-    engines: Mapping[str, Engine],
-    priors: Mapping[str, float],
-    dataset: pa.Table,
-    steps: pa.Table,
-    models: Models,
-    config: Grpo,
-    max_point_tokens: int,
-    seed: int,
-    device: str,
-    out: Path,
-    report: Report,
-    scratch: Path,
-    placement: Placement,
-    serving: Serving,
-    validation: pa.Table | None,
-    probed: pa.Table | None,
-) -> dict[str, Any]:
-    set_seed(seed)
-    model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
-    on_gpu = device != "cpu"
-    if on_gpu:
+def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[str, Any]:
+    config, models, steps = job.config, job.models, job.train_steps()
+    set_seed(job.seed)
+    model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
+    if job.on_gpu:
         if config.attention == "sdpa":
-            fast_vision(model, device)
+            fast_vision(model, job.device)
         if models.dtype == "bfloat16":
             half_activations(model)
-        if config.freeze_vision and models.dtype == "bfloat16" and not placement.sharded:
+        if config.freeze_vision and models.dtype == "bfloat16" and not job.placement.sharded:
             half_vision(model)  # TRL loads the reference in the type of the first weights, which are the tower's
     check_attention(model, config.attention)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
@@ -554,31 +334,26 @@ def _train(
         grounders = {}
         for name, engine in graders.items():
             own_screens = screens if engine.resize == resize else Screens(labelled, engine.resize)
-            grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, max_point_tokens)
+            grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, job.max_point_tokens)
         return screens, CdremReward(grounders, priors, labelled, screens, config)
 
     agent: Agent = "decoupled" if engines else "end_to_end"
+    own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
+    priors = {name: config.own_prior if name in own else config.verifier_prior for name in engines}
     screens, reward = reward_on(steps, engines)
-    prompts = grpo_prompts(dataset, steps, screens, models.prompts, agent)
-    prompts, found = preflight(prompts, processor, screens, config.max_tokens, out, answer=config.max_plan_tokens)
+    prompts = grpo_prompts(job.rows(), steps, screens, models.prompts, agent)
+    prompts, found = preflight(prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens)
     if len(prompts) < config.prompts_per_step:
         # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged
         raise NothingToTrainOn(
             f"D_{{k-1}} covers {len(prompts)} steps, fewer than one optimizer step needs: "
             f"lower grpo.prompts_per_step ({config.prompts_per_step})"
         )
-    rollouts = config.prompts_per_step * config.group_size
-    checkpoints = Checkpoints(scratch / "trainer", placement, every=config.num_iterations)
-    stops = Stops(placement.on_trouble)
-    sampling = sampling_settings(
-        config,
-        serving,
-        processor.tokenizer,
-        device,
-        longest=min(found["longest_row"], config.max_tokens or found["longest_row"]),
-        seconds=60 * serving.start_minutes,
-    )
-    own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
+    checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations)
+    stops = Stops(job.placement.on_trouble)
+    longest = min(found["longest_row"], config.max_tokens or found["longest_row"])
+    seconds = 60 * job.serving.start_minutes
+    sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)
 
     def asked_of(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
         shown, judged = reward_on(labelled, own)
@@ -587,71 +362,34 @@ def _train(
         ), judged
 
     best = probe = None
-    if validation is not None:
-        best = KeepBest(*asked_of(validation), config, scratch / "best")
-    if probed is not None and placement.sharded:
-        print(f"no probe: with strategy {placement.strategy} no process can answer alone", flush=True)
-    elif probed is not None:
-        asked = probed_steps(steps, prompts.with_format(None)["step_id"], probed, config.probe_steps)
+    if config.validate_every is not None:
+        best = KeepBest(*asked_of(job.validation_steps(config.validation_steps)), config, job.scratch / "best")
+    if config.probe_steps and job.placement.sharded:
+        print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
+    elif config.probe_steps:
+        validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
+        asked = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
         questions = asked_of(pa.concat_tables(asked.values()))
-        probe = Probe(asked, *questions, next(iter(own), "labels"), config, seed, scratch / "probe")
+        probe = Probe(asked, *questions, next(iter(own), "labels"), config, job.seed, job.scratch / "probe")
     shown = Screenshots(processor)
     # processes that hold parts of the tower gather them together, and must all call it in each pass
-    store = None if placement.sharded else process_store()
+    store = None if job.placement.sharded else process_store()
     Tower(model, shown, store)
     if is_main() and not can_pack(model):
         print(f"each rollout is a row of its own: attention {config.attention} takes no mask for groups", flush=True)
-    micro = config.pass_size(packs=can_pack(model), processes=placement.processes)
+    micro = config.pass_size(packs=can_pack(model), processes=job.placement.processes)
     trainer = CdremTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         reward=reward,
-        rollouts=scratch / "rollouts",
+        rollouts=job.scratch / "rollouts",
         shown=shown,
         core=model,
-        whole=not placement.sharded,
+        whole=not job.placement.sharded,
         train_dataset=prompts,
         callbacks=[ReportProgress(report), checkpoints, stops, *(look for look in (best, probe) if look)],
-        args=GRPOConfig(
-            output_dir=str(checkpoints.folder),
-            num_train_epochs=config.num_train_epochs,
-            max_steps=config.max_steps or -1,
-            num_generations=config.group_size,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=accumulation(rollouts, micro, "grpo"),
-            num_iterations=config.num_iterations,
-            max_completion_length=config.max_plan_tokens,
-            temperature=config.temperature,
-            top_p=1.0,
-            top_k=0,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type=config.lr_scheduler_type,
-            lr_scheduler_kwargs={"min_lr_rate": MIN_LR_RATE}
-            if config.lr_scheduler_type == "cosine_with_min_lr"
-            else None,
-            warmup_steps=config.warmup_ratio,
-            weight_decay=config.weight_decay,
-            adam_beta2=config.adam_beta2,
-            max_grad_norm=1.0,
-            beta=config.kl_beta,
-            epsilon=config.clip_epsilon,
-            epsilon_high=config.epsilon_high,
-            loss_type=config.loss_type,
-            scale_rewards=config.scale_rewards,
-            use_bias_correction_kl=False,
-            mask_truncated_completions=False,
-            **sampling,
-            logging_steps=1,
-            logging_nan_inf_filter=False,  # Stops looks for them
-            save_strategy="no",  # Checkpoints decides
-            save_total_limit=KEPT,
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-            data_seed=seed,
-            **device_settings(device, placement),
-        ),
+        args=_arguments(job, checkpoints.folder, micro, sampling),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
@@ -659,22 +397,22 @@ def _train(
     keep_float32_sums(trainer)
     if trainer.ref_model is not None:
         reference = trainer.accelerator.unwrap_model(trainer.ref_model)
-        if config.freeze_vision and not placement.sharded:
+        if config.freeze_vision and not job.placement.sharded:
             reference.model.visual = model.model.visual  # the same weights: one tower encodes for both
         else:
             Tower(reference, shown, store)
-            if on_gpu and config.attention == "sdpa":
-                fast_vision(reference, device)
+            if job.on_gpu and config.attention == "sdpa":
+                fast_vision(reference, job.device)
     checkpoints.train(trainer)
     stops.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
     learned = probe.end(trainer.state, trainer.model) if probe else {}
     end_sampling(trainer)
     trained = merge_adapters(trainer)
-    saved = save_trained(trainer, processor, out, models.dtype)
+    saved = save_trained(trainer, processor, job.out, models.dtype)
     if is_main():
-        trainer.write_rollouts(out / ROLLOUTS)
-        write_log(trainer.state, out / "training_log.jsonl")
+        trainer.write_rollouts(job.out / ROLLOUTS)
+        write_log(trainer.state, job.out / "training_log.jsonl")
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     tail = history[-max(1, len(history) // 5) :]
     return {
@@ -692,3 +430,45 @@ def _train(
         if history
         else None,
     }
+
+
+def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, Any]) -> GRPOConfig:
+    """TRL's settings: passes of `micro` rollouts, checkpoints in `folder`, rollouts by `sampling_settings`."""
+    config = job.config
+    return GRPOConfig(
+        output_dir=str(folder),
+        num_train_epochs=config.num_train_epochs,
+        max_steps=config.max_steps or -1,
+        num_generations=config.group_size,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation(config.prompts_per_step * config.group_size, micro, "grpo"),
+        num_iterations=config.num_iterations,
+        max_completion_length=config.max_plan_tokens,
+        temperature=config.temperature,
+        top_p=1.0,
+        top_k=0,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler_type,
+        lr_scheduler_kwargs={"min_lr_rate": MIN_LR_RATE} if config.lr_scheduler_type == "cosine_with_min_lr" else None,
+        warmup_steps=config.warmup_ratio,
+        weight_decay=config.weight_decay,
+        adam_beta2=config.adam_beta2,
+        max_grad_norm=1.0,
+        beta=config.kl_beta,
+        epsilon=config.clip_epsilon,
+        epsilon_high=config.epsilon_high,
+        loss_type=config.loss_type,
+        scale_rewards=config.scale_rewards,
+        use_bias_correction_kl=False,
+        mask_truncated_completions=False,
+        **sampling,
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # Stops looks for them
+        save_strategy="no",  # Checkpoints decides
+        save_total_limit=KEPT,
+        report_to="none",
+        disable_tqdm=True,
+        seed=job.seed,
+        data_seed=job.seed,
+        **device_settings(job),
+    )

@@ -12,40 +12,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any
 
 import yaml
-from pydantic import Field
 
-from coepg_dagster.experiment import Grpo, Sft, Strict
+from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.jobs import Placement
 from coepg_dagster.processes import ended, leave_words
 from coepg_dagster.progress import Ended
-
-Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
-OnTrouble = Literal["stop", "warn"]
-
-
-class Placement(Strict):
-    """Where a training job runs and how often it saves: nothing of what it learns."""
-
-    processes: int = Field(1, ge=1, description="one per GPU")
-    strategy: Strategy = "ddp"
-    save_every: int = Field(0, ge=0, description="optimizer steps between two checkpoints; 0: only on a signal")
-    on_trouble: OnTrouble = Field("stop", description="what happens when training goes wrong, see training/stops.py")
-
-    @property
-    def spread(self) -> bool:
-        """Whether `accelerate launch` starts the processes; DeepSpeed and FSDP need it for one too."""
-        return self.processes > 1 or self.strategy != "ddp"
-
-    @property
-    def sharded(self) -> bool:
-        """Whether no process holds the whole model."""
-        return self.strategy in ("zero3", "fsdp")
-
-
-ALONE: Final = Placement()
-"""One process, no checkpoints."""
 
 
 def is_rank() -> bool:
@@ -126,7 +100,7 @@ def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
     return config
 
 
-def launch(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
+def launch_ranks(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
     """Runs `module` in the processes of `placement`; the exit code of `accelerate launch`."""
     if placement.strategy != "ddp" and not on_gpu:  # accelerate would leave it out, without a word
         raise Ended(f"strategy {placement.strategy} needs GPUs: use `ddp` on a CPU")

@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from PIL import Image
-
-from coepg_dagster.inference.visual import Screenshots, names, screenshot_key
-from coepg_dagster.progress import Ended
 
 MASKED: Final = ("sdpa", "eager")
 """Attention that takes a mask of its own; flash attention takes none."""
@@ -63,8 +59,8 @@ def pack(
         completion: length of the completions, padding included.
     """
     device, start = input_ids.device, input_ids.shape[1] - completion
-    new = first_of_runs(input_ids[:, :start], attention_mask[:, :start], pixel_values, image_grid_thw)
-    images = torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
+    images = images_of(pixel_values, image_grid_thw)
+    new = first_of_runs(input_ids[:, :start], attention_mask[:, :start], images, image_grid_thw)
     positions, _ = model.model.get_rope_index(
         input_ids[new, :start],
         image_grid_thw=image_grid_thw[new],
@@ -115,26 +111,6 @@ def pack(
     )
 
 
-def refuse_other_screenshots(batch: Mapping[str, Any], images: Sequence[Image.Image], shown: Screenshots) -> None:
-    """Raises Ended where a batch of rollouts does not hold, row by row, the screenshots that they were sampled from.
-
-    Args:
-        batch: as TRL makes it, with keys in place of pixels (see `inference.visual`).
-        images: one a row.
-    """
-    if batch.get("pixel_values") is None or batch.get("image_grid_thw") is None:
-        raise Ended("a batch of rollouts reached the trainer without its screenshots: it would learn to act blindly")
-    keys = {id(image): screenshot_key(image).hex() for image in {id(image): image for image in images}.values()}
-    if batch["image_grid_thw"].tolist() != [shown.grid(image) for image in images]:
-        raise Ended(
-            "a batch of rollouts has screenshots of another size than they were sampled from: was one resized again?"
-        )
-    if names(batch["pixel_values"], batch["image_grid_thw"]) != [keys[id(image)] for image in images]:
-        raise Ended(
-            "a batch of rollouts has other screenshots than they were sampled from: were rows put in another order?"
-        )
-
-
 def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Some rows of a batch of rollouts, in that order; what is not one value a row stays as it is.
 
@@ -142,7 +118,7 @@ def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]
         batch: as TRL makes it; `pixel_values` holds the patches of one image a row, as `image_grid_thw` says.
     """
     n = len(batch["image_grid_thw"])
-    images = torch.split(batch["pixel_values"], batch["image_grid_thw"].prod(-1).tolist())
+    images = images_of(batch["pixel_values"], batch["image_grid_thw"])
     chosen: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "pixel_values":
@@ -181,17 +157,20 @@ def in_passes(
     return made
 
 
+def images_of(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The patches of each image, (patches, width), of a batch that holds them one after the other; grids are (images, 3)."""
+    return torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
+
+
 def first_of_runs(
-    prompts: torch.Tensor, mask: torch.Tensor, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
+    prompts: torch.Tensor, mask: torch.Tensor, images: Sequence[torch.Tensor], image_grid_thw: torch.Tensor
 ) -> list[int]:
     """The rows whose prompt or screenshot is not that of the row before.
 
     Args:
         prompts: tokens, (rows, length), with their `mask`.
-        pixel_values: patches of one image for each row, one after the other, (patches, width).
-        image_grid_thw: (rows, 3).
+        images: the patches of one image for each row (`images_of`), and its grid, (rows, 3).
     """
-    images = torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
     alike = (prompts[1:] == prompts[:-1]).all(-1) & (mask[1:] == mask[:-1]).all(-1)
     alike &= (image_grid_thw[1:] == image_grid_thw[:-1]).all(-1)
     again = [same and torch.equal(images[i + 1], images[i]) for i, same in enumerate(alike.tolist())]

@@ -12,24 +12,27 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.evaluation.change import PROBED, change_of, change_text
 from coepg_dagster.experiment import Grpo, Models
-from coepg_dagster.inference.agents import Grounder, Plan, Planner, tasks_of
+from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
-from coepg_dagster.pools.candidates import gate_of
+from coepg_dagster.jobs import SftJob
 from coepg_dagster.prompts import parse_planner
+from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import GATE_PASSED, whole_episodes
-from coepg_dagster.training.validation import CHUNK, Questions, Scores
+from coepg_dagster.training.cdrem_reward import CdremReward
+from coepg_dagster.training.validation import CHUNK, Looks, Questions, Scores
 
 SECONDS: Final = "probe_seconds"
 """What a look leaves in the trainer's log; its answers lie in a file."""
@@ -60,7 +63,7 @@ def looks_between(steps: int, looks: int) -> frozenset[int]:
     return frozenset(round(steps * i / (looks + 1)) for i in range(1, looks + 1)) - {0, steps}
 
 
-class Probe(TrainerCallback):  # type: ignore[misc]
+class Probe(Looks):
     """Asks a policy about fixed steps before the first step, `probe_looks` times between, and with the weights that are kept.
 
     Answers lie in `folder`, where a continued run finds those from before its checkpoint; they are judged when training is over,
@@ -90,19 +93,10 @@ class Probe(TrainerCallback):  # type: ignore[misc]
         }
         folder.mkdir(parents=True, exist_ok=True)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
-    ) -> None:
-        if state.global_step == 0:
-            self._look(state, model)
+    def due(self, state: TrainerState) -> bool:
+        return state.global_step in looks_between(state.max_steps, self._looks)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
-    ) -> None:
-        if state.global_step in looks_between(state.max_steps, self._looks):
-            self._look(state, model)
-
-    def _look(self, state: TrainerState, model: Any) -> None:
+    def look(self, state: TrainerState, model: Any) -> None:
         started = time.perf_counter()
         answers: dict[str, dict[str, str]] = {}
         for how, sampling in self._samplings.items():
@@ -113,9 +107,8 @@ class Probe(TrainerCallback):  # type: ignore[misc]
             ]
             answers[how] = dict(gather_object(mine))
         if PartialState().is_main_process:
-            file = self._file(state.global_step)
-            file.with_suffix(".partial").write_text(json.dumps(answers))
-            file.with_suffix(".partial").rename(file)
+            with whole(self._file(state.global_step)) as draft:
+                draft.write_text(json.dumps(answers))
         PartialState().wait_for_everyone()
         state.log_history.append({"step": state.global_step, SECONDS: time.perf_counter() - started})
 
@@ -124,7 +117,7 @@ class Probe(TrainerCallback):  # type: ignore[misc]
 
         `train` and `validation` are Changes of the greedy answers, `sampled` holds the same of the sampled ones.
         """
-        self._look(state, model)
+        self.look(state, model)
         started = time.perf_counter()
         steps = sorted({entry["step"] for entry in state.log_history if SECONDS in entry})
         answers = {step: json.loads(self._file(step).read_text()) for step in steps}
@@ -179,20 +172,8 @@ def judge_of(models: Models) -> tuple[str, str]:
     return "base_grounder", models.base_grounder
 
 
-def probe_sft(
-    role: Literal["planner", "grounder"],
-    base: str,
-    trained: str,
-    dataset: pa.Table,
-    steps: pa.Table,
-    validation: pa.Table,
-    models: Models,
-    limit: int,
-    tokens: tuple[int, int],
-    device: str,
-    batch_size: int,
-) -> dict[str, Any]:
-    """What a checkpoint of SFT (`trained`) does better than its `base`, both greedy; {"probe": figures} as those of `Probe`.
+def probe_sft(job: SftJob, dataset: pa.Table, steps: pa.Table) -> dict[str, Any]:
+    """What the checkpoint that a job made does better than its base, both greedy; {"probe": figures} as those of `Probe`.
 
     Planner: the share of steps on which its plan passes the gate and `judge_of` finds the target by it. Grounder: the share of
     plans by which it finds the target. Those are rows of D_{k-1}, one for each step, and on validation, where there are none, the
@@ -201,30 +182,31 @@ def probe_sft(
     One model is loaded at a time; those that this process trained must be out of use.
 
     Args:
-        limit: of the steps of each split.
-        tokens: at most so many of a plan, and of a point.
+        dataset, steps: D_{k-1} and the steps of the train split, which the job names.
     """
     started = time.perf_counter()
     gc.collect()  # a trainer and its model refer to each other
-    if device != "cpu":
+    if job.on_gpu:
         torch.cuda.empty_cache()
+    models, limit, compared = job.models, job.config.probe_steps, (job.init, str(job.out))
 
     def opened(checkpoint: str) -> TransformersEngine:
-        return TransformersEngine(checkpoint, dtype=models.dtype, device=device, batch_size=batch_size)
+        return TransformersEngine(checkpoint, dtype=models.dtype, device=job.device, batch_size=job.batch_size)
 
-    rows = [row for row in dataset.select(["step_id", "plan", "box"]).to_pylist() if role == "planner" or row["box"]]
-    asked = probed_steps(steps, [row["step_id"] for row in rows], validation, limit)
+    planner = job.role == "planner"
+    rows = [row for row in dataset.select(["step_id", "plan", "box"]).to_pylist() if planner or row["box"]]
+    asked = probed_steps(steps, [row["step_id"] for row in rows], job.validation_steps(), limit)
     both = pa.concat_tables(asked.values())
-    if role == "planner":
+    if planner:
         judge, checkpoint = judge_of(models)
-        texts = [_plans(opened(one), both, models, tokens[0]) for one in (base, trained)]
-        before, after = _successes(judge, opened(checkpoint), texts, both, models, tokens[1])
+        texts = [_plans(opened(one), both, job) for one in compared]
+        before, after = _successes(judge, opened(checkpoint), texts, both, job)
     else:
         judge = "labels"
-        plans = _passing(_plans(opened(models.base_planner), asked["validation"], models, tokens[0]), both)
+        plans = _passing(_plans(opened(models.base_planner), asked["validation"], job), both)
         learnt = set(asked["train"]["step_id"].to_pylist())
         plans |= {row["step_id"]: row["plan"] for row in reversed(rows) if row["step_id"] in learnt}
-        before, after = (_hits(opened(one), plans, both, models, tokens[1]) for one in (base, trained))
+        before, after = (_hits(opened(one), plans, both, job) for one in compared)
     found = changes(asked, before, after)
     for split, change in found.items():
         if change:
@@ -238,33 +220,26 @@ def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         yield rows[start : start + CHUNK]
 
 
-def _plans(engine: TransformersEngine, steps: pa.Table, models: Models, max_tokens: int) -> dict[str, str]:
+def _plans(engine: TransformersEngine, steps: pa.Table, job: SftJob) -> dict[str, str]:
     """step id → what a planner answers."""
-    planner = Planner(engine, Screens(steps, engine.resize), models.prompts)
+    planner = Planner(engine, Screens(steps, engine.resize), job.models.prompts)
     found = {}
     for part in _parts(tasks_of(steps)):
-        for task, (plan,) in zip(part, planner.plan(part, Sampling(max_tokens)), strict=True):
+        for task, (plan,) in zip(part, planner.plan(part, Sampling(job.max_plan_tokens)), strict=True):
             found[task.step_id] = plan.text
     return found
 
 
-def _grounder(engine: TransformersEngine, screens: Screens, models: Models, max_tokens: int) -> Grounder:
-    return Grounder(engine, screens, models.prompts, models.coordinates, max_tokens)
+def _grounder(engine: TransformersEngine, screens: Screens, job: SftJob) -> Grounder:
+    return Grounder(engine, screens, job.models.prompts, job.models.coordinates, job.max_point_tokens)
 
 
 def _successes(
-    judge: str,
-    engine: TransformersEngine,
-    answers: Sequence[Mapping[str, str]],
-    steps: pa.Table,
-    models: Models,
-    max_tokens: int,
+    judge: str, engine: TransformersEngine, answers: Sequence[Mapping[str, str]], steps: pa.Table, job: SftJob
 ) -> list[dict[str, float]]:
     """The reward of each planner's answers, by one grounder alone."""
-    from coepg_dagster.training.grpo import CdremReward
-
     screens = Screens(steps, engine.resize)
-    reward = CdremReward({judge: _grounder(engine, screens, models, max_tokens)}, {judge: 1.0}, steps, screens, Grpo())
+    reward = CdremReward({judge: _grounder(engine, screens, job)}, {judge: 1.0}, steps, screens, Grpo())
     found: list[dict[str, float]] = [{} for _ in answers]
     for part in _parts(steps["step_id"].to_pylist()):
         rows = [(i, step_id) for step_id in part for i in range(len(answers))]
@@ -281,18 +256,16 @@ def _passing(answers: Mapping[str, str], steps: pa.Table) -> dict[str, str]:
         text = answers.get(row["step_id"])
         if text is None or not row["boxes"]:
             continue
-        plan = Plan(text, parse_planner(text))
-        if plan.answer and gate_of(plan, row["action_type"], row["value"]) == GATE_PASSED:
-            plans[row["step_id"]] = plan.answer.plan
+        answer = parse_planner(text)
+        if answer and gate_of(answer, row["action_type"], row["value"]) == GATE_PASSED:
+            plans[row["step_id"]] = answer.plan
     return plans
 
 
-def _hits(
-    engine: TransformersEngine, plans: Mapping[str, str], steps: pa.Table, models: Models, max_tokens: int
-) -> dict[str, float]:
+def _hits(engine: TransformersEngine, plans: Mapping[str, str], steps: pa.Table, job: SftJob) -> dict[str, float]:
     """step id → whether the grounder finds the step's target by its plan."""
     screens = Screens(steps, engine.resize)
-    grounder = _grounder(engine, screens, models, max_tokens)
+    grounder = _grounder(engine, screens, job)
     found = {}
     for part in _parts(list(plans.items())):
         for (step_id, _), reading in zip(part, grounder.ground(part), strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from coepg_dagster.experiment import Grpo, Serving
 from coepg_dagster.inference.attention import decode, prefill, with_room
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.packing import first_of_runs
+from coepg_dagster.training.packing import first_of_runs, images_of, select_rows
 
 DIFFERENCE: Final = "sampling/sampling_logp_difference/mean"
 """TRL's name, in the log, for the mean |log p of the sampler − log p of the trainer| over the sampled tokens of a step."""
@@ -184,8 +184,8 @@ def sampling_groups(
     """
     logprobs: list[list[float]] = []
 
-    def generate(**inputs: Any) -> torch.Tensor:
-        sequences, logprobs[:] = generate_groups(model, policy, tell, **inputs)
+    def generate(generation_config: Any, **inputs: torch.Tensor) -> torch.Tensor:
+        sequences, logprobs[:] = generate_groups(model, policy, tell, inputs, generation_config)
         return sequences
 
     policy.generate = generate
@@ -200,30 +200,23 @@ def generate_groups(
     model: Any,
     policy: Any,
     tell: Callable[[dict[int, list[int]]], None],
-    *,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    pixel_values: torch.Tensor,
-    image_grid_thw: torch.Tensor,
-    mm_token_type_ids: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
     generation_config: Any,
 ) -> tuple[torch.Tensor, list[list[float]]]:
     """Prompts (rows, length), padded on the left, each with one image, and after them what was sampled for each.
 
     Draws what transformers' `generate` draws from the same random state, up to rounding of the logits. The second value are
     the sampled tokens' log-probabilities, as the trainer computes them: at the temperature, over the whole vocabulary.
+
+    Args:
+        model, policy, tell: as for `sampling_groups`.
+        inputs: input_ids, attention_mask and mm_token_type_ids (rows, length), pixel_values and image_grid_thw (rows, 3).
     """
+    input_ids, attention_mask, grid = (inputs[name] for name in ("input_ids", "attention_mask", "image_grid_thw"))
     rows, device = len(input_ids), input_ids.device
-    images = torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
-    new = first_of_runs(input_ids, attention_mask, pixel_values, image_grid_thw)
+    new = first_of_runs(input_ids, attention_mask, images_of(inputs["pixel_values"], grid), grid)
     owner = torch.isin(torch.arange(rows, device=device), torch.tensor(new, device=device)).cumsum(0) - 1
-    prompts = {
-        "input_ids": input_ids[new],
-        "attention_mask": attention_mask[new],
-        "pixel_values": torch.cat([images[i] for i in new]),
-        "image_grid_thw": image_grid_thw[new],
-        "mm_token_type_ids": mm_token_type_ids[new],
-    }
+    prompts = select_rows(inputs, new)
     logits, cache, position = prefill(model, policy, prompts)
     cache = with_room(cache, owner, generation_config.max_new_tokens)
     logits, position, mask = logits[owner], position[owner][:, None], attention_mask

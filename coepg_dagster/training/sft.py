@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
+from coepg_dagster.jobs import SftJob
 from coepg_dagster.progress import Report
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
@@ -27,8 +26,9 @@ from coepg_dagster.training.common import (
     write_log,
 )
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
-from coepg_dagster.training.launch import ALONE, Placement, accumulation, is_main, refuse_sharded
+from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
 from coepg_dagster.training.preflight import preflight
+from coepg_dagster.training.probe import probe_sft
 from coepg_dagster.training.speed import (
     GradientsInBuckets,
     check_attention,
@@ -69,54 +69,48 @@ class Forget(TrainerCallback):  # type: ignore[misc]
         self._shown.forget()
 
 
-def train_sft(
-    role: Literal["planner", "grounder", "end_to_end"],
-    init: str,
-    dataset: pa.Table,
-    steps: pa.Table,
-    models: Models,
-    config: Sft,
-    seed: int,
-    device: str,
-    out: Path,
-    report: Report,
-    *,
-    scratch: Path,
-    placement: Placement = ALONE,
-) -> dict[str, Any]:
-    """Trains `role` from checkpoint `init` on the rows of D_{k-1} and saves it whole under `out`.
+def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
+    """Trains `job.role` from its checkpoint on the rows of D_{k-1}, saves it whole, and compares it with what it began as.
 
-    Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints lie in `scratch`.
+    Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints lie in the scratch folder.
     """
-    refuse_sharded(config, placement)
-    set_seed(seed)
-    model, processor = load_for_training(init, "cpu" if placement.sharded else device, models.dtype, config)
+    refuse_sharded(job.config, job.placement)
+    dataset, steps = job.rows(), job.train_steps()
+    figures = _train(job, dataset, steps, report)
+    if job.role == "end_to_end" or not job.config.probe_steps or not is_main():
+        return figures
+    return figures | probe_sft(job, dataset, steps)
+
+
+def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> dict[str, Any]:
+    config, models = job.config, job.models
+    set_seed(job.seed)
+    model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
     shown = Screenshots(processor)
-    Tower(model, shown, None if placement.sharded else process_store())
-    on_gpu = device != "cpu"
-    if on_gpu:
+    Tower(model, shown, None if job.placement.sharded else process_store())
+    if job.on_gpu:
         if config.attention == "sdpa":
-            fast_vision(model, device)
+            fast_vision(model, job.device)
             expect_right_padding(model)
         if models.dtype == "bfloat16":
             half_activations(model)
             # sharded parameters of one unit have one type
-            if config.freeze_vision and not placement.sharded:
+            if config.freeze_vision and not job.placement.sharded:
                 half_vision(model)
         recompute(model, config.recompute)
         if config.compile:
             compile_layers(model)
     check_attention(model, config.attention)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
-    if role == "planner":
+    if job.role == "planner":
         examples = planner_examples(dataset, steps, screens, models.prompts)
-    elif role == "end_to_end":
+    elif job.role == "end_to_end":
         examples = end_to_end_examples(dataset, steps, screens, models.prompts, models.coordinates)
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
-    examples, found = preflight(examples, processor, screens, config.max_tokens, out)
-    checkpoints = Checkpoints(scratch / "trainer", placement)
-    stops = Stops(placement.on_trouble)
+    examples, found = preflight(examples, processor, screens, config.max_tokens, job.out)
+    checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
+    stops = Stops(job.placement.on_trouble)
     trainer = PlainTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
@@ -143,26 +137,26 @@ def train_sft(
             report_to="none",
             remove_unused_columns=False,  # the examples find their images by step_id
             disable_tqdm=True,
-            seed=seed,
-            data_seed=seed,
+            seed=job.seed,
+            data_seed=job.seed,
             ddp_find_unused_parameters=False,
-            dataloader_num_workers=LOADERS if on_gpu else 0,
-            dataloader_persistent_workers=on_gpu,
+            dataloader_num_workers=LOADERS if job.on_gpu else 0,
+            dataloader_persistent_workers=job.on_gpu,
             # the layers to recompute are chosen above
-            **device_settings(device, placement) | {"gradient_checkpointing": False},
+            **device_settings(job) | {"gradient_checkpointing": False},
         ),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
     keep_float32_sums(trainer)
-    if not on_gpu:  # on a GPU screenshots are prepared in processes of their own, which know nothing of this one's
+    if not job.on_gpu:  # on a GPU screenshots are prepared in processes of their own, which know nothing of this one's
         trainer.data_collator = with_keys(trainer.data_collator, shown)
     checkpoints.train(trainer)
     stops.end()
     trained = merge_adapters(trainer)
-    saved = save_trained(trainer, processor, out, models.dtype)
+    saved = save_trained(trainer, processor, job.out, models.dtype)
     if is_main():
-        write_log(trainer.state, out / "training_log.jsonl")
+        write_log(trainer.state, job.out / "training_log.jsonl")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "rows": len(examples),

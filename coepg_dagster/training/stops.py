@@ -17,9 +17,9 @@ import psutil
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from coepg_dagster.jobs import OnTrouble
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.checkpoints import largest
-from coepg_dagster.training.launch import OnTrouble
 
 WINDOW: Final = 10
 """Steps over which a log is averaged before it is judged."""

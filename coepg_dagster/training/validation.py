@@ -22,6 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.experiment import Grpo
 from coepg_dagster.inference.agents import Task, tasks_of
 from coepg_dagster.inference.engine import Failure, Request, Sampling
@@ -94,7 +95,31 @@ class Questions:
             model.train(training)
 
 
-class KeepBest(TrainerCallback):  # type: ignore[misc]
+class Looks(TrainerCallback):  # type: ignore[misc]
+    """Looks at a policy before its first optimizer step, and after those that are `due`."""
+
+    def due(self, state: TrainerState) -> bool:
+        """Whether to look after the step that was just done."""
+        raise NotImplementedError
+
+    def look(self, state: TrainerState, model: Any) -> None:
+        """Asks the policy, and leaves what is found."""
+        raise NotImplementedError
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
+    ) -> None:
+        if state.global_step == 0:
+            self.look(state, model)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
+    ) -> None:
+        if self.due(state):
+            self.look(state, model)
+
+
+class KeepBest(Looks):
     """Looks before the first step, after every `validate_every` steps and after the last one; of equals the later one is better.
 
     Weights are kept in `folder` as long as a continued run may need them.
@@ -106,17 +131,8 @@ class KeepBest(TrainerCallback):  # type: ignore[misc]
         self._every, self._sampling = config.validate_every, Sampling(config.max_plan_tokens)
         folder.mkdir(parents=True, exist_ok=True)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
-    ) -> None:
-        if state.global_step == 0:
-            self._look(state, model)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
-    ) -> None:
-        if state.global_step % self._every == 0 or state.global_step >= state.max_steps:
-            self._look(state, model)
+    def due(self, state: TrainerState) -> bool:
+        return bool(state.global_step % self._every == 0 or state.global_step >= state.max_steps)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """From this checkpoint on, what was better before the best is not needed again."""
@@ -125,15 +141,14 @@ class KeepBest(TrainerCallback):  # type: ignore[misc]
             for file in set(self._folder.glob("*.safetensors")) - {keep}:
                 file.unlink()
 
-    def _look(self, state: TrainerState, model: Any) -> None:
+    def look(self, state: TrainerState, model: Any) -> None:
         reward = self._mean_reward(model)
         print(f"step {state.global_step}: validation reward {reward:.4f}", flush=True)
         state.log_history.append({"step": state.global_step, REWARD: reward})
         if best_step(state) == state.global_step and PartialState().is_main_process:
             trained = {name: weights.detach().cpu().contiguous() for name, weights in _trained(model)}
-            file = self._file(state.global_step)
-            save_file(trained, file.with_suffix(".partial"))
-            file.with_suffix(".partial").rename(file)
+            with whole(self._file(state.global_step)) as draft:
+                save_file(trained, draft)
 
     def _mean_reward(self, model: Any) -> float:
         rewards: list[float] = []

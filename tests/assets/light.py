@@ -15,11 +15,11 @@ from typing import Any
 import dagster as dg
 from coepg_dagster.assets.build import CHECKS
 from coepg_dagster.assets.making import Maker, Making, Outcome
-from coepg_dagster.resources.launcher import run_work
+from coepg_dagster.resources.launcher import job_environment, run_process
 
+from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
-from coepg_dagster.workers import EvaluationWork
 from tests.project import REPOSITORY
 
 CONTENT = "content.json"
@@ -127,7 +127,7 @@ def _meet(work: Making, loop: str) -> None:
 def hang(work: Making) -> None:
     """Starts tests.assets.hanging_worker through the real launcher; it never ends by itself."""
     loop = work.loop
-    job = EvaluationWork(
+    job = EvaluationJob(
         out=work.draft,
         scratch=work.store.scratch("hanging"),
         steps=loop.root / "none",
@@ -144,11 +144,11 @@ def hang(work: Making) -> None:
         max_point_tokens=1,
         processes=1,
     )
-    run_work(
+    run_process(
         work.context,
         job,
         REPOSITORY,
-        threads=1,
+        job_environment(1),
         timeout_minutes=5,
         grace_seconds=2,
         module="tests.assets.hanging_worker",

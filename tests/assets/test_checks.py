@@ -8,9 +8,9 @@ import dagster as dg
 from coepg_dagster.assets.loop import dataset as real_dataset
 from coepg_dagster.assets.making import Making, Outcome
 
+from coepg_dagster.artifacts import CANDIDATES, STEPS, VERDICTS, write_steps, write_table
 from coepg_dagster.pools.trends import WARNINGS
 from coepg_dagster.provenance import Ref
-from coepg_dagster.workers import CANDIDATES, STEPS, VERDICTS, write_steps, write_table
 from tests.assets.conftest import InProcess
 from tests.assets.light import LIGHT_MAKERS, light_project, steps_log
 from tests.auditing.loop import GIVEN, TABLE, WRITTEN

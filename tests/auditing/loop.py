@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 from safetensors.numpy import save_file
 
+from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, write_steps, write_table
 from coepg_dagster.auditing.archive import MODELS, Archive
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.selection import select
 from coepg_dagster.provenance import Asset, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store, digests
-from coepg_dagster.workers import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, write_steps, write_table
 from tests.conftest import png, step, step_table
 from tests.pools.tables import candidate, candidates, verdict, verdicts
 

@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from coepg_dagster.artifacts import DATASET
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.auditing.check import check
 from coepg_dagster.provenance import Ref
-from coepg_dagster.workers import DATASET
 from tests.auditing.loop import LOOP_NAME, Hand
 
 

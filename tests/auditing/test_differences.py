@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save_file
 
+from coepg_dagster.artifacts import PREDICTIONS, write_table
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.auditing.differences import Side, data, differences, weights_distance
 from coepg_dagster.auditing.text import diff_text
 from coepg_dagster.experiment import Benchmark
 from coepg_dagster.provenance import Ref
-from coepg_dagster.workers import PREDICTIONS, write_table
 from tests.auditing.loop import GIVEN, WRITTEN, Hand
 from tests.pools.tables import candidate, candidates, verdict, verdicts
 

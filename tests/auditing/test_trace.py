@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from coepg_dagster.artifacts import DATASET, STEPS, all_steps, write_steps
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.auditing.text import trace_text
 from coepg_dagster.auditing.trace import Place, find_row, parse_place, trace, trace_row
 from coepg_dagster.provenance import Asset, Ref
-from coepg_dagster.workers import DATASET, STEPS, all_steps, write_steps
 from tests.auditing.loop import LOOP_NAME, Hand
 from tests.pools.tables import verdicts
 

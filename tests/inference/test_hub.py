@@ -17,13 +17,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from coepg_dagster.auditing.archive import BASE
-from coepg_dagster.experiment import Member, Models, Serving
+from coepg_dagster.experiment import Member, Models
 from coepg_dagster.inference.engine import Generation, Request, Sampling
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.weights import identify, is_local, local_folder, local_version, pinned
+from coepg_dagster.jobs import Job
 from coepg_dagster.planning.dryrun import broken, size_of
 from coepg_dagster.prompts import planner_messages
 from tests.conftest import HEIGHT, WIDTH
@@ -99,8 +100,8 @@ def test_vllm_is_given_the_folder_of_that_commit(
 
     monkeypatch.setattr("coepg_dagster.inference.opening.vllm_server", server)
     member = Member(model=f"{NAME}@{commit}", engine="vllm")
-    place: dict[str, Any] = {"device": "cpu", "batch_size": 1, "serving": Serving(), "logs": tmp_path}
-    with opened(member, models, **place, beside_training=True):
+    job = Job(out=tmp_path, scratch=tmp_path, steps=tmp_path, models=models, device="cpu", batch_size=1, seed=0)
+    with opened(member, job, logs=tmp_path, beside_training=True):
         pass
     assert started == [{"path": str(local_folder(NAME)), "weights": commit}]
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from coepg_dagster.assets.shared import identity
 
-from coepg_dagster.experiment import Member, Models, Regeneration, Serving
+from coepg_dagster.artifacts import write_steps
+from coepg_dagster.experiment import Member, Models, Regeneration
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference import openai_engine
 from coepg_dagster.inference.agents import Asking, Grounder
@@ -22,10 +23,11 @@ from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.weights import local_version
-from coepg_dagster.workers import CandidatesWork, VerdictsWork, write_steps
-from tests.conftest import quiet
+from coepg_dagster.jobs import CandidatesJob, Job, VerdictsJob
+from coepg_dagster.running import run
 from tests.inference.openai_server import OpenAIServer, status
 from tests.inference.scripted import RESIZE, Scripted, generation
+from tests.jobs import quiet
 
 
 @pytest.fixture
@@ -49,13 +51,12 @@ def served(
         server.stop()
 
 
-def job(kind: type[Any], out: Path, steps: Path, models: Models, **settings: Any) -> pa.Table:
+def ran(kind: type[Any], out: Path, steps: Path, models: Models, **settings: Any) -> pa.Table:
     for folder in (out, out / "scratch"):
         folder.mkdir(parents=True)
     common = {"steps": steps, "models": models, "device": "cpu", "batch_size": 8, "seed": 3, "train_split": "train"}
     config = Regeneration(plans_per_planner=2, temperature=1.0, max_plan_tokens=48, max_point_tokens=8)
-    work = kind(out=out, scratch=out / "scratch", processes=1, config=config, **common, **settings)
-    work.run(quiet)
+    run(kind(out=out, scratch=out / "scratch", processes=1, config=config, **common, **settings), quiet)
     return pq.read_table(next(out.glob("*.parquet")))
 
 
@@ -73,11 +74,11 @@ def test_pools_find_the_same_behind_an_endpoint(
         ("near", Member(model=str(trained("planner", 0))), Member(model=str(trained("grounder", 0)))),
         ("far", planner, grounder),
     ):
-        candidates = job(
-            CandidatesWork, tmp_path / place / "c", tmp_path / "steps.arrow", models, members={"p": pi}, max_steps=None
+        candidates = ran(
+            CandidatesJob, tmp_path / place / "c", tmp_path / "steps.arrow", models, members={"p": pi}, max_steps=None
         )
-        verdicts = job(
-            VerdictsWork,
+        verdicts = ran(
+            VerdictsJob,
             tmp_path / place / "v",
             tmp_path / "steps.arrow",
             models,
@@ -106,7 +107,7 @@ def test_an_endpoint_that_is_not_as_it_should_be_stops_the_job_before_it_begins(
     server, member = served("planner")
     server.faults = [status(400)]
     with pytest.raises(EngineRefused, match="the probe got no answer: status 400"):
-        job(CandidatesWork, tmp_path / "c", tmp_path / "steps.arrow", models, members={"p": member}, max_steps=None)
+        ran(CandidatesJob, tmp_path / "c", tmp_path / "steps.arrow", models, members={"p": member}, max_steps=None)
     assert len(server.asked) == 1
 
 
@@ -129,12 +130,13 @@ def test_an_engine_is_named_by_the_member_or_else_by_the_experiment(
 ) -> None:
     path = str(trained("grounder", 0))
     of_vllm = models.model_copy(update={"engine": "vllm"})
-    settings: dict[str, Any] = {"device": "cpu", "batch_size": 2, "serving": Serving(), "logs": tmp_path}
-    with opened(Member(model=path, engine="transformers"), of_vllm, **settings) as engine:
+    places: dict[str, Any] = {"out": tmp_path, "scratch": tmp_path, "steps": tmp_path}
+    job = Job(**places, models=of_vllm, device="cpu", batch_size=2, seed=0)
+    with opened(Member(model=path, engine="transformers"), job, logs=tmp_path) as engine:
         assert isinstance(engine, TransformersEngine)
     with (
         pytest.raises(EngineRefused, match=r"vLLM cannot be imported here.*`vllm_python`.*`engine: transformers`"),
-        opened(Member(model=path), of_vllm, **settings),
+        opened(Member(model=path), job, logs=tmp_path),
     ):
         pass
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from coepg_dagster.inference.processing import load_processor, resize_of
+from coepg_dagster.inference.processing import load_processor
+from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.inference.visual import KEY, Screenshots, Tower, VisualStore, names, screenshot_key
 
@@ -180,7 +181,7 @@ def test_a_screenshot_of_another_size_or_process_is_refused(random_checkpoint: C
     shown = Screenshots(processor)
     Tower(model, shown, VisualStore())
     with shown.keys():
-        with pytest.raises(ValueError, match="would be resized again"):
+        with pytest.raises(ValueError, match="would be resized by the model"):
             processor.image_processor(images=[Image.new("RGB", (90, 112))], return_tensors="pt")
         made = processor.image_processor(images=[noise(processor)[0]], return_tensors="pt")
     shown.forget()

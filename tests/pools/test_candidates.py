@@ -1,4 +1,4 @@
-"""The gate of a plan, duplicates, and the members of a pool."""
+"""Tasks, duplicates, and the members of a pool."""
 
 from __future__ import annotations
 
@@ -6,37 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.inference.agents import Plan, tasks_of
-from coepg_dagster.pools.candidates import gate_of, jaccard, mark_duplicates, plan_tokens, pool_members
-from coepg_dagster.prompts import PlannerAnswer
-from coepg_dagster.rewards.cdrem import gated, type_reward, value_reward
+from coepg_dagster.inference.agents import tasks_of
+from coepg_dagster.pools.candidates import jaccard, mark_duplicates, plan_tokens, pool_members
 from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates
-
-TYPES = st.sampled_from(["CLICK", "TYPE", "SELECT", "FLY"])
-VALUES = st.sampled_from(["", "red", "red green", "green blue"])
-
-
-@pytest.mark.parametrize(
-    ("answer", "gate"),
-    [
-        (None, "unparsed"),
-        (PlannerAnswer("x", "CLICK", "red"), "wrong_type"),
-        (PlannerAnswer("x", "TYPE", ""), "wrong_value"),
-        (PlannerAnswer("x", "TYPE", "blue"), "wrong_value"),
-        (PlannerAnswer("x", "TYPE", "Red"), "passed"),
-    ],
-)
-def test_where_a_plan_stops(answer: PlannerAnswer | None, gate: str) -> None:
-    assert gate_of(Plan("text", answer), "TYPE", "red") == gate
-
-
-@given(TYPES, VALUES, TYPES, VALUES)
-def test_the_gate_of_the_pools_is_that_of_the_reward(kind: str, value: str, label: str, label_value: str) -> None:
-    """Eq. 9 and the verification of plans agree on which rollouts are right."""
-    gate = gate_of(Plan("", PlannerAnswer("x", kind, value)), label, label_value)
-    reward = gated(type_reward(kind, label), value_reward(value, label_value), 1.0)
-    assert (gate == "passed") == bool(reward)
 
 
 def test_planners_are_told_goal_and_history_only() -> None:

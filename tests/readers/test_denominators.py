@@ -16,6 +16,7 @@ from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import load_experiment
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA
+from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
 from coepg_dagster.readers.files import Files
@@ -24,7 +25,7 @@ from coepg_dagster.readers.importing import Counts, Options, import_dataset, los
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
 from coepg_dagster.reports.paper import table_2
 from coepg_dagster.results import Cells, frame, rows_of
-from coepg_dagster.workers import EvaluationWork
+from coepg_dagster.running import chunked
 from tests.project import REPOSITORY
 
 from .samples import (
@@ -281,7 +282,7 @@ def test_an_evaluation_says_that_its_denominator_is_short(tmp_path: Path) -> Non
     steps = load(tmp_path / "out").filter(pa.compute.field("split") == "test")
     with pa.OSFile(str(tmp_path / "steps.arrow"), "wb") as sink, pa.ipc.new_file(sink, steps.schema) as writer:
         writer.write_table(steps)
-    work = EvaluationWork(
+    job = EvaluationJob(
         out=tmp_path,
         scratch=tmp_path,
         steps=tmp_path / "steps.arrow",
@@ -299,7 +300,7 @@ def test_an_evaluation_says_that_its_denominator_is_short(tmp_path: Path) -> Non
         processes=1,
         lost=dict(counts.lost),
     )
-    scores = work.finish({"agent": [predictions_of(steps)]})
+    scores = chunked(job).finish({"agent": [predictions_of(steps)]})
     assert scores["test"]["notes"]["lost"] == (
         "7 steps could not be read (1 bad_field, unknown split, 1 bad_image, 5 lengths_differ); "
         "a published denominator holds them"

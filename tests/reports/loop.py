@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from coepg_dagster.artifacts import ROLLOUTS, write_table
 from coepg_dagster.experiment import Experiment, load_experiment
 from coepg_dagster.reports.lineage import View
 from coepg_dagster.reports.site import LOG, Site
 from coepg_dagster.steps import ROLLOUT_SCHEMA
-from coepg_dagster.workers import ROLLOUTS, write_table
 from tests.assets.light import EXPERIMENT
 from tests.auditing.loop import Hand
 

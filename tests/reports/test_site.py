@@ -9,10 +9,10 @@ from urllib.parse import unquote
 
 import pytest
 
+from coepg_dagster.artifacts import CANDIDATES
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.reports.site import Site
 from coepg_dagster.reports.trace import trace_page
-from coepg_dagster.workers import CANDIDATES
 from tests.auditing.loop import Hand
 from tests.chromium import NEEDS_CHROMIUM
 from tests.reports.loop import site_of, trained

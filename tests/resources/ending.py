@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from coepg_dagster.resources.ray_worker import main as run_on_ray
 
+from coepg_dagster.jobs import EvaluationJob, Placement, parse_job
 from coepg_dagster.processes import last_words
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.launch import Placement, is_rank, launch
-from coepg_dagster.workers import Chunk, EvaluationWork, parse_work
+from coepg_dagster.running import Chunk, Evaluation
+from coepg_dagster.training.launch import is_rank, launch_ranks
 
 
-class Dying(EvaluationWork):
-    """Work of two chunks, of which the second ends its process."""
+class Dying(Evaluation):
+    """Two chunks, of which the second ends its process."""
 
     how: str
 
@@ -62,15 +62,20 @@ def end(how: str) -> None:
             time.sleep(60)
 
 
-def main(work_file: Path, result_file: Path, where: str, how: str) -> None:
+def main(job_file: Path, result_file: Path, where: str, how: str) -> None:
     if where == "ray":
-        run_on_ray(work_file, result_file)
+        run_on_ray(job_file, result_file)
     elif where == "child":
-        work: dict[str, Any] = parse_work(work_file.read_text()).model_dump()
-        Dying(**work | {"processes": 2, "how": how}).run(lambda done, of, figures: None)
+        job = parse_job(job_file.read_text())
+        assert isinstance(job, EvaluationJob)
+        dying = Dying(job.model_copy(update={"processes": 2}))
+        dying.how = how
+        dying.run(lambda done, of, figures: None)
     elif where == "rank" and not is_rank():
-        arguments = [str(work_file), str(result_file), where, how]
-        sys.exit(launch(Placement(processes=2), result_file.parent, "tests.resources.ending", arguments, on_gpu=False))
+        arguments = [str(job_file), str(result_file), where, how]
+        sys.exit(
+            launch_ranks(Placement(processes=2), result_file.parent, "tests.resources.ending", arguments, on_gpu=False)
+        )
     elif where == "rank" and os.environ["RANK"] == "0":
         time.sleep(60)
     else:

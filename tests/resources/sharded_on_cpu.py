@@ -1,4 +1,4 @@
-"""A training worker whose ranks use FSDP or DeepSpeed on a CPU: `python -m tests.resources.sharded_on_cpu WORK.json RESULT.json`.
+"""A training worker whose ranks use FSDP or DeepSpeed on a CPU: `python -m tests.resources.sharded_on_cpu JOB.json RESULT.json`.
 
 accelerate leaves both out where there is no GPU, so its state is told otherwise. All else is what a worker runs.
 """
@@ -16,8 +16,8 @@ from accelerate import state
 from accelerate.utils import DistributedType
 from coepg_dagster.resources import worker
 
+from coepg_dagster.jobs import TrainingJob, read_job
 from coepg_dagster.training.launch import accelerate_config, is_rank
-from coepg_dagster.workers import TrainingWork, read_work
 
 
 def use_plugins() -> None:
@@ -48,19 +48,19 @@ def use_plugins() -> None:
     state.PartialState.__init__, state.AcceleratorState.__init__ = begin, take
 
 
-def main(work_file: str, result_file: str) -> None:
+def main(job_file: str, result_file: str) -> None:
     if is_rank():
         use_plugins()
-        worker.main(Path(work_file), Path(result_file))
+        worker.main(Path(job_file), Path(result_file))
         print(f"spread by {state.PartialState().distributed_type.name}")
         return
-    work = read_work(Path(work_file))
-    assert isinstance(work, TrainingWork)
-    config = work.scratch / "accelerate.yaml"
-    config.write_text(yaml.safe_dump(accelerate_config(work.placement, on_gpu=False)))
+    job = read_job(Path(job_file))
+    assert isinstance(job, TrainingJob)
+    config = job.scratch / "accelerate.yaml"
+    config.write_text(yaml.safe_dump(accelerate_config(job.placement, on_gpu=False)))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    arguments = ["-m", "tests.resources.sharded_on_cpu", work_file, result_file]
+    arguments = ["-m", "tests.resources.sharded_on_cpu", job_file, result_file]
     sys.exit(subprocess.run([*command, *arguments], env=environment).returncode)
 
 

@@ -20,9 +20,10 @@ import torch
 from coepg_dagster.resources.worker import MODULE
 from safetensors.torch import load_file
 
+from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Models, Sft
-from coepg_dagster.training.launch import Placement, Strategy
-from coepg_dagster.workers import SftWork, write_steps
+from coepg_dagster.jobs import Placement, SftJob, Strategy
+from coepg_dagster.running import run
 from tests.project import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -34,17 +35,17 @@ SPREAD = {"zero3": "DEEPSPEED", "fsdp": "FSDP"}
 @pytest.fixture
 def job(
     steps: pa.Table, dataset: pa.Table, models: Models, random_checkpoint: Callable[[int], Path], tmp_path: Path
-) -> Callable[[int, int, int], SftWork]:
+) -> Callable[[int, int, int], SftJob]:
     """The same training for any number of processes, each in a folder of its own."""
     write_steps(steps, tmp_path / "steps.arrow", ["train"])
     pq.write_table(dataset, tmp_path / "dataset.parquet")
 
-    def made(processes: int, micro: int, max_steps: int) -> SftWork:
+    def made(processes: int, micro: int, max_steps: int) -> SftJob:
         folder = tmp_path / str(processes)
         for name in ("out", "scratch"):
             (folder / name).mkdir(parents=True)
         common: dict[str, Any] = {"steps": tmp_path / "steps.arrow", "models": models, "device": "cpu"}
-        return SftWork(
+        return SftJob(
             **common,
             out=folder / "out",
             scratch=folder / "scratch",
@@ -64,13 +65,13 @@ def job(
     return made
 
 
-def start(work: SftWork, module: str = MODULE) -> tuple[subprocess.Popen[bytes], Path]:
+def start(work: SftJob, module: str = MODULE) -> tuple[subprocess.Popen[bytes], Path]:
     """The job in a worker of its own, and that worker's folder."""
     folder = work.out.parent
-    (folder / "work.json").write_text(work.model_dump_json())
+    (folder / "job.json").write_text(work.model_dump_json())
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder / "work.json"), str(folder / "result.json")],
+            [sys.executable, "-m", module, str(folder / "job.json"), str(folder / "result.json")],
             cwd=REPOSITORY,
             stdout=log,
             stderr=log,
@@ -81,7 +82,7 @@ def start(work: SftWork, module: str = MODULE) -> tuple[subprocess.Popen[bytes],
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
-def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftWork], strategy: Strategy) -> None:
+def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftJob], strategy: Strategy) -> None:
     """The same rows, nearly the same loss and weights: Adam makes a step of any small gradient, however it was rounded."""
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
@@ -89,7 +90,7 @@ def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftWo
     placement = Placement(processes=2, strategy=strategy)
     there = there.model_copy(update={"placement": placement})
     process, folder = start(there, MODULE if strategy == "ddp" else "tests.resources.sharded_on_cpu")
-    assert here.run(lambda *_: None)["optimizer_steps"] == 2
+    assert run(here, lambda *_: None)["optimizer_steps"] == 2
     assert process.wait(timeout=280) == 0, (folder / "log").read_text()[-3000:]
     assert json.loads((folder / "result.json").read_text())["figures"]["optimizer_steps"] == 2
     assert strategy == "ddp" or f"spread by {SPREAD[strategy]}" in (folder / "log").read_text()
@@ -104,7 +105,7 @@ def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftWo
     assert apart.max() < 2.1e-4 and apart.mean() < 2e-6
 
 
-def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftWork]) -> None:
+def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftJob]) -> None:
     process, folder = start(job(2, 3, 100_000))
     family: list[psutil.Process] = []
     for _ in range(600):

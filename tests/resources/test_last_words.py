@@ -9,12 +9,12 @@ import pytest
 from coepg_dagster.assets.automation import WEBHOOK
 from coepg_dagster.assets.evolve import RunFailed, evolve_through
 from coepg_dagster.resources import ray_worker, warm
-from coepg_dagster.resources.launcher import run_work
+from coepg_dagster.resources.launcher import job_environment, run_process
 
 from coepg_dagster.experiment import Models
+from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.processes import LAST_WORDS, ended, first_error, last_words, leave_words, tail, words_left
 from coepg_dagster.provenance import Ref
-from coepg_dagster.workers import EvaluationWork
 from tests.assets.conftest import InProcess
 from tests.assets.light import plant
 from tests.assets.test_evolve import QUIET
@@ -60,21 +60,20 @@ def failures(kinds: list[str], folder: Path) -> dict[str, str]:
             scratch = folder / kind
             scratch.mkdir()
             (scratch / "worker.log").write_text("what an earlier attempt said\n")
-            work = EvaluationWork(
+            job = EvaluationJob(
                 out=folder, scratch=scratch, steps=folder, models=models, device="cpu", batch_size=1, seed=0,
                 planner="none", grounder=None, splits=[], max_steps=None, protocol="none", max_plan_tokens=1,
                 max_point_tokens=1, processes=1,
             )  # fmt: skip
             with pytest.raises(dg.Failure) as failed:
-                run_work(
+                run_process(
                     context,
-                    work,
+                    job,
                     REPOSITORY,
-                    threads=1,
+                    job_environment(1) | {"ENDS": kind, ray_worker.ADDRESS: "127.0.0.1:1"},
                     timeout_minutes=0.05 if kind.endswith("hangs") else 5,
                     grace_seconds=5,
                     module="tests.resources.ending",
-                    env={"ENDS": kind, ray_worker.ADDRESS: "127.0.0.1:1"},
                 )
             found[kind] = str(failed.value.description)
         return dg.MaterializeResult()
@@ -107,9 +106,10 @@ def test_so_does_why_a_process_of_a_training_ended(tmp_path: Path) -> None:
 def test_evolve_and_the_alert_say_it_too(light: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.assets.light as module
 
-    launch = module.run_work
-    here = {"module": "tests.resources.ending", "env": {"ENDS": "self refused"}}
-    monkeypatch.setattr(module, "run_work", lambda *args, **given: launch(*args, **given | here))
+    run = module.run_process
+    monkeypatch.setenv("ENDS", "self refused")
+    here = {"module": "tests.resources.ending"}
+    monkeypatch.setattr(module, "run_process", lambda *args, **given: run(*args, **given | here))
     plant(light.project, "worker", "light/s1", Ref("planner_sft", 0))
     with pytest.raises(RunFailed) as failed:
         evolve_through(light.defs, light.instance, light.loop, 0, QUIET)

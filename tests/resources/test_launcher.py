@@ -137,8 +137,10 @@ def test_a_job_that_takes_too_long_is_ended_and_says_what_to_do(
 ) -> None:
     import tests.assets.light as module
 
-    launch = module.run_work
-    monkeypatch.setattr(module, "run_work", lambda *args, **given: launch(*args, **given | {"timeout_minutes": 0.08}))
+    launch = module.run_process
+    monkeypatch.setattr(
+        module, "run_process", lambda *args, **given: launch(*args, **given | {"timeout_minutes": 0.08})
+    )
     plant(light.project, "worker", "light/s1", Ref("planner_sft", 0))
     light.run(None)
     why = light.why(light.run(0, "planner_sft"))
@@ -151,9 +153,9 @@ def test_a_job_that_takes_too_long_is_ended_and_says_what_to_do(
 def test_a_worker_that_fails_shows_the_end_of_its_output(light: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.assets.light as module
 
-    launch = module.run_work
+    launch = module.run_process
     monkeypatch.setattr(
-        module, "run_work", lambda *args, **given: launch(*args, **given | {"module": "no.such.module"})
+        module, "run_process", lambda *args, **given: launch(*args, **given | {"module": "no.such.module"})
     )
     plant(light.project, "worker", "light/s1", Ref("planner_sft", 0))
     light.run(None)

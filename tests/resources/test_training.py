@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from coepg_dagster.assets.making import RESOURCES
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import (
+    AS_WRITTEN,
     EnginesResource,
     GrpoCdremResource,
     RegenerationResource,
@@ -36,6 +37,43 @@ def test_a_replaced_field_is_checked_like_the_file() -> None:
         RegenerationResource(k=2).resolve(Regeneration())
     with pytest.raises(ValidationError, match="micro_batch_size 5 does not divide"):
         GrpoCdremResource(micro_batch_size=5).resolve(Grpo())
+
+
+@pytest.mark.parametrize(
+    ("resource", "config", "decided"),
+    [
+        (SftResource, Sft, set()),
+        (GrpoCdremResource, Grpo, set()),
+        (RegenerationResource, Regeneration, {"trained_members"}),
+    ],
+)
+def test_every_setting_of_the_file_can_be_replaced_and_is_described_as_there(
+    resource: Any, config: Any, decided: set[str]
+) -> None:
+    shown = resource.model_fields
+    assert config.model_fields.keys() - shown.keys() == decided
+    for name, field in config.model_fields.items():
+        if name in decided:
+            continue
+        assert field.description and shown[name].description == f"{field.description}. {AS_WRITTEN}"
+        choices = [part for part in (field.annotation, *get_args(field.annotation)) if get_origin(part) is Literal]
+        assert all(f"`{choice}`" in field.description for literal in choices for choice in get_args(literal)), name
+
+
+def test_replaced_settings_of_every_type_arrive(light: InProcess) -> None:
+    replaced = {
+        "max_steps": 5,
+        "learning_rate": 1e-3,
+        "freeze_vision": True,
+        "attention": "eager",
+        "lora": {"rank": 4, "alpha": 8},
+    }
+    assert SftResource(**replaced).resolve(Sft()) == Sft.model_validate(replaced)
+    assert light.run(None).success
+    assert light.run(0, "planner_sft", config={"resources": {"sft": {"config": replaced}}}).success
+    event = light.instance.get_latest_materialization_event(light.loop.key("planner_sft"))
+    assert event is not None and event.asset_materialization is not None
+    assert event.asset_materialization.metadata["overrides"].value == replaced
 
 
 def test_every_field_of_the_launchpad_is_described() -> None:

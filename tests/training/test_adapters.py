@@ -16,10 +16,11 @@ from coepg_dagster.experiment import Grpo, Lora, Models, Sft
 from coepg_dagster.inference.architecture import read
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training import sft
-from coepg_dagster.training.grpo import CdremReward, train_grpo
+from coepg_dagster.training.cdrem_reward import CdremReward
+from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.sft import train_sft
 from coepg_dagster.training.speed import WrongAttention, check_attention, load_with_attention
-from tests.conftest import beside, quiet
+from tests.jobs import grpo_job, quiet, sft_job
 
 LORA = Lora(rank=4, alpha=8)
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "attn.qkv", "attn.proj")
@@ -55,8 +56,7 @@ def test_sft_with_lora_saves_a_whole_checkpoint_that_differs_by_matrices_of_that
     merge = sft.merge_adapters
     monkeypatch.setattr(sft, "merge_adapters", remember)
     config = Sft(max_steps=2, batch_size=6, micro_batch_size=6, learning_rate=1e-2, freeze_vision=frozen, lora=LORA)
-    data = (dataset, steps, models, config, 7, "cpu", out, quiet)
-    figures = train_sft("planner", str(init), *data, scratch=beside(out))
+    figures = train_sft(sft_job(out, (dataset, steps, models), "planner", init, config, seed=7), quiet)
 
     found = changes(init, out)
     assert found and all(name.removesuffix(".weight").endswith(ADAPTED) for name in found)
@@ -100,10 +100,8 @@ def test_grpo_with_lora_starts_at_its_reference_and_leaves_the_tower(
         attention="eager",
     )
     logged: list[Any] = []
-    data = ({}, dataset, steps, models, config, 8, 8, 5, "cpu", out)
-    own = ("grounder_1", str(random_checkpoint(1)))
-    report = lambda done, of, log: logged.append(log)  # noqa: E731
-    figures = train_grpo(str(init), own, *data, report, scratch=beside(out))
+    job = grpo_job(out, (dataset, steps, models), init, random_checkpoint(1), config)
+    figures = train_grpo(job, lambda done, of, log: logged.append(log))
     kl = [log["kl"] for log in logged if "kl" in log]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[2] > 1e-6, "warm-up: nothing moves in the first step"
     found = changes(init, out)

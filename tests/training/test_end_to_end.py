@@ -15,11 +15,13 @@ from coepg_dagster.geometry import Space
 from coepg_dagster.inference.predict import predict_end_to_end
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.jobs import EndToEndJob
 from coepg_dagster.prompts import end_to_end_answer, end_to_end_messages, parse_end_to_end
 from coepg_dagster.steps import ROLLOUT_SCHEMA
-from coepg_dagster.training.end_to_end import PointReward, train_end_to_end
+from coepg_dagster.training.end_to_end import train_end_to_end
 from coepg_dagster.training.examples import end_to_end_examples
-from tests.conftest import quiet
+from coepg_dagster.training.point_reward import PointReward
+from tests.jobs import quiet, training_job
 
 RESIZE = (28, 56 * 56, 28 * 28 * 1280)
 
@@ -73,25 +75,16 @@ def test_it_learns_the_answers_by_heart_and_goes_on_with_grpo(
     random_checkpoint: Callable[[int], Path], models: Models, steps: pa.Table, dataset: pa.Table, tmp_path: Path
 ) -> None:
     sft = Sft(epochs=30, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
-    grpo = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=48, validate_every=1)
+    grpo = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=48)
+    grpo = grpo.model_copy(update={"validate_every": 1, "probe_steps": 0})
+    data, init = (dataset, steps, models), random_checkpoint(3)
     figures = train_end_to_end(
-        str(random_checkpoint(3)),
-        dataset,
-        steps,
-        models,
-        sft,
-        grpo,
-        5,
-        "cpu",
-        tmp_path / "scratch",
-        tmp_path / "out",
-        quiet,
-        validation=steps,
+        training_job(EndToEndJob, tmp_path / "out", data, init, validation=steps, sft=sft, grpo=grpo), quiet
     )
     assert figures["rows"] == 6 and figures["optimizer_steps"] == 1
     assert figures["validation_reward_best"] >= figures["validation_reward_first"] > 0, "its own points are judged"
     assert pq.read_table(tmp_path / "out" / "rollouts.parquet").num_rows == 4
-    engine = TransformersEngine(tmp_path / "scratch" / "before_grpo", dtype="float32", device="cpu", batch_size=6)
+    engine = TransformersEngine(tmp_path / "out-scratch" / "before_grpo", dtype="float32", device="cpu", batch_size=6)
     predictions = predict_end_to_end(engine, steps, models, 48)
     assert predictions["action_type"].to_pylist() == steps["action_type"].to_pylist()
     assert predictions["plan"].null_count == steps.num_rows and predictions["x"].null_count == 0

@@ -35,11 +35,12 @@ from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
 from coepg_dagster.rewards.variants import recompute, summary
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 from coepg_dagster.training import grpo
+from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.examples import NothingToTrainOn
-from coepg_dagster.training.grpo import CdremReward, train_grpo
-from tests.conftest import beside, quiet
+from coepg_dagster.training.grpo import train_grpo
 from tests.inference.openai_server import OpenAIServer, status
 from tests.inference.scripted import RESIZE, Scripted, generation, untimed
+from tests.jobs import beside, grpo_job, quiet
 
 CONFIG = Grpo(
     prompts_per_step=3,
@@ -102,22 +103,9 @@ def run(
     """Three optimizer steps with a grounder that knows the screens and one that knows nothing."""
     done = Run(tmp_path_factory.mktemp("grpo"), trained("planner", 0))
     own, other = trained("grounder", 0), random_checkpoint(3)
-    graders = ("grounder_1", str(own)), {"stranger": str(other)}
     with watched(done):
         done.figures = train_grpo(
-            str(done.init),
-            *graders,
-            dataset,
-            steps,
-            models,
-            CONFIG,
-            8,
-            8,
-            5,
-            "cpu",
-            done.out,
-            quiet,
-            scratch=beside(done.out),
+            grpo_job(done.out, (dataset, steps, models), done.init, own, CONFIG, {"stranger": other}), quiet
         )
     return done
 
@@ -269,11 +257,8 @@ def test_the_same_seed_trains_the_same_planner(
     kept = []
     for name in ("one", "two"):
         out = tmp_path / name
-        own = ("grounder_1", str(trained("grounder", 0)))
-        others = {"stranger": str(random_checkpoint(3))}
-        train_grpo(
-            str(run.init), own, others, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet, scratch=beside(out)
-        )
+        grounder, others = trained("grounder", 0), {"stranger": random_checkpoint(3)}
+        train_grpo(grpo_job(out, (dataset, steps, models), run.init, grounder, config, others), quiet)
         rows = pq.read_table(out / "rollouts.parquet").to_pylist()
         for row in rows:
             row["graders"] = [grader | {"seconds": None} for grader in row["graders"]]
@@ -310,10 +295,10 @@ def test_a_policy_that_wants_vision_tokens_and_groups_without_spread(
     monkeypatch.setattr(CdremReward, "score", scripted)
     run = Run(tmp_path / "out", init)
     config = CONFIG.model_copy(update={"max_steps": 1, "ensemble": False})
-    graders = ("grounder_1", str(trained("grounder", 0))), {"absent": "no/such/checkpoint"}
+    absent = {"absent": Path("no/such/checkpoint")}
     with watched(run):
         run.figures = train_grpo(
-            str(init), *graders, dataset, steps, models, config, 8, 8, 5, "cpu", run.out, quiet, scratch=beside(run.out)
+            grpo_job(run.out, (dataset, steps, models), init, trained("grounder", 0), config, absent), quiet
         )
     assert not any(token in row["text"] for row in run.rows for token in VISION_TOKENS)
     completions = run.trainer._passes
@@ -352,23 +337,9 @@ def obsess(folder: Path, steps: pa.Table) -> None:
 def test_too_few_prompts_for_one_step_are_an_error_and_not_an_untrained_planner(
     run: Run, trained: Callable[[str, int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
 ) -> None:
-    own = ("grounder_1", str(trained("grounder", 0)))
     with pytest.raises(NothingToTrainOn, match=r"covers 2 steps.*lower grpo.prompts_per_step \(3\)"):
         train_grpo(
-            str(run.init),
-            own,
-            {},
-            dataset.slice(0, 2),
-            steps,
-            models,
-            CONFIG,
-            8,
-            8,
-            5,
-            "cpu",
-            tmp_path,
-            quiet,
-            scratch=beside(tmp_path),
+            grpo_job(tmp_path, (dataset.slice(0, 2), steps, models), run.init, trained("grounder", 0), CONFIG), quiet
         )
 
 
@@ -541,22 +512,8 @@ def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
             patch.setattr(CdremReward, "ask", named)
             if not early:
                 patch.setattr(CdremReward, "elsewhere", False)
-            train_grpo(
-                str(run.init),
-                ("grounder_1", path),
-                {"far": far},
-                dataset,
-                steps,
-                models,
-                config,
-                8,
-                8,
-                5,
-                "cpu",
-                out,
-                quiet,
-                scratch=beside(out),
-            )
+            grounder, others = path, {"far": far}
+            train_grpo(grpo_job(out, (dataset, steps, models), run.init, grounder, config, others), quiet)
         rows = untimed(pq.read_table(out / "rollouts.parquet").to_pylist())
         return Early(asked, len(server.asked), (out / "model.safetensors").read_bytes(), rows)
 
@@ -583,22 +540,7 @@ def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
         # ϕ_k too is behind an endpoint where the engine of the experiment is a server
         patch.setattr(grpo, "opened", lambda _, *args, **settings: opened(far, *args, **settings))
         with pytest.raises(NoVerdict, match="no grounder answered for a plan"):
-            train_grpo(
-                str(run.init),
-                ("grounder_1", path),
-                {},
-                dataset,
-                steps,
-                models,
-                CONFIG,
-                8,
-                8,
-                5,
-                "cpu",
-                tmp_path,
-                quiet,
-                scratch=beside(tmp_path),
-            )
+            train_grpo(grpo_job(tmp_path, (dataset, steps, models), run.init, path, CONFIG), quiet)
     assert not list(beside(tmp_path).glob("rollouts/*.parquet")), "no reward, no row"
     for thread in threading.enumerate():
         if thread.name.startswith("ThreadPoolExecutor"):

@@ -10,16 +10,17 @@ import pyarrow as pa
 import pytest
 
 from coepg_dagster.experiment import Grpo, Lora, Models, Sft
+from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.launch import Placement, launch, refuse_sharded, see_one_gpu
-from coepg_dagster.training.sft import train_sft
+from coepg_dagster.running import run
+from coepg_dagster.training.launch import launch_ranks, refuse_sharded, see_one_gpu
+from tests.jobs import grpo_job, quiet, sft_job
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
 def test_what_accelerate_leaves_out_on_a_cpu_is_refused(strategy: Any, tmp_path: Path) -> None:
     with pytest.raises(Ended, match=f"strategy {strategy} needs GPUs: use `ddp`"):
-        launch(Placement(processes=2, strategy=strategy), tmp_path, "no.such.module", [], on_gpu=False)
+        launch_ranks(Placement(processes=2, strategy=strategy), tmp_path, "no.such.module", [], on_gpu=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -33,17 +34,24 @@ def test_what_accelerate_leaves_out_on_a_cpu_is_refused(strategy: Any, tmp_path:
     ],
 )
 def test_what_needs_the_whole_model_is_refused_where_no_process_has_it(
-    config: Sft | Grpo, why: str, strategy: Any, models: Models, tmp_path: Path
+    config: Sft | Grpo,
+    why: str,
+    strategy: Any,
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
 ) -> None:
     """Before anything is loaded: there is no such checkpoint."""
-    nothing: Any = pa.table({})
-    spread: dict[str, Any] = {"scratch": tmp_path, "placement": Placement(processes=2, strategy=strategy)}
-    end = (5, "cuda", tmp_path, lambda done, of, log: None)
+    data, none = (dataset, steps, models), "no/checkpoint"
+    spread: dict[str, Any] = {"device": "cuda", "placement": Placement(processes=2, strategy=strategy)}
+    job = (
+        sft_job(tmp_path, data, "planner", none, config, **spread)
+        if isinstance(config, Sft)
+        else grpo_job(tmp_path, data, none, none, config, **spread)
+    )
     with pytest.raises(Ended, match=why.format(strategy)):
-        if isinstance(config, Sft):
-            train_sft("planner", "no/checkpoint", nothing, nothing, models, config, *end, **spread)
-        else:
-            train_grpo("no/checkpoint", ("own", "none"), {}, nothing, nothing, models, config, 8, 8, *end, **spread)
+        run(job, quiet)
     refuse_sharded(config, Placement(processes=2, strategy="zero2"))
 
 

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from coepg_dagster.experiment import Grpo, Models
-from coepg_dagster.inference.processing import resize_of
+from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import planner_messages
@@ -26,7 +26,7 @@ from coepg_dagster.training import grpo
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.packing import Packed, can_pack, in_passes, pack
 from coepg_dagster.training.sampling import compare_logprobs
-from tests.conftest import beside, quiet
+from tests.jobs import grpo_job, quiet
 
 GOALS = ("Click OK", "Enter red into Name. Click Search.", "Click Next")
 LONGEST = 5
@@ -239,11 +239,8 @@ FAULTS = [another_screenshot, no_pixels, doubled_image_tokens, flipped_padding, 
 def train(
     trained: Callable[[str, int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
 ) -> Callable[[Grpo], Any]:
-    own = ("grounder_1", str(trained("grounder", 0)))
-    init, out = str(trained("planner", 0)), tmp_path / "out"
-    return lambda config: train_grpo(
-        init, own, {}, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet, scratch=beside(out)
-    )
+    data, models_of = (dataset, steps, models), (trained("planner", 0), trained("grounder", 0))
+    return lambda config: train_grpo(grpo_job(tmp_path / "out", data, *models_of, config), quiet)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

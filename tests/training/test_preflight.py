@@ -24,8 +24,9 @@ from coepg_dagster.training.examples import NothingToTrainOn, grounder_examples,
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.preflight import IMAGE_TOKENS, OVER_BUDGET, PREFLIGHT, measure, preflight
 from coepg_dagster.training.sft import train_sft
-from tests.conftest import beside, png, quiet, step, step_table
+from tests.conftest import png, step, step_table
 from tests.inference.scripted import RESIZE
+from tests.jobs import grpo_job, quiet, sft_job
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +85,7 @@ def test_rows_over_the_budget_are_dropped_with_a_reason_and_none_is_cut(
     rows = pa.Table.from_pylist(long, dataset.schema)
     config = Sft(max_steps=1, batch_size=5, micro_batch_size=5, learning_rate=1e-3, max_tokens=100)
     out = tmp_path / "out"
-    figures = train_sft(
-        "planner", str(random_checkpoint(0)), rows, steps, models, config, 7, "cpu", out, quiet, scratch=beside(out)
-    )
+    figures = train_sft(sft_job(out, (rows, steps, models), "planner", random_checkpoint(0), config), quiet)
     assert (figures["rows"], figures["dropped"], figures[f"dropped_{OVER_BUDGET}"]) == (5, 1, 1)
     table = pq.read_table(out / PREFLIGHT)
     assert table.num_rows == 6 and max(table["tokens"].to_pylist()) == figures["longest_row"] > 100
@@ -171,24 +170,8 @@ def test_a_sampled_vision_token_costs_its_rollout_and_not_the_run(
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", unsuppressed)
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
     config = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=24, ensemble=False)
-    own = ("grounder_1", str(random_checkpoint(1)))
-    out = tmp_path / "out"
-    train_grpo(
-        str(random_checkpoint(0)),
-        own,
-        {},
-        dataset,
-        steps,
-        models,
-        config,
-        8,
-        8,
-        5,
-        "cpu",
-        out,
-        quiet,
-        scratch=beside(out),
-    )
+    out, used = tmp_path / "out", (random_checkpoint(0), random_checkpoint(1))
+    train_grpo(grpo_job(out, (dataset, steps, models), *used, config), quiet)
     rows = pq.read_table(out / "rollouts.parquet").to_pylist()
     assert [row["gate"] == "invalid_special_token" for row in rows] == [True, True, False, False]
     assert [row["reward"] for row in rows[:2]] == [0, 0]

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from transformers import TrainerState
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Grpo, Lora, Models
+from coepg_dagster.experiment import Grpo, Lora, Models, Sft
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.jobs import Placement
 from coepg_dagster.steps import whole_episodes
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.launch import Placement
 from coepg_dagster.training.probe import Probe, judge_of, looks_between, probe_sft, probed_steps
 from coepg_dagster.training.validation import Questions, requests_of
-from tests.conftest import beside, quiet, step, step_table
+from tests.conftest import step, step_table
+from tests.jobs import grpo_job, quiet, sft_job
 
 CONFIG = Grpo(
     prompts_per_step=3,
@@ -50,16 +51,10 @@ def train(
 
     def run(name: str, probed: pa.Table | None, placement: Placement | None = None, **change: Any) -> Any:
         out = tmp_path / name
-        figures = train_grpo(
-            str(trained("planner", 0)),
-            ("grounder_1", str(trained("grounder", 0))),
-            {"stranger": str(random_checkpoint(3))},
-            *(dataset, steps, models, CONFIG.model_copy(update=change), 8, 8, 5, "cpu", out, quiet),
-            scratch=beside(out),
-            placement=placement or Placement(),
-            probed=probed,
-        )
-        return figures, out
+        used = trained("planner", 0), trained("grounder", 0), CONFIG.model_copy(update=change)
+        others = {"stranger": random_checkpoint(3)}
+        placed = {"placement": placement or Placement(), "validation": probed}
+        return train_grpo(grpo_job(out, (dataset, steps, models), *used, others, **placed), quiet), out
 
     return run
 
@@ -174,25 +169,32 @@ def test_what_sft_changed_is_asked_of_the_checkpoints(
     dataset: pa.Table,
     steps: pa.Table,
     models: Models,
+    tmp_path: Path,
 ) -> None:
     """A random base, and what learnt the answers by heart."""
     learnt = {role: str(trained(role, 0)) for role in ("planner", "grounder")}
     able = Models.model_validate(
         models.model_dump() | {"verifiers": {"able": learnt["grounder"]}, "base_planner": learnt["planner"]}
     )
-    data = (dataset, steps, steps.slice(0, 3), able, 5, (24, 8), "cpu", 4)
     base = str(random_checkpoint(0))
 
-    planner = probe_sft("planner", base, learnt["planner"], *data)["probe"]
+    def probed(role: str, before: str, after: str) -> Any:
+        job = sft_job(
+            tmp_path / "job", (dataset, steps, able), role, before, Sft(probe_steps=5), validation=steps.slice(0, 3)
+        )
+        job = job.model_copy(update={"out": Path(after), "max_plan_tokens": 24})
+        return probe_sft(job, dataset, steps)["probe"]
+
+    planner = probed("planner", base, learnt["planner"])
     assert planner["judge"] == "able" and planner["steps"] == {"train": 5, "validation": 3}
     assert planner["train"]["before"] == 0 and planner["train"]["after"] > 50 and planner["train"]["ci95"][0] > 0
-    assert probe_sft("planner", learnt["planner"], base, *data)["probe"]["train"]["difference"] < -50
+    assert probed("planner", learnt["planner"], base)["train"]["difference"] < -50
 
-    grounder = probe_sft("grounder", base, learnt["grounder"], *data)["probe"]
+    grounder = probed("grounder", base, learnt["grounder"])
     assert grounder["judge"] == "labels" and grounder["steps"]["train"] == 5, "a step without a target is not asked"
     assert 0 < grounder["steps"]["validation"] <= 3, "those whose plan passes the gate"
     assert grounder["train"]["after"] > 50 > grounder["train"]["before"]
-    same = probe_sft("grounder", learnt["grounder"], learnt["grounder"], *data)["probe"]
+    same = probed("grounder", learnt["grounder"], learnt["grounder"])
     assert same["train"]["difference"] == same["validation"]["difference"] == 0
 
 

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coepg_dagster import workers
+from coepg_dagster import running
+from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Grpo, Lora, Member, Models, Regeneration, Sft
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.jobs import CandidatesJob, GrpoJob, Job, Placement, SftJob
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.checkpoints import WHOLE, Checkpoints
-from coepg_dagster.training.launch import Placement
-from coepg_dagster.workers import CandidatesWork, GrpoWork, SftWork, Work, write_steps
 from tests.inference.openai_server import OpenAIServer
 
 
@@ -36,7 +36,7 @@ def end_at(when: str, number: signal.Signals) -> None:
         if place == when:
             os.kill(os.getpid(), number)
 
-    save, write, made = Checkpoints.on_save, workers.write_table, itertools.count(1)
+    save, write, made = Checkpoints.on_save, running.write_table, itertools.count(1)
 
     def at_step(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
         here(f"step {state.global_step}")
@@ -46,14 +46,14 @@ def end_at(when: str, number: signal.Signals) -> None:
         save(self, args, state, control)
 
     def at_chunk(table: pa.Table, path: Path) -> None:
-        path.with_suffix(".partial").write_bytes(b"half")
+        path.with_name(f".{path.name}.1.partial").write_bytes(b"half")
         here(f"chunk {next(made)}")
         write(table, path)
 
     Checkpoints.on_step_begin = at_step  # type: ignore[method-assign]
     Checkpoints.on_save = at_save  # type: ignore[method-assign]
-    workers.write_table = at_chunk
-    workers.CHUNK = 2
+    running.write_table = at_chunk
+    running.CHUNK = 2
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def common(tmp_path: Path, steps: pa.Table, dataset: pa.Table, models: Models) -
     }
 
 
-def run(work: Work, when: str = "never", number: signal.Signals = signal.SIGKILL) -> tuple[int, str]:
+def run(job: Job, when: str = "never", number: signal.Signals = signal.SIGKILL) -> tuple[int, str]:
     """Runs a job in a process of its own, with the `out` and scratch folders of the job before: (exit code, its output).
 
     The process is forked, so that it need not import torch.
     """
-    work.out.mkdir(parents=True, exist_ok=True)
-    work.scratch.mkdir(parents=True, exist_ok=True)
-    log = work.scratch / "log"
+    job.out.mkdir(parents=True, exist_ok=True)
+    job.scratch.mkdir(parents=True, exist_ok=True)
+    log = job.scratch / "log"
 
     def child() -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
@@ -87,7 +87,7 @@ def run(work: Work, when: str = "never", number: signal.Signals = signal.SIGKILL
         end_at(when, number)
         seen: list[int] = []
         try:
-            work.run(lambda done, of, figures: seen.append(done))
+            running.run(job, lambda done, of, figures: seen.append(done))
         except Ended as why:
             os.write(1, str(why).encode())
             os._exit(1)
@@ -130,7 +130,7 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
     return [row | {"graders": [grader | {"seconds": None} for grader in row["graders"]]} for row in rows]
 
 
-def compare(make: Callable[[str], Work], ends: list[tuple[str, signal.Signals]], *names: str) -> list[str]:
+def compare(make: Callable[[str], Job], ends: list[tuple[str, signal.Signals]], *names: str) -> list[str]:
     """Runs a job once to its end, and once more ended by each of `ends`; the files must be equal. What was printed."""
     whole, killed = make("whole"), make("killed")
     code, said = run(whole)
@@ -149,8 +149,8 @@ def test_sft_is_continued_also_in_a_second_epoch(
 ) -> None:
     """Three epochs of two steps. Killed in a step, in a checkpoint that is not whole yet, and told to leave."""
 
-    def make(name: str) -> Work:
-        return SftWork(
+    def make(name: str) -> Job:
+        return SftJob(
             **common,
             out=tmp_path / name / "out",
             scratch=tmp_path / name / "scratch",
@@ -182,8 +182,8 @@ def test_sft_with_lora_is_continued(
 ) -> None:
     """Its checkpoints hold the adapters alone; the merged weights are the same bytes."""
 
-    def make(name: str) -> Work:
-        return SftWork(
+    def make(name: str) -> Job:
+        return SftJob(
             **common,
             out=tmp_path / name / "out",
             scratch=tmp_path / name / "scratch",
@@ -218,8 +218,8 @@ def test_grpo_is_continued_with_every_rollout_once(
     server = OpenAIServer(TransformersEngine(stranger, dtype="float32", device="cpu", batch_size=1)).start()
     far = Member(model="tiny", engine="openai", base_url=server.url, processor=stranger)
 
-    def make(name: str) -> Work:
-        return GrpoWork(
+    def make(name: str) -> Job:
+        return GrpoJob(
             **common,
             out=tmp_path / name / "out",
             scratch=tmp_path / name / "scratch",
@@ -264,8 +264,8 @@ def test_a_pool_step_loses_one_chunk_at_most(
 ) -> None:
     del common["dataset"]
 
-    def make(name: str) -> Work:
-        return CandidatesWork(
+    def make(name: str) -> Job:
+        return CandidatesJob(
             **common,
             out=tmp_path / name / "out",
             scratch=tmp_path / name / "scratch",

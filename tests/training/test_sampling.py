@@ -24,9 +24,10 @@ from coepg_dagster.inference.processing import load_processor, vision_token_ids
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import sampling
-from coepg_dagster.training.grpo import CdremReward, CdremTrainer, train_grpo
+from coepg_dagster.training.cdrem_reward import CdremReward
+from coepg_dagster.training.grpo import CdremTrainer, train_grpo
 from coepg_dagster.training.sampling import sampling_settings
-from tests.conftest import beside, quiet
+from tests.jobs import grpo_job, quiet
 
 VLLM = Grpo(rollouts="vllm")
 
@@ -238,9 +239,8 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     monkeypatch.setattr(CdremReward, "ask", asked)
     monkeypatch.setattr(CdremReward, "elsewhere", True)
     monkeypatch.setattr(CdremTrainer, "_get_per_token_logps_and_entropies", computed)
-    own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
-    data = ({}, dataset, steps, models, CONFIG, 8, 8, 5, "cpu", out, quiet, Serving(context=512))
-    figures = train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))
+    out, data, used = tmp_path / "out", (dataset, steps, models), (random_checkpoint(0), random_checkpoint(1))
+    figures = train_grpo(grpo_job(out, data, *used, CONFIG, serving=Serving(context=512)), quiet)
     # graders elsewhere begin before the trainer's own passes: of the policy and of the reference, then of the update
     passes = ["log-probabilities"] * 4
     assert happened == ["4 asked about", *passes, "4 asked about", *passes]
@@ -269,10 +269,9 @@ def test_a_prompt_that_the_engine_sees_otherwise_ends_the_run(
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
     monkeypatch.setattr(sampling, "one_per_image", lambda ids, token: ids)
     config = CONFIG.model_copy(update={"max_steps": 1})
-    own, out = ("grounder_1", str(random_checkpoint(1))), tmp_path / "out"
-    data = ({}, dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet)
+    used = random_checkpoint(0), random_checkpoint(1)
     with pytest.raises(Ended, match=r"23 of them the image's, .* with 12: its answers would be about something else"):
-        train_grpo(str(random_checkpoint(0)), own, *data, scratch=beside(out))
+        train_grpo(grpo_job(tmp_path / "out", (dataset, steps, models), *used, config), quiet)
 
 
 @given(parts=st.lists(st.integers(0, 3), max_size=12))

@@ -22,7 +22,7 @@ from coepg_dagster.inference.visual import names, screenshot_key
 from coepg_dagster.prompts import parse_grounder, parse_planner
 from coepg_dagster.training.examples import NothingToTrainOn, grounder_examples, grpo_prompts, planner_examples
 from coepg_dagster.training.sft import train_sft
-from tests.conftest import beside, quiet
+from tests.jobs import quiet, sft_job
 
 RESIZE = (28, 3136, 50176)
 CONFIG = Sft(max_steps=2, batch_size=6, micro_batch_size=3, learning_rate=1e-3, freeze_vision=True)
@@ -31,7 +31,7 @@ CONFIG = Sft(max_steps=2, batch_size=6, micro_batch_size=3, learning_rate=1e-3, 
 def train(
     role: Any, init: Path, dataset: pa.Table, steps: pa.Table, models: Models, out: Path, config: Sft = CONFIG
 ) -> dict[str, torch.Tensor]:
-    train_sft(role, str(init), dataset, steps, models, config, 7, "cpu", out, quiet, scratch=beside(out))
+    train_sft(sft_job(out, (dataset, steps, models), role, init, config), quiet)
     return load_file(out / "model.safetensors")
 
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import stops
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.launch import Placement
 from coepg_dagster.training.sft import train_sft
 from coepg_dagster.training.stops import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, Memory, trouble
-from tests.conftest import beside, quiet
+from tests.jobs import grpo_job, quiet, sft_job
 
 Line = dict[str, float]
 
@@ -35,16 +35,11 @@ def test_a_diverged_sft_ends_and_saves_nothing(
     random_checkpoint: Callable[[int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
 ) -> None:
     config = Sft(max_steps=20, batch_size=6, micro_batch_size=6, learning_rate=1e20, warmup_ratio=0)
-    placed = Placement(save_every=1, on_trouble="warn")
     out = tmp_path / "out"
+    job = sft_job(out, (dataset, steps, models), "planner", random_checkpoint(2), config, seed=7)
+    job = job.model_copy(update={"placement": Placement(save_every=1, on_trouble="warn")})
     with pytest.raises(Ended, match=r"step \d+ of 20: \w+ is (nan|inf): .*`learning_rate` \(now 1e\+20\)"):
-        train_sft(
-            "planner",
-            str(random_checkpoint(2)),
-            *(dataset, steps, models, config, 7, "cpu", out, quiet),
-            scratch=beside(out),
-            placement=placed,
-        )
+        train_sft(job, quiet)
     assert not list(out.glob("*.safetensors"))
 
 
@@ -53,14 +48,7 @@ def train_without_spread(
 ) -> dict[str, Any]:
     """GRPO of a planner that never writes a plan: every reward is 0."""
     config = Grpo(prompts_per_step=1, group_size=2, micro_batch_size=2, max_steps=WINDOW + 2, max_plan_tokens=8)
-    return train_grpo(
-        str(init),
-        ("grounder_1", str(grounder)),
-        {},
-        *(*data, config, 8, 8, 5, "cpu", out, quiet),
-        scratch=beside(out),
-        placement=Placement(on_trouble=on_trouble),
-    )
+    return train_grpo(grpo_job(out, data, init, grounder, config, placement=Placement(on_trouble=on_trouble)), quiet)
 
 
 def test_grpo_without_spread_is_ended_and_goes_on_when_told_to(
@@ -153,12 +141,7 @@ def test_memory_that_will_not_last_ends_training(
         held[-1].write(b"x" * 8_000_000)
 
     config = Sft(max_steps=100, batch_size=1, micro_batch_size=1, learning_rate=1e-6)
-    out = tmp_path / "out"
+    job = sft_job(tmp_path / "out", (dataset, steps, models), "planner", random_checkpoint(2), config)
     with pytest.raises(Ended, match=r"host memory creeps up: it grew by .* MB a step.*of the \d\d steps to come"):
-        train_sft(
-            "planner",
-            str(random_checkpoint(2)),
-            *(dataset, steps, models, config, 7, "cpu", out, leak),
-            scratch=beside(out),
-        )
+        train_sft(job, leak)
     assert len(held) < 50

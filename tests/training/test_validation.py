@@ -18,13 +18,21 @@ from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import Grpo, Lora, Models
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.launch import Placement
 from coepg_dagster.training.validation import REWARD, KeepBest, best_step
-from tests.conftest import beside, quiet
+from tests.jobs import grpo_job, quiet
 
-CONFIG = Grpo(prompts_per_step=3, group_size=2, micro_batch_size=6, max_steps=2, learning_rate=3e-3, max_plan_tokens=24)
+CONFIG = Grpo(
+    prompts_per_step=3,
+    group_size=2,
+    micro_batch_size=6,
+    max_steps=2,
+    learning_rate=3e-3,
+    max_plan_tokens=24,
+    probe_steps=0,
+)
 
 
 @dataclass
@@ -51,8 +59,9 @@ def train(
     def run(name: str, looks: Looks | None, placement: Placement | None = None, **change: Any) -> Any:
         out = tmp_path / name
         config = CONFIG.model_copy(update=change | ({"validate_every": 1} if looks else {}))
-        own = ("grounder_1", str(trained("grounder", 0)))
-        others = {"stranger": str(random_checkpoint(3))}
+        used = trained("planner", 0), trained("grounder", 0), config
+        placed = {"placement": placement or Placement(), "validation": steps.slice(0, 5) if looks else None}
+        job = grpo_job(out, (dataset, steps, models), *used, {"stranger": random_checkpoint(3)}, **placed)
         real = KeepBest._mean_reward
 
         def told(self: KeepBest, model: Any) -> float:
@@ -63,16 +72,7 @@ def train(
 
         with monkeypatch.context() as patch:
             patch.setattr(KeepBest, "_mean_reward", told)
-            figures = train_grpo(
-                str(trained("planner", 0)),
-                own,
-                others,
-                *(dataset, steps, models, config, 8, 8, 5, "cpu", out, quiet),
-                scratch=beside(out),
-                placement=placement or Placement(),
-                validation=steps.slice(0, 5) if looks else None,
-            )
-        return figures, out
+            return train_grpo(job, quiet), out
 
     return run
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
+from coepg_dagster.artifacts import write_table
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 from coepg_dagster.experiment import Models
 from coepg_dagster.inference.engine import Engine
@@ -27,7 +28,6 @@ from coepg_dagster.sandbox.miniwob.elements import element_at, history_entry
 from coepg_dagster.sandbox.miniwob.episodes import MAX_STEPS, encode_png
 from coepg_dagster.sandbox.miniwob.play_page import write_page
 from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
-from coepg_dagster.workers import write_table
 
 EPISODES_FILE, SUMMARY_FILE, PAGE_FILE = "episodes.parquet", "play.json", "play.html"
 CONTENT: Final = (EPISODES_FILE, SUMMARY_FILE)

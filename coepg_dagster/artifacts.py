@@ -1,0 +1,80 @@
+"""The files of artifacts: their names, tables of steps as they are written and read, and files that appear whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from coepg_dagster.steps import whole_episodes
+
+STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
+SHUFFLED = "shuffled.parquet"
+"""Verdicts on other steps' plans (see pools.controls): `step_id` names the screen, `candidate_id` the plan."""
+DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
+ROLLOUTS = "rollouts.parquet"
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Gives the draft of a file, which replaces `path` in one move once it is written.
+
+    Where writing fails, `path` stays as it was and no draft is left. The draft carries the thread's id, so that two writers
+    of the same file do not meet.
+    """
+    draft = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Parquet, written whole, so that equal tables give equal bytes however they are cut into chunks."""
+    with whole(path) as draft:
+        pq.write_table(table.combine_chunks(), draft, compression="zstd", store_schema=False, write_page_index=False)
+
+
+def write_steps(table: pa.Table, path: Path, splits: Sequence[str]) -> None:
+    """Steps as an Arrow file, one split after the other, so that each is read back as a slice of mapped memory."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        for split in splits:
+            for batch in table.filter(pc.field("split") == split).to_batches(max_chunksize=64):
+                writer.write_batch(batch)
+
+
+def all_steps(path: Path) -> pa.Table:
+    """Every step of a file of `write_steps`, memory-mapped: screenshots cost no memory until they are looked at."""
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
+    """The steps of one split, in file order. Raises ValueError where there are none, or none within the limit.
+
+    With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`).
+    """
+    table = all_steps(path)
+    start = pc.index(table["split"], split).as_py()
+    if start < 0:
+        raise ValueError(f"{path} holds no step of split {split!r}")
+    return limited(table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py()), limit)
+
+
+def limited(table: pa.Table, limit: int | None) -> pa.Table:
+    """The steps of one split within a limit, see `steps_of`. Raises ValueError where every episode is longer than that."""
+    if limit is None or table.num_rows <= limit:
+        return table
+    chosen = whole_episodes(table, limit)
+    if not chosen.num_rows:
+        shortest = pc.min(pc.value_counts(table["episode_id"]).field("counts")).as_py()
+        raise ValueError(
+            f"no episode of split {table['split'][0].as_py()!r} has at most {limit} steps, the shortest has {shortest}: "
+            "raise the limit"
+        )
+    return chosen

@@ -1,0 +1,196 @@
+"""The heavy steps as jobs: plain data that can be written to a file, sent to another process, and run there (`running`).
+
+A job knows folders and configuration, nothing of Dagster. What it leaves in `out` is the content of an artifact; what
+running it returns are figures. Work that was finished before a kill is found again in `scratch`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field, TypeAdapter
+
+from coepg_dagster.artifacts import steps_of
+from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
+
+Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
+OnTrouble = Literal["stop", "warn"]
+
+
+class Placement(Strict):
+    """Where a training job runs and how often it saves: nothing of what it learns."""
+
+    processes: int = Field(1, ge=1, description="one per GPU")
+    strategy: Strategy = "ddp"
+    save_every: int = Field(0, ge=0, description="optimizer steps between two checkpoints; 0: only on a signal")
+    on_trouble: OnTrouble = Field("stop", description="what happens when training goes wrong, see training/stops.py")
+
+    @property
+    def spread(self) -> bool:
+        """Whether `accelerate launch` starts the processes; DeepSpeed and FSDP need it for one too."""
+        return self.processes > 1 or self.strategy != "ddp"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no process holds the whole model."""
+        return self.strategy in ("zero3", "fsdp")
+
+
+ALONE: Final = Placement()
+"""One process, no checkpoints."""
+
+
+class Job(Strict):
+    """What every job has."""
+
+    out: Path
+    scratch: Path
+    steps: Path
+    models: Models
+    device: str
+    batch_size: int
+    seed: int
+    serving: Serving = Serving()
+    visual: Path | None = None  # where embeddings of screenshots are kept for other jobs; None: nowhere
+
+    def device_name(self) -> str:
+        """The device as a person would name it."""
+        import torch
+
+        return torch.cuda.get_device_name() if self.device.startswith("cuda") else "cpu"
+
+
+class TrainingJob(Job):
+    """Training of a model from checkpoint `init` on D_{k-1}, in one process or several."""
+
+    init: str
+    dataset: Path
+    train_split: str
+    validation_split: str
+    placement: Placement = ALONE
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def first_device(self) -> str:
+        """Where the model is before the trainer has it: sharded, it never is on one GPU."""
+        return "cpu" if self.placement.sharded else self.device
+
+    def rows(self) -> pa.Table:
+        """D_{k-1} (DATASET_SCHEMA)."""
+        return pq.read_table(self.dataset)
+
+    def train_steps(self) -> pa.Table:
+        """The labelled steps of the train split (STEP_SCHEMA)."""
+        return steps_of(self.steps, self.train_split)
+
+    def validation_steps(self, limit: int | None = None) -> pa.Table:
+        """Those of the validation split, whole episodes, at most `limit` steps."""
+        return steps_of(self.steps, self.validation_split, limit)
+
+
+class SftJob(TrainingJob):
+    """Supervised fine-tuning of a planner, a grounder, or an end-to-end agent."""
+
+    kind: Literal["sft"] = "sft"
+    role: Literal["planner", "grounder", "end_to_end"]
+    max_plan_tokens: int
+    max_point_tokens: int
+    config: Sft
+
+
+class GrpoJob(TrainingJob):
+    """GRPO of a planner.
+
+    `own_grounder` is (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, whose
+    own point is judged. `verifiers` are the open ones, left out where `config.ensemble` is false. `batch_size` and
+    `max_point_tokens` are those of the grounders.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    own_grounder: tuple[str, str] | None
+    verifiers: dict[str, Member]
+    max_point_tokens: int
+    config: Grpo
+
+
+class EndToEndJob(TrainingJob):
+    """SFT, then GRPO, of the end-to-end agent."""
+
+    kind: Literal["end_to_end"] = "end_to_end"
+    sft: Sft
+    grpo: Grpo
+
+
+class ChunkedJob(Job):
+    """Inference over many rows, spread over `processes` on a CPU; on GPUs there is one process per GPU."""
+
+    kind: str
+    processes: int
+
+
+class CandidatesJob(ChunkedJob):
+    """Plans of every member of Π for every training step."""
+
+    kind: Literal["candidates"] = "candidates"
+    members: dict[str, Member]
+    train_split: str
+    max_steps: int | None
+    config: Regeneration
+
+
+class VerdictsJob(ChunkedJob):
+    """Verdicts of every member of Φ on the candidates."""
+
+    kind: Literal["verdicts"] = "verdicts"
+    members: dict[str, Member]
+    candidates: Path
+    train_split: str
+    config: Regeneration
+    shuffled_plans: int
+
+
+class EvaluationJob(ChunkedJob):
+    """Predictions of an agent on every split, and their scores."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    planner: str
+    grounder: str | None  # None: `planner` is an end-to-end agent
+    splits: list[str]
+    max_steps: int | None
+    protocol: str
+    max_plan_tokens: int
+    max_point_tokens: int
+    lost: dict[str, int] = {}  # steps that splits lack, by "split: reason" (readers.importing.Counts)
+
+
+AnyJob = Annotated[
+    SftJob | GrpoJob | EndToEndJob | CandidatesJob | VerdictsJob | EvaluationJob, Field(discriminator="kind")
+]
+_JOB: TypeAdapter[Any] = TypeAdapter(AnyJob)
+
+
+def seed_of(seed: int, artifact: str) -> int:
+    """The seed of the job that makes an artifact, so that two steps of a loop with `seed` never draw the same numbers."""
+    return int(fingerprint([seed, artifact]), 16) % (1 << 31)
+
+
+def parse_job(text: str) -> Job:
+    """The job that another process wrote with `model_dump_json`, as it is."""
+    job: Job = _JOB.validate_json(text)
+    return job
+
+
+def read_job(path: Path) -> Job:
+    """The job of a file; device `auto` becomes the one that is there."""
+    job = parse_job(path.read_text())
+    if job.device != "auto":
+        return job
+    import torch
+
+    return job.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})

@@ -1,0 +1,28 @@
+"""The gate of Eq. 7 to 9: the same for the pools, for the reward of GRPO, and for what measures them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from coepg_dagster.rewards.cdrem import type_reward, value_reward
+from coepg_dagster.steps import GATE_PASSED, GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
+
+
+class Action(Protocol):
+    """What a planner or an end-to-end agent wants to do."""
+
+    @property
+    def action_type(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+
+
+def gate_of(answer: Action | None, action_type: str, value: str) -> str:
+    """Which gate an answer stops at, given the label's type and value; None: nothing could be read of it."""
+    if answer is None:
+        return GATE_UNPARSED
+    if not type_reward(answer.action_type, action_type):
+        return GATE_WRONG_TYPE
+    if not value_reward(answer.value, value):
+        return GATE_WRONG_VALUE
+    return GATE_PASSED

@@ -1,0 +1,345 @@
+"""What runs each kind of job.
+
+Training goes to its trainer. Inference over many rows is cut into chunks, which are spread over processes, and each of which
+is kept as soon as it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from coepg_dagster.artifacts import CANDIDATES, PREDICTIONS, SCORES, SHUFFLED, VERDICTS, steps_of, whole, write_table
+from coepg_dagster.experiment import Member
+from coepg_dagster.jobs import (
+    CandidatesJob,
+    ChunkedJob,
+    EndToEndJob,
+    EvaluationJob,
+    GrpoJob,
+    Job,
+    SftJob,
+    VerdictsJob,
+)
+from coepg_dagster.processes import ended, last_words
+from coepg_dagster.progress import Ended, Report
+from coepg_dagster.steps import VERDICT_SCHEMA
+
+
+def run(job: Job, report: Report) -> dict[str, Any]:
+    """Does a job and returns its figures."""
+    match job:
+        case SftJob():
+            from coepg_dagster.training.sft import train_sft
+
+            return train_sft(job, report)
+        case GrpoJob():
+            from coepg_dagster.training.grpo import train_grpo
+
+            return train_grpo(job, report)
+        case EndToEndJob():
+            from coepg_dagster.training.end_to_end import train_end_to_end
+
+            return train_end_to_end(job, report)
+        case ChunkedJob():
+            return chunked(job).run(report)
+    raise TypeError(f"nothing runs a {type(job).__name__}")
+
+
+CHUNK = 256
+"""Rows of input that one chunk of pool work or evaluation takes, and that a killed run can lose."""
+
+J = TypeVar("J", bound=ChunkedJob)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows start .. start + CHUNK of the input, for one model (or pair of models)."""
+
+    member: str
+    start: int
+
+
+class Chunked(ABC, Generic[J]):
+    """A job in chunks, each with a seed and a file of its own.
+
+    The result does not depend on the number of processes, nor on what was found from a killed run. Each process holds one model
+    at a time.
+    """
+
+    def __init__(self, job: J) -> None:
+        self.job = job
+
+    @abstractmethod
+    def chunks(self) -> list[Chunk]:
+        """All chunks, those of one member together."""
+
+    @abstractmethod
+    def open(self, member: str, device: str) -> AbstractContextManager[Callable[[int], pa.Table]]:
+        """Loads what `member` needs, for as long as it is needed; gives the function that makes the chunk from a start row."""
+
+    @abstractmethod
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        """Writes the result from the chunks of each member; returns the figures."""
+
+    def engine(self, member: Member, device: str, share: int = 1) -> AbstractContextManager[Any]:
+        """The engine that answers for `member`; `share` local models are open at once."""
+        from coepg_dagster.inference.opening import opened
+
+        return opened(member, self.job.model_copy(update={"device": device}), logs=self.job.scratch, share=share)
+
+    def file_of(self, chunk: Chunk) -> Path:
+        """Where a chunk is kept until the job is done."""
+        return self.job.scratch / f"{self.job.kind}-{chunk.member}-{chunk.start}.parquet"
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """Makes the chunks that are missing; the figures."""
+        chunks = self.chunks()
+        missing = [chunk for chunk in chunks if not self.file_of(chunk).exists()]
+        devices = self._devices()[: len(missing)]
+        if len(devices) > 1:
+            self._spread(missing, devices, chunks, report)
+        elif missing:
+            self._make(missing, devices[0], lambda: self._tell(chunks, report))
+        return self.figures()
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of the job, once every chunk is there."""
+        parts: dict[str, list[pa.Table]] = {}
+        for chunk in self.chunks():
+            parts.setdefault(chunk.member, []).append(pq.read_table(self.file_of(chunk)))
+        return self.finish(parts)
+
+    def _devices(self) -> list[str]:
+        """The device of each process."""
+        if self.job.device != "cuda":
+            return [self.job.device] * self.job.processes
+        import torch
+
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+    def _tell(self, chunks: list[Chunk], report: Report) -> None:
+        report(sum(self.file_of(chunk).exists() for chunk in chunks), len(chunks), {})
+
+    def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
+        # the model before it goes before the next one comes
+        for member, of_member in groupby(chunks, key=lambda chunk: chunk.member):
+            with self.open(member, device) as make:
+                for chunk in of_member:
+                    write_table(make(chunk.start), self.file_of(chunk))
+                    done()
+
+    def _make_alone(self, chunks: list[Chunk], device: str) -> None:
+        """`_make` in a process of its own."""
+        import torch
+
+        from coepg_dagster.inference.visual import keep_in
+
+        keep_in(self.job.visual)
+        # torch replaces the thread pool of the process that was forked at its first use, which threads must not race for
+        torch.set_num_threads(torch.get_num_threads())
+        with last_words():
+            self._make(chunks, device)
+
+    def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
+        # a forked process need not import torch again; CUDA cannot be used after a fork
+        context = multiprocessing.get_context("fork" if devices[0] == "cpu" else "spawn")
+        running = [
+            context.Process(target=self._make_alone, args=(missing[i :: len(devices)], device))  # type: ignore[attr-defined]
+            for i, device in enumerate(devices)
+        ]
+        for process in running:
+            process.start()
+        try:
+            while any(process.is_alive() for process in running):
+                multiprocessing.connection.wait([process.sentinel for process in running if process.is_alive()], 1.0)
+                self._tell(chunks, report)
+                failed = next((process for process in running if process.exitcode), None)
+                if failed is not None:
+                    raise Ended(f"a process of this work {ended(failed.exitcode)}")
+        finally:
+            for process in running:
+                process.terminate()
+                process.join()
+
+
+CONTROL = -1
+"""The start of a verifier's last chunk, which holds the plan shuffle."""
+
+
+def starts(rows: int) -> range:
+    """The first rows of the chunks of `rows` rows."""
+    return range(0, rows, CHUNK)
+
+
+class Candidates(Chunked[CandidatesJob]):
+    """Each member of Π writes plans."""
+
+    def _steps(self) -> pa.Table:
+        return steps_of(self.job.steps, self.job.train_split, self.job.max_steps)
+
+    def chunks(self) -> list[Chunk]:
+        rows = self._steps().num_rows
+        return [Chunk(name, start) for name in self.job.members for start in starts(rows)]
+
+    @contextmanager
+    def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
+        from coepg_dagster.inference.agents import Planner
+        from coepg_dagster.inference.screens import Screens
+        from coepg_dagster.pools.candidates import write_candidates
+
+        steps = self._steps()
+        with self.engine(self.job.members[member], device) as engine:
+            planner = Planner(engine, Screens(steps, engine.resize), self.job.models.prompts)
+
+            def make(start: int) -> pa.Table:
+                seed = zlib.crc32(f"{self.job.seed}/{member}/{start}".encode())
+                return write_candidates(planner, member, steps.slice(start, CHUNK), self.job.config, seed)
+
+            yield make
+
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        from coepg_dagster.pools.candidates import mark_duplicates
+        from coepg_dagster.pools.verdicts import to_verify
+
+        table = pa.concat_tables([part for tables in parts.values() for part in tables])
+        table = mark_duplicates(table, self.job.config.similar)
+        write_table(table, self.job.out / CANDIDATES)
+        gates = pc.value_counts(table["gate"]).to_pylist()
+        return {
+            "rows": table.num_rows,
+            "to_verify": to_verify(table).num_rows,
+            **{f"gate_{count['values']}": count["counts"] for count in gates},
+        }
+
+
+class Verdicts(Chunked[VerdictsJob]):
+    """Each member of Φ grounds them, and those of the plan shuffle in its last chunk."""
+
+    def _asked(self) -> pa.Table:
+        """The candidates to verify, those of one screenshot together."""
+        from coepg_dagster.pools.verdicts import to_verify
+
+        return to_verify(pq.read_table(self.job.candidates)).sort_by(
+            [("step_id", "ascending"), ("candidate_id", "ascending")]
+        )
+
+    def chunks(self) -> list[Chunk]:
+        rows = self._asked().num_rows
+        return [Chunk(name, start) for name in self.job.members for start in (*starts(rows), CONTROL)]
+
+    @contextmanager
+    def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
+        from coepg_dagster.inference.agents import Grounder
+        from coepg_dagster.inference.screens import Screens
+        from coepg_dagster.pools.controls import shuffled
+        from coepg_dagster.pools.verdicts import give_verdicts
+
+        asked = self._asked()
+        steps = steps_of(self.job.steps, self.job.train_split)
+        with self.engine(self.job.members[member], device) as engine:
+            screens = Screens(steps, engine.resize)
+            with whole(self._resize(member)) as draft:
+                draft.write_text(json.dumps(engine.resize))
+            tokens = self.job.config.max_point_tokens
+            grounder = Grounder(engine, screens, self.job.models.prompts, self.job.models.coordinates, tokens)
+
+            def make(start: int) -> pa.Table:
+                if start == CONTROL:
+                    plans = shuffled(asked, steps, self.job.config.similar, self.job.shuffled_plans)
+                else:
+                    plans = asked.slice(start, CHUNK)
+                return give_verdicts(grounder, member, plans, screens)
+
+            yield make
+
+    def _resize(self, member: str) -> Path:
+        """How a member's image processor resizes: written when it is loaded, kept like the chunks."""
+        return self.job.scratch / f"resize-{member}.json"
+
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        tables, controls = [], []
+        for name, (*part, control) in parts.items():
+            controls.append(control)
+            figures[f"resize_{name}"] = json.loads(self._resize(name).read_text())
+            verdicts = pa.concat_tables(part) if part else VERDICT_SCHEMA.empty_table()
+            tables.append(verdicts)
+            answered = verdicts.filter(pc.is_null(verdicts["failure"]))
+            figures[f"hit_rate_{name}"] = 100 * (pc.mean(answered["hit"]).as_py() or 0.0)
+            figures[f"failed_{name}"] = verdicts.num_rows - answered.num_rows
+        table = pa.concat_tables(tables)
+        write_table(table, self.job.out / VERDICTS)
+        write_table(pa.concat_tables(controls), self.job.out / SHUFFLED)
+        return {"rows": table.num_rows, **figures}
+
+
+class Evaluation(Chunked[EvaluationJob]):
+    """The agent predicts, and its predictions are scored."""
+
+    def _splits(self) -> dict[str, pa.Table]:
+        return {split: steps_of(self.job.steps, split, self.job.max_steps) for split in self.job.splits}
+
+    def _steps(self) -> pa.Table:
+        return pa.concat_tables(self._splits().values())
+
+    def chunks(self) -> list[Chunk]:
+        return [Chunk("agent", start) for start in starts(self._steps().num_rows)]
+
+    @contextmanager
+    def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
+        from coepg_dagster.inference.predict import predict, predict_end_to_end
+
+        steps = self._steps()
+        if self.job.grounder is None:
+            with self.engine(Member(model=self.job.planner), device) as agent:
+                yield lambda start: predict_end_to_end(
+                    agent, steps.slice(start, CHUNK), self.job.models, self.job.max_plan_tokens
+                )
+            return
+        tokens = self.job.max_plan_tokens, self.job.max_point_tokens
+        with (
+            self.engine(Member(model=self.job.planner), device, share=2) as planner,
+            self.engine(Member(model=self.job.grounder), device, share=2) as grounder,
+        ):
+            yield lambda start: predict(planner, grounder, steps.slice(start, CHUNK), self.job.models, *tokens)
+
+    def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        from coepg_dagster.evaluation.score import score_steps
+        from coepg_dagster.readers.importing import lost_of
+
+        predictions = pa.concat_tables(parts["agent"])
+        write_table(predictions, self.job.out / PREDICTIONS)
+        scores, start = {}, 0
+        for split, table in self._splits().items():
+            answers = predictions.slice(start, table.num_rows)
+            result = score_steps(self.job.protocol, table, answers, lost=lost_of(self.job.lost, split))
+            scores[split] = json.loads(result.to_json())
+            start += table.num_rows
+        (self.job.out / SCORES).write_text(json.dumps(scores, indent=1, sort_keys=True))
+        return scores
+
+
+_CHUNKED: Final[dict[type[Job], type[Chunked[Any]]]] = {
+    CandidatesJob: Candidates,
+    VerdictsJob: Verdicts,
+    EvaluationJob: Evaluation,
+}
+
+
+def chunked(job: ChunkedJob) -> Chunked[Any]:
+    """What makes the chunks of a job."""
+    return _CHUNKED[type(job)](job)

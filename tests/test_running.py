@@ -1,0 +1,131 @@
+"""Jobs in chunks: found again after a kill, with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coepg_dagster import running
+from coepg_dagster.artifacts import write_steps
+from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.inference.agents import Grounder, Planner
+from coepg_dagster.jobs import CandidatesJob, VerdictsJob
+from coepg_dagster.pools.verdicts import to_verify
+from coepg_dagster.steps import CANDIDATE_SCHEMA
+from tests.jobs import quiet
+
+COMMON: dict[str, Any] = {"device": "cpu", "batch_size": 8, "seed": 3}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many tasks and plans the models were really asked, in chunks of two."""
+    asked = {"plan": 0, "ground": 0}
+    plan, ground = Planner.plan, Grounder.ground
+
+    def planned(self: Planner, tasks: Any, *args: Any) -> Any:
+        asked["plan"] += len(tasks)
+        return plan(self, tasks, *args)
+
+    def grounded(self: Grounder, plans: Any, *args: Any) -> Any:
+        asked["ground"] += len(plans)
+        return ground(self, plans, *args)
+
+    monkeypatch.setattr(Planner, "plan", planned)
+    monkeypatch.setattr(Grounder, "ground", grounded)
+    monkeypatch.setattr(running, "CHUNK", 2)
+    yield asked
+
+
+def test_work_that_was_done_before_a_kill_is_not_done_again(
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    models: Models,
+    steps: pa.Table,
+    tmp_path: Path,
+    counted: dict[str, int],
+) -> None:
+    """Candidates, then their verdicts: whole; with some chunks there; and the results are the same bytes."""
+    write_steps(steps, tmp_path / "steps.arrow", ["train"])
+    config = Regeneration(plans_per_planner=2, max_plan_tokens=24, max_point_tokens=8)
+
+    def folders(name: str) -> dict[str, Any]:
+        places = {"out": tmp_path / name / "out", "scratch": tmp_path / name / "scratch"}
+        for place in places.values():
+            place.mkdir(parents=True, exist_ok=True)
+        return COMMON | places | {"models": models, "steps": tmp_path / "steps.arrow"}
+
+    def candidates(name: str, processes: int = 1) -> dict[str, Any]:
+        members = {"learnt": str(trained("planner", 0)), "random": str(random_checkpoint(5))}
+        settings = {"members": members, "train_split": "train", "max_steps": 5, "config": config}
+        return running.run(CandidatesJob(**folders(name), **settings, processes=processes), report)
+
+    progress: list[tuple[int, int]] = []
+
+    def report(done: int, of: int, _: Any) -> None:
+        progress.append((done, of))
+
+    figures = candidates("whole")
+    assert counted["plan"] == 2 * 5
+    assert progress == sorted(progress)
+    assert progress[-1] == (6, 6)
+    table = pq.read_table(tmp_path / "whole" / "out" / "candidates.parquet")
+    assert table.schema.names == CANDIDATE_SCHEMA.names
+    assert table.num_rows == figures["rows"] == 5 * 2 * 2
+    assert len(set(table["candidate_id"].to_pylist())) == table.num_rows
+
+    chunks = sorted((tmp_path / "whole" / "scratch").iterdir())
+    assert len(chunks) == 2 * 3
+    folders("killed")
+    for chunk in chunks[:2]:
+        (tmp_path / "killed" / "scratch" / chunk.name).write_bytes(chunk.read_bytes())
+    (tmp_path / "killed" / "scratch" / f".{chunks[2].name}.1.partial").write_bytes(b"half a file")
+    counted["plan"] = 0
+    assert candidates("killed") == figures
+    assert counted["plan"] == 10 - 4
+    assert candidates("shared", processes=2) == figures
+    results = [(tmp_path / n / "out" / "candidates.parquet").read_bytes() for n in ("whole", "killed", "shared")]
+    assert results[0] == results[1] == results[2]
+
+    def verdicts(name: str) -> dict[str, Any]:
+        members = {"learnt": str(trained("grounder", 0)), "random": str(random_checkpoint(3))}
+        job = VerdictsJob(
+            **folders(name),
+            members=members,
+            candidates=tmp_path / "whole" / "out" / "candidates.parquet",
+            train_split="train",
+            config=config,
+            shuffled_plans=3,
+            processes=1,
+        )
+        return running.run(job, quiet)
+
+    with_target = [row["step_id"] for row in steps.select(["step_id", "boxes"]).to_pylist() if row["boxes"]]
+    table = table.filter(pa.compute.is_in(table["step_id"], pa.array(with_target)))
+    n = to_verify(table).num_rows
+    assert 3 <= n <= figures["to_verify"]
+    found = verdicts("whole")
+    moved = pq.read_table(tmp_path / "whole" / "out" / "shuffled.parquet").num_rows // 2
+    assert counted["ground"] == 2 * (n + moved) and 1 <= moved <= 3
+    assert found["rows"] == 2 * n and found["resize_learnt"] == found["resize_random"]
+    given_ = pq.read_table(tmp_path / "whole" / "out" / "verdicts.parquet")
+    asked = to_verify(table)
+    for name in ("learnt", "random"):
+        mine = given_.filter(pa.compute.equal(given_["verifier"], name))
+        assert sorted(mine["candidate_id"].to_pylist()) == sorted(asked["candidate_id"].to_pylist())
+
+    kept = ("verdicts-learnt", "resize-learnt")
+    done = [chunk for chunk in (tmp_path / "whole" / "scratch").iterdir() if chunk.name.startswith(kept)]
+    for chunk in done:
+        (tmp_path / "killed" / "scratch" / chunk.name).write_bytes(chunk.read_bytes())
+    counted["ground"] = 0
+    assert verdicts("killed") == found
+    assert counted["ground"] == n + moved, "only the second verifier's"
+    for file in ("verdicts.parquet", "shuffled.parquet"):
+        results = [(tmp_path / name / "out" / file).read_bytes() for name in ("whole", "killed")]
+        assert results[0] == results[1]
