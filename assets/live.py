@@ -21,7 +21,7 @@ from coepg_dagster.progress import Report
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import NotUsable, Record, Ref
 from coepg_dagster.sandbox.miniwob.browser import Browser, find_pages, find_programs
-from coepg_dagster.sandbox.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_tasks, play, tasks_of, write_play
+from coepg_dagster.sandbox.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_games, games_of, play, write_play
 from coepg_dagster.store import Store
 from coepg_dagster.workers import STEPS, all_steps
 
@@ -72,11 +72,11 @@ def play_iteration(
                 f"{record.ref}: {records.lost[record.ref]}: run `coepg evolve {loop.name} --through {k}` first"
             )
     try:
-        tasks = tasks_of(all_steps(project.store / steps.folder / STEPS), games.split, games.per_family, games.families)
+        tasks = games_of(all_steps(project.store / steps.folder / STEPS), games.split, games.per_family, games.families)
     except ValueError as error:
         raise NotUsable(f"{loop.name}: {error}") from None
     if games.first_seed is not None:
-        tasks = fresh_tasks([family for family, _ in tasks], games.first_seed, games.per_family)
+        tasks = fresh_games([family for family, _ in tasks], games.first_seed, games.per_family)
 
     def engine(record: Record) -> TransformersEngine:
         checkpoint = checkpoint_of(project.store / record.folder)
