@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,36 @@ from coepg_dagster.progress import Report
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import NotUsable, Record, Ref
 from coepg_dagster.sandbox.miniwob.browser import Browser, find_pages, find_programs
-from coepg_dagster.sandbox.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_tasks, play, tasks_of, write_play
+from coepg_dagster.sandbox.miniwob.play import CONTENT, PAGE_FILE, Agent, fresh_games, games_of, play, write_play
 from coepg_dagster.store import Store
 
 
+@dataclass(frozen=True)
+class Games:
+    """What is played, and where the models answer.
+
+    The first `per_family` episodes of each family of `split`, as scored offline, or, from `first_seed` on, fresh ones of the
+    same families; `families`: only these. The page shows `shown` of each.
+    """
+
+    split: str
+    per_family: int
+    families: Sequence[str] | None
+    first_seed: int | None
+    max_steps: int
+    shown: int
+    device: str
+    threads: int
+
+
 def play_iteration(
-    project: Project,
-    loop: Loop,
-    instance: dg.DagsterInstance,
-    k: int,
-    *,
-    split: str,
-    per_family: int,
-    families: Sequence[str] | None,
-    first_seed: int | None,
-    max_steps: int,
-    shown: int,
-    device: str,
-    threads: int,
-    out: Path | None,
-    report: Report,
+    loop: Loop, instance: dg.DagsterInstance, k: int, games: Games, out: Path | None, report: Report
 ) -> dict[str, Any]:
     """Plays with M_k and writes the result to `out`, or else below the store; returns its summary.
 
-    Played are the first `per_family` episodes of each family of `split`, as scored offline, or, from `first_seed` on,
-    fresh ones of the same families. Raises NotUsable where there are no models or no such split or family, and
-    BrowserMissing.
+    Raises NotUsable where there are no models or no such split or family, and BrowserMissing.
     """
+    project = Project(loop.root)
     if loop.experiment.benchmark.reader != "miniwob":
         raise NotUsable(f"{loop.name} is not about MiniWoB++: choose another experiment, its agents cannot act live")
     if loop.experiment.agent != "decoupled":
@@ -68,45 +72,47 @@ def play_iteration(
                 f"{record.ref}: {records.lost[record.ref]}: run `coepg evolve {loop.name} --through {k}` first"
             )
     try:
-        tasks = tasks_of(all_steps(project.store / steps.folder / STEPS), split, per_family, families)
+        tasks = games_of(all_steps(project.store / steps.folder / STEPS), games.split, games.per_family, games.families)
     except ValueError as error:
         raise NotUsable(f"{loop.name}: {error}") from None
-    if first_seed is not None:
-        tasks = fresh_tasks([family for family, _ in tasks], first_seed, per_family)
+    if games.first_seed is not None:
+        tasks = fresh_games([family for family, _ in tasks], games.first_seed, games.per_family)
 
     def engine(record: Record) -> TransformersEngine:
         checkpoint = checkpoint_of(project.store / record.folder)
         local = project.root / checkpoint
         path = local if local.is_dir() else checkpoint
-        return TransformersEngine(path, dtype=loop.experiment.models.dtype, device=device, batch_size=1)
+        return TransformersEngine(path, dtype=loop.experiment.models.dtype, device=games.device, batch_size=1)
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(games.threads)
     limits = loop.experiment.regeneration
     agent = Agent(
         engine(planner), engine(grounder), loop.experiment.models, limits.max_plan_tokens, limits.max_point_tokens
     )
     with Browser() as browser:
         started = time.monotonic()
-        table = play(browser, agent, tasks, report, max_steps)
+        table = play(browser, agent, tasks, report, games.max_steps)
         seconds = time.monotonic() - started
         made_from: dict[str, str | int] = {
             "experiment": loop.name,
             "iteration": k,
             "planner": planner.data_version,
             "grounder": grounder.data_version,
-            "families of": split,
-            "episodes": f"of benchmark_steps {steps.data_version}" if first_seed is None else f"from seed {first_seed}",
-            "step limit": max_steps,
+            "families of": games.split,
+            "episodes": f"of benchmark_steps {steps.data_version}"
+            if games.first_seed is None
+            else f"from seed {games.first_seed}",
+            "step limit": games.max_steps,
             "Chromium": browser.version,
         }
     title = f"{loop.name}@{k}, live on MiniWoB++"
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        about = write_play(table, made_from, title, shown, out)
+        about = write_play(table, made_from, title, games.shown, out)
     else:
         store, place = Store(project.store), (loop.experiment.name, f"s{loop.seed}", "play", str(k))
         with store.draft(*place) as draft:
-            about = write_play(table, made_from, title, shown, draft)
+            about = write_play(table, made_from, title, games.shown, draft)
             out = store.commit(draft, place, list(CONTENT)).folder
     stale = {str(ref): str(why) for ref, why in loop.stale(records).items() if ref in (planner.ref, grounder.ref)}
     return about | {"stale": stale, "seconds_per_step": seconds / table.num_rows, "page": str(out / PAGE_FILE)}

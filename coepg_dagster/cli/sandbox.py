@@ -119,29 +119,15 @@ def play(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     from coepg_dagster.assets.ledger import Loop, open_instance
-    from coepg_dagster.assets.live import play_iteration
+    from coepg_dagster.assets.live import Games, play_iteration
     from coepg_dagster.sandbox.miniwob.play_page import rate, why
 
     def show(done: int, of: int, figures: Mapping[str, float]) -> None:
         if done % 10 == 0 or done == of:
             err.print(f"{done}/{of} episodes, {figures['solved']:g} solved", highlight=False)
 
-    about = play_iteration(
-        project,
-        Loop(experiment, seed, project.root),
-        open_instance(project),
-        k,
-        split=split,
-        per_family=episodes,
-        families=family,
-        first_seed=first_seed,
-        max_steps=max_steps,
-        shown=shown,
-        device=device,
-        threads=threads,
-        out=out,
-        report=show,
-    )
+    games = Games(split, episodes, family, first_seed, max_steps, shown, device, threads)
+    about = play_iteration(Loop(experiment, seed, project.root), open_instance(project), k, games, out, show)
     for ref, reason in about["stale"].items():
         say(f"stale: {ref}: {reason}", "yellow")
     if as_json:

@@ -55,7 +55,7 @@ EPISODE_SCHEMA: Final = pa.schema(
 )
 """One step of live play: what was seen, what the models said (as in a prediction), and what came of it."""
 
-Task = tuple[str, int]
+Game = tuple[str, int]
 """An episode: (family, seed)."""
 
 
@@ -77,7 +77,7 @@ class Agent:
         return row
 
 
-def tasks_of(steps: pa.Table, split: str, per_family: int, families: Sequence[str] | None = None) -> list[Task]:
+def games_of(steps: pa.Table, split: str, per_family: int, families: Sequence[str] | None = None) -> list[Game]:
     """The first episodes of each family whose steps a split holds, by family and seed.
 
     These are the very episodes that are scored offline: their goals keep the split's rule, and three actions can solve
@@ -96,7 +96,7 @@ def tasks_of(steps: pa.Table, split: str, per_family: int, families: Sequence[st
     return [(f, seed) for f in sorted(set(families or seeds)) for seed in sorted(seeds[f])[:per_family]]
 
 
-def fresh_tasks(families: Sequence[str], first_seed: int, per_family: int) -> list[Task]:
+def fresh_games(families: Sequence[str], first_seed: int, per_family: int) -> list[Game]:
     """`per_family` episodes of each family from `first_seed` on, as the pages come: not every one must be solvable."""
     return [(family, first_seed + n) for family in sorted(set(families)) for n in range(per_family)]
 
@@ -162,7 +162,7 @@ def _obstacle(answer: Mapping[str, Any]) -> str | None:
     return None if 0 <= answer["x"] < WIDTH and 0 <= answer["y"] < HEIGHT else OFF_SCREEN
 
 
-def play(browser: Browser, agent: Agent, tasks: Sequence[Task], report: Report, max_steps: int = MAX_STEPS) -> pa.Table:
+def play(browser: Browser, agent: Agent, tasks: Sequence[Game], report: Report, max_steps: int = MAX_STEPS) -> pa.Table:
     """Plays episodes one after the other (EPISODE_SCHEMA). `report` hears of each, with the number solved so far."""
     rows: list[dict[str, Any]] = []
     solved = 0

@@ -22,7 +22,7 @@ from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 from coepg_dagster.sandbox.pretraining.corpus import ScreenStep
 from coepg_dagster.sandbox.pretraining.fast import PREFIX
 from coepg_dagster.sandbox.pretraining.tiny_models import SCREEN_HEIGHT, SCREEN_WIDTH
-from coepg_dagster.sandbox.pretraining.wordings import Element, Vagueness, Wording, describe, habit, question
+from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, Vagueness, Wording, describe, habit, question
 
 IGNORED: Final = -100
 SHIFT_X: Final = (-2, 8)
@@ -40,7 +40,7 @@ Batch = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
-class Task:
+class Contents:
     """What the sequences of a stage hold.
 
     Attributes:
@@ -86,9 +86,9 @@ def sequence_length(text_tokens: int) -> int:
     return -(-(PREFIX + text_tokens) // 8) * 8 - PREFIX
 
 
-def shifted(elements: Sequence[Element], dx: int, dy: int) -> list[Element | None]:
+def shifted(elements: Sequence[ScreenElement], dx: int, dy: int) -> list[ScreenElement | None]:
     """The elements after the shift, clipped to the screen; None where less than VISIBLE of one is left."""
-    result: list[Element | None] = []
+    result: list[ScreenElement | None] = []
     for element in elements:
         x1, y1, x2, y2 = element.box
         left, top = max(0.0, x1 + dx), max(0.0, y1 + dy)
@@ -99,7 +99,7 @@ def shifted(elements: Sequence[Element], dx: int, dy: int) -> list[Element | Non
     return result
 
 
-def centre_answer(element: Element) -> str:
+def centre_answer(element: ScreenElement) -> str:
     """The grounder's answer for this element."""
     x, y = element.centre
     return prompts.grounder_answer(min(SCREEN_WIDTH - 1, int(x)), min(SCREEN_HEIGHT - 1, int(y)))
@@ -147,7 +147,7 @@ class Batches(Dataset[Batch]):
         self,
         screens: Sequence[ScreenStep],
         pool: Sequence[int],
-        task: Task,
+        task: Contents,
         tokenizer: PreTrainedTokenizerFast,
         *,
         batch: int,
@@ -227,7 +227,7 @@ class Batches(Dataset[Batch]):
                 yield self._pair(centre_answer(element), describe("A", element, visible, "CLICK", rng))
 
     def _planning(
-        self, step: ScreenStep, target: Element, visible: Sequence[Element], rng: Random
+        self, step: ScreenStep, target: ScreenElement, visible: Sequence[ScreenElement], rng: Random
     ) -> tuple[list[int], list[int]]:
         if rng.random() < self.task.swap:
             step = with_other_value(step, self.values, rng)
@@ -251,7 +251,7 @@ _CHARACTER: Final = 6.0
 
 
 def _token_spans(
-    element: Element, text: str, starts: Sequence[int], ends: Sequence[int]
+    element: ScreenElement, text: str, starts: Sequence[int], ends: Sequence[int]
 ) -> Iterator[tuple[float, ...]]:
     """Where on the screen each token of the element's name is drawn, roughly."""
     x1, y1, x2, y2 = element.box

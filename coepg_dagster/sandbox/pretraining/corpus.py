@@ -22,7 +22,7 @@ from PIL import Image
 
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.sandbox.pretraining.tiny_models import SCREEN_HEIGHT, SCREEN_WIDTH
-from coepg_dagster.sandbox.pretraining.wordings import Element, askable
+from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, askable
 
 PRETRAIN_SPLIT: Final = "pretrain"
 HELD_OUT_EVERY: Final = 16
@@ -61,14 +61,14 @@ class ScreenStep:
     history: tuple[str, ...]
     action_type: str
     value: str
-    elements: tuple[Element, ...]
+    elements: tuple[ScreenElement, ...]
     target: int
     boxes: tuple[tuple[float, float, float, float], ...]
     askable: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Screens:
+class Corpus:
     """Steps and their screens.
 
     Attributes:
@@ -82,7 +82,7 @@ class Screens:
     directory: Path
 
     @classmethod
-    def open(cls, directory: Path) -> Screens:
+    def open(cls, directory: Path) -> Corpus:
         """What `read` left in a directory."""
         rows = json.loads((directory / _STEPS).read_text("utf-8"))
         images = np.load(directory / _IMAGES, mmap_mode="c")
@@ -95,7 +95,7 @@ class Screens:
         """Indices of the screens that are (or are not) kept from training."""
         return [i for i, step in enumerate(self.steps) if is_held_out(step.seed) == held_out]
 
-    def corpus(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
         """All words of each training screen as one text, for the tokenizer."""
         for step in self.steps:
             if not is_held_out(step.seed):
@@ -126,7 +126,7 @@ def read(
     splits: Collection[str] = (PRETRAIN_SPLIT,),
     limit: int | None = None,
     work_dir: Path | None = None,
-) -> Screens:
+) -> Corpus:
     """Read Parquet shards, in the order of their paths; at most `limit` steps.
 
     Raises WrongSplit if a step belongs to none of `splits`, ValueError for a screen of another size or no step at all.
@@ -156,7 +156,7 @@ def read(
                 steps.append(_step(row))
     images.flush()
     (directory / _STEPS).write_text(json.dumps([_to_json(step) for step in steps]), "utf-8")
-    return Screens(steps, images, directory)
+    return Corpus(steps, images, directory)
 
 
 def _to_json(step: ScreenStep) -> list[Any]:
@@ -167,7 +167,7 @@ def _to_json(step: ScreenStep) -> list[Any]:
 
 def _from_json(row: Sequence[Any]) -> ScreenStep:
     family, seed, goal, history, action_type, value, target, boxes, described = row
-    elements = tuple(Element(kind, name, color, _box(box)) for kind, name, color, box in described)
+    elements = tuple(ScreenElement(kind, name, color, _box(box)) for kind, name, color, box in described)
     acted = tuple(_box(box) for box in boxes)
     return ScreenStep(
         family, seed, goal, tuple(history), action_type, value, elements, target, acted, tuple(askable(elements))
@@ -189,7 +189,7 @@ def _box(values: Sequence[float]) -> tuple[float, float, float, float]:
 
 def _step(row: Mapping[str, Any]) -> ScreenStep:
     described = row.get("elements") or ()
-    elements = tuple(Element(e["kind"], e["name"], e["color"] or "", _box(e["box"])) for e in described)
+    elements = tuple(ScreenElement(e["kind"], e["name"], e["color"] or "", _box(e["box"])) for e in described)
     target = row.get("target")
     return ScreenStep(
         family=row["family"],

@@ -18,7 +18,7 @@ from PIL import Image
 
 from coepg_dagster import prompts
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
-from coepg_dagster.sandbox.pretraining.corpus import Screens, ScreenStep
+from coepg_dagster.sandbox.pretraining.corpus import Corpus, ScreenStep
 from coepg_dagster.sandbox.pretraining.wordings import Wording, describe, is_right, likely_actions, vague
 
 POINT_TOKENS: Final = 8
@@ -93,7 +93,7 @@ def _rates(hits: Mapping[str, list[bool]]) -> dict[str, Rate]:
 
 
 def grounding(
-    model: Any, processor: Any, screens: Screens, indices: Sequence[int], wording: Wording, questions: int = 1200
+    model: Any, processor: Any, screens: Corpus, indices: Sequence[int], wording: Wording, questions: int = 1200
 ) -> dict[str, Rate]:
     """Click-in-box of precise element descriptions, "all" and per kind; the same at most `questions` ones always."""
     rng = Random(0)
@@ -115,7 +115,7 @@ def grounding(
 
 
 def plan(
-    model: Any, processor: Any, screens: Screens, indices: Sequence[int], temperature: float | None = None
+    model: Any, processor: Any, screens: Corpus, indices: Sequence[int], temperature: float | None = None
 ) -> list[prompts.PlannerAnswer | None]:
     """The planner's answers to steps of `screens`; None where an answer cannot be read."""
     chats = [prompts.planner_messages(screens.steps[i].goal, screens.steps[i].history, "compact") for i in indices]
@@ -131,7 +131,7 @@ def _same_value(step: ScreenStep, answer: prompts.PlannerAnswer) -> bool:
 def planning(
     model: Any,
     processor: Any,
-    screens: Screens,
+    screens: Corpus,
     indices: Sequence[int],
     wordings: Sequence[Wording],
     *,
@@ -159,7 +159,7 @@ def planning(
 
 
 def pair(
-    planner: tuple[Any, Any], grounder: tuple[Any, Any], screens: Screens, indices: Sequence[int]
+    planner: tuple[Any, Any], grounder: tuple[Any, Any], screens: Corpus, indices: Sequence[int]
 ) -> dict[str, Rate]:
     """A planner and a grounder together: element accuracy, right type and value, and step success (all of them)."""
     answers = dict(zip(indices, plan(*planner, screens, indices), strict=True))

@@ -15,7 +15,7 @@ import torch
 
 from coepg_dagster.markdown import table
 from coepg_dagster.sandbox.pretraining import corpus, evaluate, tiny_models
-from coepg_dagster.sandbox.pretraining.corpus import Screens
+from coepg_dagster.sandbox.pretraining.corpus import Corpus
 from coepg_dagster.sandbox.pretraining.evaluate import Rate
 from coepg_dagster.sandbox.pretraining.recipe import Checkpoint, Recipe
 from coepg_dagster.sandbox.pretraining.wordings import WORDINGS
@@ -37,7 +37,7 @@ _TITLES: Final = {"planner": "A tiny planner", "grounder": "A tiny grounder"}
 
 
 def held_out_results(
-    directory: Path, checkpoint: Checkpoint, screens: Screens, *, cases: int = 600, device: str = "cpu"
+    directory: Path, checkpoint: Checkpoint, screens: Corpus, *, cases: int = 600, device: str = "cpu"
 ) -> Results:
     """Results on pretraining screens that were kept from training: at most `cases` questions or steps a row."""
     model: Any
@@ -95,7 +95,7 @@ def text(
         name: of the checkpoint.
         recipe: that made it.
         parameters: of the model.
-        data: `Screens.summary()`.
+        data: `Corpus.summary()`.
         stages: reports of its tower and of its own stage, as `run` writes them to `work/reports.json`.
         held_out: from `held_out_results`.
         pairs: title → `pair_results`.
@@ -160,7 +160,7 @@ def _legend(checkpoint: Checkpoint) -> str:
 def write(
     out: Path,
     recipe: Recipe,
-    screens: Screens,
+    screens: Corpus,
     snapshot: Path,
     *,
     only: Sequence[str] | None = None,

@@ -43,11 +43,11 @@ from coepg_dagster.sandbox.pretraining.batches import (
     SHIFT_Y,
     UNSHIFTED,
     Batches,
+    Contents,
     DenseLabels,
-    Task,
     dense_labels,
 )
-from coepg_dagster.sandbox.pretraining.corpus import Screens
+from coepg_dagster.sandbox.pretraining.corpus import Corpus
 from coepg_dagster.sandbox.pretraining.fast import FastModel
 from coepg_dagster.sandbox.pretraining.recipe import Checkpoint, Recipe, Stage, Tower
 from coepg_dagster.sandbox.pretraining.tiny_models import CELL, GRID_HEIGHT, GRID_WIDTH, SCREEN_HEIGHT, SCREEN_WIDTH
@@ -102,7 +102,7 @@ def _unit_power(x: Tensor) -> Tensor:
 class Bank(nn.Module):
     """Screens and dense labels on one device; where screens do not fit (CPU) they are read from the mapped file."""
 
-    def __init__(self, screens: Screens, labels: DenseLabels, device: torch.device) -> None:
+    def __init__(self, screens: Corpus, labels: DenseLabels, device: torch.device) -> None:
         super().__init__()
         images = torch.from_numpy(screens.images)
         self.images = images.to(device)
@@ -290,7 +290,7 @@ def _tensors(loader: DataLoader[Any]) -> Iterator[dict[str, Tensor]]:
 class Inputs:
     """What each stage is trained with; `loaders`: processes that prepare batches."""
 
-    screens: Screens
+    screens: Corpus
     tokenizer: PreTrainedTokenizerFast
     device: torch.device
     progress: Progress
@@ -329,7 +329,7 @@ def grow(name: str, checkpoint: Checkpoint, model: Any, head: DenseHead, inputs:
     fast = FastModel(model, tokenizer).to(device)
     head = head.to(device)
     bank = Bank(screens, dense_labels(screens.steps, tokenizer), device)
-    task = Task(
+    task = Contents(
         checkpoint.role,
         checkpoint.wordings,
         name,
@@ -380,7 +380,7 @@ class _Plant:
 
     def inputs(self, device: torch.device, progress: Progress) -> Inputs:
         tokenizer = tokens.load(self.work / "tokenizer")
-        return Inputs(Screens.open(self.screens), tokenizer, device, progress, self.loaders)
+        return Inputs(Corpus.open(self.screens), tokenizer, device, progress, self.loaders)
 
 
 def _make_tower(plant: _Plant, name: str, device: torch.device, progress: Progress) -> StageReport:
@@ -430,7 +430,7 @@ class Machine:
 
 def run(
     recipe: Recipe,
-    screens: Screens,
+    screens: Corpus,
     out: Path,
     machine: Machine,
     progress: Progress = silent,
@@ -452,7 +452,7 @@ def run(
     wanted = {name: recipe.checkpoints[name] for name in (only or recipe.checkpoints)}
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    tokens.fit(screens.corpus(), recipe.vocabulary, recipe.least_screens).save_pretrained(work / "tokenizer")
+    tokens.fit(screens.texts(), recipe.vocabulary, recipe.least_screens).save_pretrained(work / "tokenizer")
     plant = _Plant(recipe, screens.directory, work, out, machine.loaders)
     towers = [name for name in recipe.towers if any(c.tower == name for c in wanted.values())]
     reports: dict[str, StageReport] = {}

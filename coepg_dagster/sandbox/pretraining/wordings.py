@@ -27,7 +27,7 @@ LONGEST_NAME: Final = 24
 
 
 @dataclass(frozen=True)
-class Element:
+class ScreenElement:
     """One visible element; `box` is (x1, y1, x2, y2) in screenshot pixels."""
 
     kind: str
@@ -77,7 +77,7 @@ _PLACES: Final = (
 )
 
 
-def place(element: Element) -> str:
+def place(element: ScreenElement) -> str:
     """Where on the page the element's centre lies, in words: one of nine areas below the instruction bar."""
     x, y = element.centre
     row = sum(y >= border for border in _ROWS)
@@ -93,7 +93,7 @@ def short_name(name: str) -> str:
     return name[:cut] if cut > 0 else name[:LONGEST_NAME]
 
 
-def ordinal(element: Element, elements: Sequence[Element]) -> str:
+def ordinal(element: ScreenElement, elements: Sequence[ScreenElement]) -> str:
     """ "first" … "fifth" among the elements of its kind in reading order; "" where it is alone or further down."""
     same = sorted((other for other in elements if other.kind == element.kind), key=lambda e: (e.box[1], e.box[0]))
     index = same.index(element)
@@ -104,7 +104,9 @@ def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def precise(wording: Wording, element: Element, elements: Sequence[Element], action_type: str) -> tuple[str, ...]:
+def precise(
+    wording: Wording, element: ScreenElement, elements: Sequence[ScreenElement], action_type: str
+) -> tuple[str, ...]:
     """Every plan of this wording that says which element is meant; the first is the commonest."""
     name, kind, verb = short_name(element.name), element.kind, _VERBS[wording][action_type]
     match wording:
@@ -121,7 +123,7 @@ def precise(wording: Wording, element: Element, elements: Sequence[Element], act
             return _precise_d(verb, name, element, elements)
 
 
-def _precise_d(verb: str, name: str, element: Element, elements: Sequence[Element]) -> tuple[str, ...]:
+def _precise_d(verb: str, name: str, element: ScreenElement, elements: Sequence[ScreenElement]) -> tuple[str, ...]:
     synonym = _SYNONYMS.get(element.kind, element.kind)
     where = f"at the {place(element)}"
     nth = ordinal(element, elements)
@@ -137,7 +139,7 @@ def _precise_d(verb: str, name: str, element: Element, elements: Sequence[Elemen
     return tuple(plans)
 
 
-def vague(wording: Wording, element: Element, action_type: str) -> tuple[str, ...]:
+def vague(wording: Wording, element: ScreenElement, action_type: str) -> tuple[str, ...]:
     """Plans of this wording that fit the element and many others: they name its kind or its place only."""
     verb = _VERBS[wording][action_type]
     match wording:
@@ -187,8 +189,8 @@ def likely_actions(kind: str) -> tuple[str, ...]:
 
 def describe(
     wording: Wording,
-    element: Element,
-    elements: Sequence[Element],
+    element: ScreenElement,
+    elements: Sequence[ScreenElement],
     action_type: str,
     rng: Random,
     vagueness: float = 0.0,
@@ -205,7 +207,9 @@ def describe(
     return plans[0] if len(plans) == 1 or rng.random() < 0.5 else rng.choice(plans[1:])
 
 
-def question(wordings: Mapping[Wording, float], element: Element, elements: Sequence[Element], rng: Random) -> str:
+def question(
+    wordings: Mapping[Wording, float], element: ScreenElement, elements: Sequence[ScreenElement], rng: Random
+) -> str:
     """One precise description of an element in a wording drawn by weight, with an action that fits its kind."""
     names = list(wordings)
     wording = names[0] if len(names) == 1 else rng.choices(names, [wordings[name] for name in names])[0]
@@ -213,13 +217,13 @@ def question(wordings: Mapping[Wording, float], element: Element, elements: Sequ
 
 
 def is_right(
-    plan: str, wordings: Sequence[Wording], element: Element, elements: Sequence[Element], action: str
+    plan: str, wordings: Sequence[Wording], element: ScreenElement, elements: Sequence[ScreenElement], action: str
 ) -> bool:
     """Whether `plan` is a precise plan for this element in one of these wordings."""
     return any(plan in precise(wording, element, elements, action) for wording in wordings)
 
 
-def askable(elements: Sequence[Element]) -> list[int]:
+def askable(elements: Sequence[ScreenElement]) -> list[int]:
     """Indices of the elements that their kind and shortened name tell from all others on the screen."""
     seen: dict[tuple[str, str], int] = {}
     for element in elements:

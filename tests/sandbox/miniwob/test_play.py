@@ -39,11 +39,11 @@ from coepg_dagster.sandbox.miniwob.play import (
     UNKNOWN_ACTION,
     UNPARSED,
     Agent,
-    fresh_tasks,
+    fresh_games,
+    games_of,
     play,
     play_episode,
     summarize,
-    tasks_of,
     write_play,
 )
 
@@ -161,7 +161,7 @@ def test_the_shipped_pair_solves_episodes(browser: Browser, models: Models, tmp_
     table = play(
         browser,
         Agent(planner, grounder, models, 48, 12),
-        fresh_tasks(EASY, 200_000, 1),
+        fresh_games(EASY, 200_000, 1),
         lambda done, of, figures: told.append((done, of)),
         max_steps=3,
     )
@@ -225,10 +225,10 @@ def test_the_episodes_of_a_split() -> None:
             for f, s, split in [("b", 2, "test_seed"), ("b", 1, "test_seed"), ("a", 9, "test_seed"), ("a", 3, "train")]
             for i in range(2)]  # fmt: skip
     steps = pa.Table.from_pylist(rows, STEP_SCHEMA)
-    assert tasks_of(steps, "test_seed", 5) == [("a", 9), ("b", 1), ("b", 2)]
-    assert tasks_of(steps, "test_seed", 1, ["b"]) == [("b", 1)]
-    assert fresh_tasks(["b", "a", "b"], 7, 2) == [("a", 7), ("a", 8), ("b", 7), ("b", 8)]
+    assert games_of(steps, "test_seed", 5) == [("a", 9), ("b", 1), ("b", 2)]
+    assert games_of(steps, "test_seed", 1, ["b"]) == [("b", 1)]
+    assert fresh_games(["b", "a", "b"], 7, 2) == [("a", 7), ("a", 8), ("b", 7), ("b", 8)]
     with pytest.raises(ValueError, match=r"no steps in split 'test' \(there are: test_seed, train\)"):
-        tasks_of(steps, "test", 1)
+        games_of(steps, "test", 1)
     with pytest.raises(ValueError, match=r"split 'train' has no family b \(it has: a\)"):
-        tasks_of(steps, "train", 1, ["b"])
+        games_of(steps, "train", 1, ["b"])

@@ -63,7 +63,7 @@ def write_shard(path: Path, count: int, split: str = "pretrain") -> Path:
 
 
 @pytest.fixture(scope="session")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> corpus.Screens:
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
     """32 drawn pages; those of seeds 15 and 31 are held out."""
     directory = tmp_path_factory.mktemp("drawn")
     return corpus.read([write_shard(directory / "drawn.parquet", 32)], work_dir=directory)

@@ -13,8 +13,8 @@ from coepg_dagster import prompts
 from coepg_dagster.cli import app
 from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, recipe, tiny_models, train
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
-from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Task
-from coepg_dagster.sandbox.pretraining.corpus import Screens, WrongSplit
+from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Contents
+from coepg_dagster.sandbox.pretraining.corpus import Corpus, WrongSplit
 from tests.project import REPOSITORY as ROOT
 from tests.sandbox.pretraining.conftest import write_shard
 
@@ -39,8 +39,8 @@ RECIPE = recipe.Recipe(
 )
 
 
-def task(role: str) -> Task:
-    return Task(role, {"A": 1.0} if role == "grounder" else {"B": 1.0}, "test", text_tokens=160)
+def task(role: str) -> Contents:
+    return Contents(role, {"A": 1.0} if role == "grounder" else {"B": 1.0}, "test", text_tokens=160)
 
 
 def test_other_splits_are_refused(tmp_path: Path) -> None:
@@ -49,16 +49,16 @@ def test_other_splits_are_refused(tmp_path: Path) -> None:
         corpus.read([shard], work_dir=tmp_path)
 
 
-def test_screens_are_found_again_in_their_directory(drawn: Screens) -> None:
-    again = Screens.open(drawn.directory)
+def test_screens_are_found_again_in_their_directory(drawn: Corpus) -> None:
+    again = Corpus.open(drawn.directory)
     assert list(again.steps) == list(drawn.steps)
     assert np.array_equal(again.images, drawn.images)
     assert drawn.indices(held_out=True) == [15, 31]
 
 
 @pytest.mark.parametrize("role", ["grounder", "planner"])
-def test_sequences_hold_exactly_what_the_chat_template_gives(drawn: Screens, role: str) -> None:
-    tokenizer = tokens.fit(drawn.corpus())
+def test_sequences_hold_exactly_what_the_chat_template_gives(drawn: Corpus, role: str) -> None:
+    tokenizer = tokens.fit(drawn.texts())
     batch = Batches(drawn.steps, drawn.indices(held_out=False), task(role), tokenizer, batch=6, steps=1, seed=0)[0]
     for row in range(6):
         first = batch["segments"][row] == 1
@@ -76,8 +76,8 @@ def test_sequences_hold_exactly_what_the_chat_template_gives(drawn: Screens, rol
             assert prompts.parse_planner(answer) is not None
 
 
-def test_batches_hang_on_seed_and_step_only(drawn: Screens) -> None:
-    tokenizer = tokens.fit(drawn.corpus())
+def test_batches_hang_on_seed_and_step_only(drawn: Corpus) -> None:
+    tokenizer = tokens.fit(drawn.texts())
     made = [
         Batches(drawn.steps, [0, 1, 2], task("grounder"), tokenizer, batch=4, steps=9, seed=s)[5] for s in (1, 1, 2)
     ]
@@ -85,7 +85,7 @@ def test_batches_hang_on_seed_and_step_only(drawn: Screens) -> None:
     assert not np.array_equal(made[0]["text"], made[2]["text"])
 
 
-def test_points_lie_in_the_shifted_boxes(drawn: Screens) -> None:
+def test_points_lie_in_the_shifted_boxes(drawn: Corpus) -> None:
     elements = drawn.steps[0].elements
     for shifted in batches.shifted(elements, 5, 9):
         assert shifted is not None
@@ -94,7 +94,7 @@ def test_points_lie_in_the_shifted_boxes(drawn: Screens) -> None:
     assert batches.shifted([replace(elements[0], box=(0, 60, 4, 64))], -3, 0) == [None]
 
 
-def test_a_typed_value_is_replaced_in_goal_and_answer(drawn: Screens) -> None:
+def test_a_typed_value_is_replaced_in_goal_and_answer(drawn: Corpus) -> None:
     step = drawn.steps[2]
     other = batches.with_other_value(step, ["Other"], Random(0))
     assert other.value != step.value
@@ -102,8 +102,8 @@ def test_a_typed_value_is_replaced_in_goal_and_answer(drawn: Screens) -> None:
     assert step.value not in other.goal
 
 
-def test_shifting_moves_the_pixels_and_the_labels(drawn: Screens) -> None:
-    tokenizer = tokens.fit(drawn.corpus())
+def test_shifting_moves_the_pixels_and_the_labels(drawn: Corpus) -> None:
+    tokenizer = tokens.fit(drawn.texts())
     bank = train.Bank(drawn, batches.dense_labels(drawn.steps, tokenizer), torch.device("cpu"))
     image, shift = torch.tensor([3]), torch.tensor([[4, -6]])
     moved, still = bank.pictures(image, shift)[0], bank.images[3]
@@ -118,7 +118,7 @@ def test_shifting_moves_the_pixels_and_the_labels(drawn: Screens) -> None:
     assert (centres[0, -1] == IGNORED).all()
 
 
-def test_a_short_run_learns_and_saves(drawn: Screens, tmp_path: Path) -> None:
+def test_a_short_run_learns_and_saves(drawn: Corpus, tmp_path: Path) -> None:
     seen: list[str] = []
     reports = train.run(RECIPE, drawn, tmp_path, train.Machine(), progress=lambda stage, *_: seen.append(stage))
     assert set(reports) == {"tower t", "g", "p"} == set(seen)

@@ -4,8 +4,10 @@ from random import Random
 
 from coepg_dagster.sandbox.pretraining import wordings as w
 
-BUTTON = w.Element("button", "previous", "", (10, 180, 60, 200))
-FIELDS = [w.Element("field", f"{n}", "", (10, 20 * i + 60, 100, 20 * i + 75)) for i, n in enumerate(("1st", "2nd"))]
+BUTTON = w.ScreenElement("button", "previous", "", (10, 180, 60, 200))
+FIELDS = [
+    w.ScreenElement("field", f"{n}", "", (10, 20 * i + 60, 100, 20 * i + 75)) for i, n in enumerate(("1st", "2nd"))
+]
 SCREEN = [BUTTON, *FIELDS]
 
 
@@ -53,7 +55,7 @@ def test_vagueness_hangs_on_family_and_planner() -> None:
 
 
 def test_only_elements_with_a_name_of_their_own_are_askable() -> None:
-    twin = w.Element("button", "previous", "", (100, 100, 120, 110))
+    twin = w.ScreenElement("button", "previous", "", (100, 100, 120, 110))
     assert w.askable([BUTTON, twin, *FIELDS]) == [2, 3]
 
 
