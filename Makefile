@@ -35,7 +35,7 @@ lint: setup  ## mypy sees assets/ and resources/ where they are imported from, t
 reproducible: setup  ## the sandbox twice with the same seed: the same data versions of D_0, D_1, D_2
 	$(VENV)/bin/python -m tests.reproducible
 
-BENCHMARKS := scoring_cpu scoring_overlap grpo_vs_trl memory_slope screen_decode audit_page
+BENCHMARKS := scoring_cpu scoring_overlap grpo_rollouts_per_second grpo_vs_trl memory_slope screen_decode audit_page
 
 bench: setup  ## the benchmarks that need no GPU; each writes benchmarks/baselines/NAME.json
 	for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name || exit 1; done

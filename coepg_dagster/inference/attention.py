@@ -176,6 +176,12 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = (all_[:, :, :end] for all_ in self._all)
         return self.keys, self.values
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Goes on with these rows alone."""
+        length = self.keys.shape[-2]
+        self._all = tuple(all_[indices] for all_ in self._all)
+        self.keys, self.values = (all_[:, :, :length] for all_ in self._all)
+
 
 def with_room(cache: DynamicCache, owner: torch.Tensor, room: int) -> DynamicCache:
     """The cache for rows that each start from the row `owner` of it, with room for so many more tokens."""

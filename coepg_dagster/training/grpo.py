@@ -365,6 +365,13 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             self._metrics["train"][DIFFERENCE].append(mean)
         self._metrics["train"][DIFFERENCE_HIGH].append(high)
 
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        """TRL's, but a prompt is written and tokenized once for its rollouts."""
+        new = [i for i, step_id in enumerate(self._step_ids) if not i or step_id != self._step_ids[i - 1]]
+        owner = np.repeat(range(len(new)), np.diff([*new, len(prompts)])).tolist()
+        ids, images, fields = super()._tokenize_prompts([prompts[i] for i in new])
+        return [ids[i] for i in owner], [images[i] for i in owner], select_rows(fields, owner)
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         sampling: AbstractContextManager[list[list[float]] | None] = nullcontext()
         if self._whole and not self.use_vllm:

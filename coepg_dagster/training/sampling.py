@@ -230,12 +230,18 @@ def generate_groups(
     ends = torch.as_tensor(generation_config.eos_token_id, device=device).view(-1)
     suppressed = torch.tensor(generation_config.suppress_tokens, device=device)
     open_ = torch.ones(rows, dtype=torch.bool, device=device)
+    computed = torch.arange(rows, device=device)  # the rows that are: those that ended are let go by halves
     sampled: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     while True:
         scores = logits.float() / generation_config.temperature
-        tokens = torch.multinomial(torch.softmax(scores.index_fill(-1, suppressed, -torch.inf), -1), 1)[:, 0]
-        logprobs.append(torch.log_softmax(scores, -1).gather(-1, tokens[:, None])[:, 0])
+        probabilities = torch.softmax(scores.index_fill(-1, suppressed, -torch.inf), -1)
+        if len(computed) < rows:  # a row draws the same, whether others are computed or not
+            every = probabilities.new_ones(rows, probabilities.shape[-1])
+            probabilities = every.index_copy(0, computed, probabilities)
+        tokens = torch.multinomial(probabilities, 1)[:, 0]
+        of_computed = torch.log_softmax(scores, -1).gather(-1, tokens[computed, None])[:, 0]
+        logprobs.append(scores.new_zeros(rows).index_copy(0, computed, of_computed))
         sampled.append(torch.where(open_, tokens, generation_config.pad_token_id))
         ended = open_ & torch.isin(tokens, ends)
         open_ &= ~ended
@@ -243,8 +249,13 @@ def generate_groups(
         if answers:
             so_far = torch.stack(sampled, 1)
             tell({row: so_far[row].tolist() for row in answers})
-        if len(sampled) == generation_config.max_new_tokens or not bool(open_.any()):
+        left = int(open_.sum())
+        if len(sampled) == generation_config.max_new_tokens or not left:
             return torch.cat([input_ids, torch.stack(sampled, 1)], 1), torch.stack(logprobs, 1).tolist()
-        mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
-        logits = decode(model, policy, cache, sampled[-1][:, None], mask, position)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        if 2 * left <= len(computed):
+            kept = open_[computed].nonzero()[:, 0]
+            computed, mask, position = computed[kept], mask[kept], position[kept]
+            cache.batch_select_indices(kept)
+        logits = decode(model, policy, cache, sampled[-1][computed, None], mask, position)
         position = position + 1

@@ -40,9 +40,13 @@ def test_a_cache_with_room_holds_what_one_that_is_copied_holds() -> None:
     owner = torch.tensor([2, 0, 0, 1])
     grown.batch_select_indices(owner)
     roomy = with_room(roomy, owner, 4)
-    for tokens in (3, 1):
+    kept = torch.tensor([0, 3])
+    for rows, tokens in ((4, 3), (2, 1)):
+        if rows == 2:
+            grown.batch_select_indices(kept)
+            roomy.batch_select_indices(kept)
         for layer in range(2):
-            new = keys_and_values(4, tokens)
+            new = keys_and_values(rows, tokens)
             for found, expected in zip(roomy.update(*new, layer), grown.update(*new, layer), strict=True):
                 assert torch.equal(found, expected)
         assert roomy.get_seq_length() == grown.get_seq_length()
