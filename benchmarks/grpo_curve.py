@@ -251,7 +251,7 @@ def one(seed: int, out: Path, device: str, steps: int, quick: bool) -> None:
     loop = Loop(experiment, seed, out / f"seed-{seed}", device)
     start = loop.start()
     micro = {"micro_batch_size": BATCH} if device == "cuda" else {}
-    shared = {"prompts_per_step": 64, "group_size": 8, "kl_beta": 0.0, "num_train_epochs": 1000, **micro}
+    shared = {"num_train_epochs": 1000, **micro}
     runs: dict[str, Any] = {}
     file = out / f"curve-{seed}.json"
 
@@ -268,11 +268,13 @@ def one(seed: int, out: Path, device: str, steps: int, quick: bool) -> None:
 
 
 def settings_of(steps: int) -> dict[str, dict[str, Any]]:
-    """What is tried: the long run at a constant rate, and short ones that a laptop has time for."""
+    """What is tried: one long run at a constant rate, what the experiment has, and a run that is far too small."""
     constant = {"lr_scheduler_type": "constant_with_warmup"}
+    small = {"prompts_per_step": 8, "micro_batch_size": 64, "max_steps": 16, "learning_rate": 1e-5, "kl_beta": 0.04}
     return {
         LONG: {"max_steps": steps, "learning_rate": 3e-4, **constant},
-        "24 updates, cosine 5e-4": {"max_steps": 24, "learning_rate": 5e-4},
+        "as shipped": {},
+        "1,024 rollouts at 1e-5": {**small, "lr_scheduler_type": "cosine", "temperature": 0.9},
     }
 
 
