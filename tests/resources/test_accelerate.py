@@ -113,7 +113,7 @@ def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftWork]) ->
             break
         time.sleep(0.2)
     assert len(family) >= 3, (folder / "log").read_text()[-3000:]
-    time.sleep(5)  # the ranks have noted their parent
+    time.sleep(25)  # the ranks have noted their parent, which takes their imports
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
     for _ in range(150):
