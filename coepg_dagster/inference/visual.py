@@ -28,10 +28,9 @@ from safetensors.torch import save_file
 from transformers import BatchFeature
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from coepg_dagster.experiment import VISUAL_MEMORY
 from coepg_dagster.geometry import Size, smart_resize
 
-MEMORY: Final = 1 << 30
-"""Bytes of embeddings that a process holds; the newest stay."""
 DISK: Final = 20_000_000_000
 """Bytes of embeddings that are written; what is over is computed again by each process."""
 KEY: Final = 16
@@ -47,7 +46,7 @@ Embeddings = dict[str, torch.Tensor]
 class VisualStore:
     """Embeddings by tower and screenshot, in memory and below `folder` (None: in memory alone)."""
 
-    def __init__(self, folder: Path | None = None, *, memory: int = MEMORY, disk: int = DISK) -> None:
+    def __init__(self, folder: Path | None = None, *, memory: int = VISUAL_MEMORY, disk: int = DISK) -> None:
         self._folder, self._room, self._disk = folder, memory, disk
         self._held: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
 
