@@ -331,6 +331,8 @@ class Sft(Strict):
 
 MIN_LR_RATE: Final = 0.1
 """Where the schedule `cosine_with_min_lr` ends, as a share of the learning rate."""
+VISUAL_MEMORY: Final = 1 << 30
+"""Bytes of visual embeddings that a process holds; the newest stay."""
 
 
 class Grpo(Strict):

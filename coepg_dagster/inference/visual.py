@@ -28,11 +28,10 @@ from transformers import BatchFeature
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from coepg_dagster.artifacts import whole
+from coepg_dagster.experiment import VISUAL_MEMORY
 from coepg_dagster.inference.screens import visual_tokens
 from coepg_dagster.progress import Ended
 
-MEMORY: Final = 1 << 30
-"""Bytes of embeddings that a process holds; the newest stay."""
 DISK: Final = 20_000_000_000
 """Bytes of embeddings that are written; what is over is computed again by each process."""
 KEY: Final = 16
@@ -48,7 +47,7 @@ Embeddings = dict[str, torch.Tensor]
 class VisualStore:
     """Embeddings by tower and screenshot, in memory and below `folder` (None: in memory alone)."""
 
-    def __init__(self, folder: Path | None = None, *, memory: int = MEMORY, disk: int = DISK) -> None:
+    def __init__(self, folder: Path | None = None, *, memory: int = VISUAL_MEMORY, disk: int = DISK) -> None:
         self._folder, self._room, self._disk = folder, memory, disk
         self._held: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
 

@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from coepg_dagster.experiment import Grpo, Serving, Sft
+from coepg_dagster.experiment import VISUAL_MEMORY, Grpo, Serving, Sft
 from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
 
 GB: Final = 1e9
 DEFAULT_SERVING: Final = Serving()
 CONTEXT: Final = 1.5 * GB
 """Beside the tensors of a process: CUDA context, libraries, fragments."""
-VISUAL_MEMORY: Final = 1 << 30
-"""Bytes of visual embeddings that a process keeps at most, as `inference.visual`."""
 
 
 @dataclass(frozen=True)
@@ -432,9 +430,9 @@ def grpo_memory(
         reference -= bytes_each * model.vision.parameters
     graded = float(sum(bytes_each * grader.parameters for grader in graders))
     rollouts = -(-config.prompts_per_step * config.group_size // gpus)
-    row, rows = update_row(config, example, gpus)
+    row, together, rows = update_row(config, example, gpus)
     update = training_activations(model, row, rows, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision)
-    if row is not example:  # who sees whom in a row, as booleans and as numbers that are added to the scores
+    if together > 1:  # who sees whom in a row, as booleans and as numbers that are added to the scores
         update += rows * row.tokens(model) ** 2 * (1 + 2)
     if config.freeze_vision:  # what the towers made of the screenshots of a step
         visual = model.image_tokens(*example.image) * model.vision.merge**2
@@ -474,9 +472,8 @@ def grpo_seconds(
         generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
     reward = graders.seconds(size, prompts, rates)
 
-    row, rows = update_row(config, example)
-    groups = config.group_size * rows if row is not example else rows  # rollouts of a pass
-    passes = rollouts / groups
+    row, together, rows = update_row(config, example)
+    passes = rollouts / (rows * together)
 
     def operations(screenshots: float, train: bool) -> Flops:
         """Of one row, where a pass of `rows` of them encodes so many screenshots."""
@@ -488,7 +485,7 @@ def grpo_seconds(
     # trained encodes those of each pass
     encode = pass_seconds(config.prompts_per_step * operations(rows, train=False).vision, model.vision.layers, rates)
     encoding = rollouts / step * encode if frozen and config.rollouts == "vllm" else 0.0
-    shown = 0 if frozen else -(-groups // size)
+    shown = 0 if frozen else -(-rows * together // size)
     scored = operations(shown, train=False)
     scoring = pass_seconds(rows * scored.total, model.layers + tower, rates)
     trained = operations(shown, train=True)
@@ -501,17 +498,17 @@ def grpo_seconds(
     return generate + reward + prompts * rates.image + encoding + passes * (scorings * scoring + update)
 
 
-def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Example, int]:
-    """What one row of GRPO's passes holds, and how many rows a pass has.
+def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Example, int, int]:
+    """(what one row of GRPO's passes holds, how many rollouts that is, how many rows a pass has).
 
     A group is one row, [prompt][last token, c_1] … [last token, c_G], where attention takes a mask (see `training.packing`);
-    else a rollout is one, which is `example` itself.
+    else a rollout is one, as `example`.
     """
     if config.attention == "flash_attention_2":
-        return example, config.micro_batch_size
+        return example, 1, config.micro_batch_size
     size = config.group_size
     rows = max(1, config.pass_size(packs=True, processes=processes) // size)
-    return replace(example, prompt=example.prompt + size - 1, answer=size * example.answer), rows
+    return replace(example, prompt=example.prompt + size - 1, answer=size * example.answer), size, rows
 
 
 def looks(config: Grpo, steps: int) -> int:

@@ -15,14 +15,12 @@ from typer.testing import CliRunner
 
 from coepg_dagster.cli import app
 from coepg_dagster.experiment import Grpo, Lora, Serving, Sft, load_experiment
-from coepg_dagster.inference import visual
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
     CARDS,
     EAGER,
     EAGER_LAYER_SECONDS,
-    VISUAL_MEMORY,
     Example,
     Graders,
     Memory,
@@ -190,10 +188,10 @@ def test_a_group_is_one_row_of_the_update() -> None:
     def seconds(**changed: Any) -> float:
         return grpo_seconds(model, Graders([], example, 64), config(**changed), example, 8, RATES)
 
-    row, rows = update_row(config(), example)
+    row, together, rows = update_row(config(), example)
     visual = example.tokens(model) - example.text
-    assert rows == 1 and row.tokens(model) == visual + 90 - 1 + 8 * (1 + 80)
-    assert update_row(config(attention="flash_attention_2"), example) == (example, 8)
+    assert (together, rows) == (8, 1) and row.tokens(model) == visual + 90 - 1 + 8 * (1 + 80)
+    assert update_row(config(attention="flash_attention_2"), example) == (example, 1, 8)
     apart = seconds(attention="flash_attention_2") - seconds()
     flash, packed = (
         n * flops(model, image=example.image, text=e.text, scored=e.answer, train=True, freeze_vision=True).language
@@ -223,10 +221,6 @@ def test_what_another_engine_sampled_is_scored_by_the_policy_too() -> None:
     tower = pass_seconds(8 * vision, model.vision.layers, RATES)
     sampled = policy_seconds(model, example, 8, 8, 1, RATES) - vllm_seconds(model, example, 64, 8, 64, RATES)
     assert seconds() - seconds(rollouts="vllm") == pytest.approx(sampled - scoring - tower)
-
-
-def test_as_many_visual_embeddings_are_kept_as_there_is_room_for() -> None:
-    assert VISUAL_MEMORY == visual.MEMORY
 
 
 def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:

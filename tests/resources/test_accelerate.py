@@ -24,6 +24,7 @@ from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.jobs import Placement, SftJob, Strategy
 from coepg_dagster.running import run
+from tests.deployment import alive
 from tests.project import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -106,30 +107,21 @@ def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftJo
 
 
 def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftJob]) -> None:
-    process, folder = start(job(2, 3, 100_000))
-    family: list[psutil.Process] = []
+    work = job(2, 3, 100_000)
+    process, folder = start(work.model_copy(update={"placement": Placement(processes=2, save_every=1)}))
     for _ in range(600):
-        family = psutil.Process(process.pid).children(recursive=True)
-        if len(family) >= 3:  # accelerate launch and two ranks
+        if list(work.scratch.rglob("checkpoint-*")):  # both ranks are at work, and have noted their parent
             break
         time.sleep(0.2)
-    assert len(family) >= 3, (folder / "log").read_text()[-3000:]
-    time.sleep(5)  # the ranks have noted their parent
+    family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    assert len(family) >= 3, (folder / "log").read_text()[-3000:]  # accelerate launch and two ranks
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
     for _ in range(150):
-        alive = [one for one in family if runs(one)]
-        if not alive:
+        if not any(map(alive, family)):
             break
         time.sleep(0.2)
-    for left in alive:
-        left.kill()
-    assert not alive
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether it still computes: the first process of a container may leave orphans that ended as zombies."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    left = [pid for pid in family if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
