@@ -16,9 +16,10 @@ import dagster as dg
 from coepg_dagster.assets.ledger import Loop, archive
 
 from coepg_dagster.auditing.archive import Archive, NotFound
-from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster.experiment import Experiment, split_reference
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.reports.evolution import Member
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import lineage_page
@@ -136,7 +137,7 @@ def page_server(project: Project, instance: dg.DagsterInstance, port: int, dagst
                 loop = Loop(experiment, number, project.root)
                 query = {key: values[0] for key, values in parse_qs(address.query).items()}
                 self._page(loop, page or INDEX, query)
-            except (ExperimentError, NotFound) as error:
+            except Refusal as error:
                 self._answer(404, str(error), "text/plain")
 
         def _page(self, loop: Loop, page: str, query: dict[str, str]) -> None:

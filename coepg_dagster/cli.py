@@ -22,7 +22,7 @@ from rich.table import Table
 
 from coepg_dagster import yaml_files
 from coepg_dagster.estimates import CARDS, Strategy
-from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, split_reference
+from coepg_dagster.experiment import ABLATIONS, Experiment, Experiments, split_iteration, split_reference
 from coepg_dagster.processes import leave_words
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.refusal import Refusal
@@ -37,19 +37,21 @@ err = Console(stderr=True)
 
 
 class _Commands(typer.core.TyperGroup):
-    """Whatever a person asked for and cannot have ends with one message and code 2."""
+    """Whatever a person asked for and cannot have ends with one message, and code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         _told.clear()
         try:
             return super().invoke(ctx)
         except Refusal as error:
-            _refuse(str(error))
+            _refuse(str(error), error.code)
         except OSError as error:
             if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
                 raise
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             _refuse(f"{what}: name another place, or mend this one")
+        except pa.ArrowException as error:
+            _refuse(f"a stored table cannot be read: {error}: `coepg audit EXPERIMENT` names what is damaged")
         except ModuleNotFoundError as error:
             if error.name not in _EXTRAS:
                 raise
@@ -85,22 +87,24 @@ def _open(reference: str) -> tuple[Project, Experiment, int]:
     project = find_project()
     known = project.all_experiments()
     opened = split_reference(reference, known)
-    for name in sorted(known.left_out.keys() - _told):
-        first, *more = known.left_out[name].splitlines()
-        _print(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
-        _told.add(name)
+    _name_left_out(known)
     return project, *opened
 
 
 def _open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
     """The project, experiment, seed and k of `EXPERIMENT@k`. Raises ExperimentError."""
-    name, _, k = reference.rpartition("@")
-    if not (name and k.isascii() and k.isdecimal()):
-        raise ExperimentError(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
-    project, experiment, seed = _open(name)
-    if k.lstrip("0")[4:] or int(k) > experiment.iterations:
-        raise ExperimentError(f"{reference}: {experiment.name} has the iterations 0..{experiment.iterations}")
-    return project, experiment, seed, int(k)
+    project = find_project()
+    known = project.all_experiments()
+    opened = split_iteration(reference, known)
+    _name_left_out(known)
+    return project, *opened
+
+
+def _name_left_out(known: Experiments) -> None:
+    for name in sorted(known.left_out.keys() - _told):
+        first, *more = known.left_out[name].splitlines()
+        _print(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
+        _told.add(name)
 
 
 def _require(*devices: Device | None) -> None:
@@ -148,7 +152,7 @@ def evolve(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
+    from coepg_dagster.assets.evolve import evolve_through, place_of
 
     if experiment.name in project.experiments(ABLATIONS):
         from coepg_dagster.reproductions import defs
@@ -156,13 +160,8 @@ def evolve(
         from coepg_dagster.definitions import defs
 
     loop = Loop(experiment, seed, project.root)
-    try:
-        place = place_of(device, train_device, processes, ray)
-        made = evolve_through(defs, instance, loop, through, err, place, first)
-    except RunFailed as error:
-        _print(str(error), "red")
-        leave_words(str(error))
-        raise typer.Exit(1) from None
+    place = place_of(device, train_device, processes, ray)
+    made = evolve_through(defs, instance, loop, through, err, place, first)
     err.print(f"{made} runs" if made else "everything is there and current")
 
 
@@ -350,11 +349,11 @@ def trace(
     from coepg_dagster.auditing.trace import trace as trace_place
 
     place = parse_place(row)
-    if place.reference is None or place.k is None:
+    if place.reference is None:
         archive = _archive(find_project())
         found = trace_row(archive, *find_row(archive, place.what))
     else:
-        project, experiment, seed, k = _open_iteration(f"{place.reference}@{place.k}")
+        project, experiment, seed, k = _open_iteration(place.reference)
         from coepg_dagster.assets.ledger import Loop
 
         owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
@@ -800,16 +799,12 @@ def rewards_recompute(
     import pyarrow.parquet as pq
 
     from coepg_dagster.artifacts import ROLLOUTS, write_table
-    from coepg_dagster.rewards.cdrem import NoVerdict
     from coepg_dagster.rewards.variants import recompute, summary, variant_named
 
     record, folder = _record_of(reference, "planner")
     if not (folder / ROLLOUTS).exists():
         _refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
-    try:
-        made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
-    except (NoVerdict, ValueError) as error:
-        _refuse(str(error))
+    made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
     logged = record.config["confidence"]
     facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
         made
@@ -888,10 +883,11 @@ def _whole(loop: Loop, *records: Record) -> None:
             _refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(message: str, code: int = Refusal.code) -> NoReturn:
     """Says why a command cannot go on, and ends it."""
     _print(message, "red")
-    raise typer.Exit(2) from None
+    leave_words(message)
+    raise typer.Exit(code) from None
 
 
 def _two(value: float | None) -> str:

@@ -14,7 +14,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment import Grpo, checked
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.rewards.cdrem import (
     Floats,
     NoVerdict,
@@ -43,16 +44,20 @@ DEFAULT_TEMPERATURE: Final = 0.25
 """τ of the variant `temperature`: a quarter lets a sure grounder outweigh an unsure one by e^4 at σ = 1, not by e."""
 
 
+class CannotRecompute(Refusal, ValueError):
+    """Rollouts that cannot be rewarded again as somebody asked."""
+
+
 def with_variant(config: Grpo, variant: Variant, temperature: float | None = None) -> Grpo:
     """`config` with the weighing of a variant, all else the same; the priors are the configuration's own.
 
-    Raises ValueError for a temperature that the variant does not take.
+    Raises CannotRecompute or ExperimentError for a temperature that the variant does not take.
     """
     if temperature is not None and variant != "temperature":
-        raise ValueError(f"the variant {variant!r} takes no temperature; `temperature` does")
+        raise CannotRecompute(f"the variant {variant!r} takes no temperature; `temperature` does")
     tau = 1.0 if variant != "temperature" else DEFAULT_TEMPERATURE if temperature is None else temperature
     plain = {"ensemble": True, "confidence_temperature": tau}
-    return Grpo.model_validate(config.model_dump() | plain | VARIANTS[variant])
+    return checked(Grpo, config.model_dump() | plain | VARIANTS[variant], f"variant {variant}")
 
 
 @dataclass(frozen=True)
@@ -144,11 +149,11 @@ def _weights(row: Mapping[str, Any], config: Grpo, *, equal_priors: bool) -> lis
 
 
 def group_size(rollouts: pa.Table) -> int:
-    """G of a rollout table. Raises ValueError where its rows are no whole groups of one size, one after the other."""
+    """G of a rollout table. Raises CannotRecompute where its rows are no whole groups of one size, one after the other."""
     keys = list(zip(rollouts["optimizer_step"].to_pylist(), rollouts["group"].to_pylist(), strict=True))
     size = keys.count(keys[0]) if keys else 0
     if size < 2 or any(len(set(keys[i : i + size])) > 1 for i in range(0, len(keys), size)) or len(keys) % size:
-        raise ValueError(f"{len(keys)} rollouts are no whole groups of {size}: the table was cut or sorted anew")
+        raise CannotRecompute(f"{len(keys)} rollouts are no whole groups of {size}: the table was cut or sorted anew")
     return size
 
 
@@ -176,8 +181,8 @@ def summary(recomputed: pa.Table) -> dict[str, Any]:
 
 
 def variant_named(name: str) -> Variant:
-    """The variant of that name. Raises ValueError with those that there are."""
+    """The variant of that name. Raises CannotRecompute with those that there are."""
     for variant in get_args(Variant):
         if variant == name:
             return variant  # type: ignore[no-any-return]
-    raise ValueError(f"there is no variant {name!r}; choose from {', '.join(VARIANTS)}")
+    raise CannotRecompute(f"there is no variant {name!r}; choose from {', '.join(VARIANTS)}")
