@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import dagster as dg
 from coepg_dagster.assets.ledger import Loop, archive
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.experiment import Experiment, split_reference
 from coepg_dagster.project import Project
@@ -107,9 +108,8 @@ def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) ->
     """Writes the lineage map of a loop below the store and returns its path."""
     page = pages_folder(project, loop) / "lineage-map.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    partial = page.with_suffix(".partial")
-    partial.write_text(lineage_of(loop, instance), "utf-8")
-    partial.replace(page)
+    with whole(page) as draft:
+        draft.write_text(lineage_of(loop, instance), "utf-8")
     return str(page)
 
 
