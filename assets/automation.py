@@ -16,6 +16,7 @@ from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 
 from coepg_dagster.experiment import fingerprint
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usable
+from coepg_dagster.refusal import Refusal
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
@@ -298,7 +299,7 @@ def why_failed(event: dg.DagsterEvent) -> str:
     return error.message.strip() if error else "failed"
 
 
-class AlertFailed(RuntimeError):
+class AlertFailed(Refusal, RuntimeError):
     """The webhook did not take an alert; the message does not name its address."""
 
 

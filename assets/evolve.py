@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coepg_dagster.project import Project
+from coepg_dagster.refusal import Refusal
 
 _PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
 _QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -35,8 +36,10 @@ Place: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Where the heavy steps run: resource → fields of `resources.training.Processes`."""
 
 
-class RunFailed(RuntimeError):
+class RunFailed(Refusal, RuntimeError):
     """A run of the loop failed; the message says which step, why, and where to look."""
+
+    code = 1
 
 
 def evolve_through(

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.benchmark import SOURCE, benchmark_version, files_version
 from coepg_dagster.experiment import Experiment, code_version
@@ -392,9 +393,8 @@ def claim(context: dg.AssetExecutionContext, folder: Path, iteration: int) -> No
                     f"iteration {iteration} is being written by run {holder[:8]} ({run.status.value}): "
                     "wait for it, or cancel it, then run this again"
                 )
-        partial = holder_file.with_suffix(".partial")
-        partial.write_text(json.dumps({"run_id": context.run.run_id}))
-        partial.replace(holder_file)
+        with whole(holder_file) as draft:
+            draft.write_text(json.dumps({"run_id": context.run.run_id}))
 
 
 def tag_run(context: dg.AssetExecutionContext) -> None:

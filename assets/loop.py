@@ -37,7 +37,7 @@ from coepg_dagster.artifacts import (
     write_table,
 )
 from coepg_dagster.auditing.archive import MODELS
-from coepg_dagster.experiment import Member, Strict
+from coepg_dagster.experiment import ExperimentError, Member, Strict
 from coepg_dagster.inference.weights import pinned
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
@@ -307,7 +307,7 @@ def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Me
     """The members that a run asked for; all where it asked for none."""
     unknown = sorted(set(names or ()) - set(members))
     if unknown:
-        raise ValueError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
+        raise ExperimentError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
     return {name: member for name, member in members.items() if names is None or name in names}
 
 

@@ -23,6 +23,7 @@ from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment import Member, Models, code_version, fingerprint
 from coepg_dagster.jobs import Job, seed_of
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.store import UNPARTITIONED, Store
 
 RESOURCES: dict[Asset, str] = {
@@ -148,7 +149,7 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
         inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
         with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
             yield Making(context, loop, ref, inputs, store, draft)
-    except NotUsable as error:
+    except Refusal as error:
         raise dg.Failure(str(error), allow_retries=False) from None
 
 

@@ -21,10 +21,12 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import Archive, NotFound
-from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster.experiment import Experiment, split_reference
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.reports.evolution import Member
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import View, lineage_page
@@ -115,9 +117,8 @@ def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) ->
     """Writes the lineage map of a loop below the store and returns its path."""
     page = pages_folder(project, loop) / "lineage-map.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    partial = page.with_suffix(".partial")
-    partial.write_text(lineage_of(loop, instance), "utf-8")
-    partial.replace(page)
+    with whole(page) as draft:
+        draft.write_text(lineage_of(loop, instance), "utf-8")
     return str(page)
 
 
@@ -166,7 +167,7 @@ def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None
     return Starlette(
         routes=[Route("/", loops), *(Route(path, page) for path in paths)],
         middleware=[trusted],
-        exception_handlers={ExperimentError: missing, NotFound: missing},
+        exception_handlers={Refusal: missing},
     )
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import whole_episodes
 
 STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "verdicts.parquet", "dataset.parquet"
@@ -18,6 +19,10 @@ SHUFFLED = "shuffled.parquet"
 """Verdicts on other steps' plans (see pools.controls): `step_id` names the screen, `candidate_id` the plan."""
 DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
 ROLLOUTS = "rollouts.parquet"
+
+
+class NoSteps(Refusal, ValueError):
+    """A split that has no steps, or none within a limit."""
 
 
 @contextmanager
@@ -55,25 +60,25 @@ def all_steps(path: Path) -> pa.Table:
 
 
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
-    """The steps of one split, in file order. Raises ValueError where there are none, or none within the limit.
+    """The steps of one split, in file order. Raises NoSteps where there are none, or none within the limit.
 
     With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`).
     """
     table = all_steps(path)
     start = pc.index(table["split"], split).as_py()
     if start < 0:
-        raise ValueError(f"{path} holds no step of split {split!r}")
+        raise NoSteps(f"{path} holds no step of split {split!r}")
     return limited(table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py()), limit)
 
 
 def limited(table: pa.Table, limit: int | None) -> pa.Table:
-    """The steps of one split within a limit, see `steps_of`. Raises ValueError where every episode is longer than that."""
+    """The steps of one split within a limit, see `steps_of`. Raises NoSteps where every episode is longer than that."""
     if limit is None or table.num_rows <= limit:
         return table
     chosen = whole_episodes(table, limit)
     if not chosen.num_rows:
         shortest = pc.min(pc.value_counts(table["episode_id"]).field("counts")).as_py()
-        raise ValueError(
+        raise NoSteps(
             f"no episode of split {table['split'][0].as_py()!r} has at most {limit} steps, the shortest has {shortest}: "
             "raise the limit"
         )

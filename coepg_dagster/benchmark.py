@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from coepg_dagster.artifacts import limited
+from coepg_dagster.artifacts import NoSteps, limited
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
 from coepg_dagster.experiment import Benchmark, Experiment, fingerprint
@@ -138,7 +138,7 @@ def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, 
                 limited(mine, experiment.grpo.validation_steps)
         except ScoringError as error:
             why.append(f"key `benchmark.protocol`: {error}")
-        except ValueError as error:
+        except NoSteps as error:
             why.append(f"key `{key}`: {error}")
     return why + _too_few_prompts(experiment, {f"D_{k}": steps for k, steps in (covered or {}).items()})
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -587,10 +587,7 @@ def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experimen
             raise ExperimentError(f"{path}: key `parent`: {raw['parent']} cannot be used: {error}") from None
         inherited = parent.model_dump(mode="json", exclude={"name", *_OWN}, exclude_unset=True)
         raw = _merged(inherited, raw)
-    try:
-        return Experiment.model_validate(raw | {"name": path.stem}), parent
-    except ValidationError as error:
-        raise ExperimentError("\n".join(_explain(path, problem) for problem in error.errors())) from None
+    return checked(Experiment, raw | {"name": path.stem}, path), parent
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -651,6 +648,17 @@ def _check_overlay(path: Path, experiment: Experiment, parent: Experiment) -> No
             )
 
 
+Config = TypeVar("Config", bound=Strict)
+
+
+def checked(kind: type[Config], values: Any, source: Path | str) -> Config:
+    """`values` as configuration. Raises ExperimentError with a line for each key that is wrong; `source` begins it."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ExperimentError("\n".join(_explain(source, problem) for problem in error.errors())) from None
+
+
 _REMEDIES = {
     "extra_forbidden": "there is no such key; remove it or correct its spelling",
     "missing": "the key is missing; add it",
@@ -658,13 +666,13 @@ _REMEDIES = {
 }
 
 
-def _explain(path: Path, problem: Any) -> str:
+def _explain(source: Path | str, problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
     remedy = _REMEDIES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
     if problem["type"] == "string_pattern_mismatch" and key != "pool":
         remedy = "use lower-case letters, digits and _, starting with a letter"
     got = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r:.200})"
-    return f"{path}: {f'key `{key}`' if key != 'name' else 'the name of the file'}: {remedy}{got}"
+    return f"{source}: {f'key `{key}`' if key != 'name' else 'the name of the file'}: {remedy}{got}"
 
 
 class Experiments(dict[str, Experiment]):
@@ -708,6 +716,17 @@ def split_reference(reference: str, experiments: Experiments) -> tuple[Experimen
         choice = ", ".join(f"{name}/{seed}" for seed in seeds)
         raise ExperimentError(f"{reference}: {name} has no such seed; use {name} or one of {choice}")
     return experiment, seeds[seed_part]
+
+
+def split_iteration(reference: str, experiments: Experiments) -> tuple[Experiment, int, int]:
+    """(experiment, seed, k) of `NAME@k` or `NAME/sSEED@k`. Raises ExperimentError."""
+    name, _, k = reference.rpartition("@")
+    if not (name and k.isascii() and k.isdecimal()):
+        raise ExperimentError(f"{reference!r:.80} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
+    experiment, seed = split_reference(name, experiments)
+    if k.lstrip("0")[4:] or int(k) > experiment.iterations:
+        raise ExperimentError(f"{reference:.80}: {experiment.name} has the iterations 0..{experiment.iterations}")
+    return experiment, seed, int(k)
 
 
 CODE: Final[dict[str, int]] = {

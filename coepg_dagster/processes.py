@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-from coepg_dagster.progress import Ended
+from coepg_dagster.refusal import Refusal
 
 GRACE_SECONDS: Final = 20
 """How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
@@ -109,7 +109,7 @@ def last_words() -> Iterator[None]:
             leave_words(str(end.code))
         raise
     except Exception as error:
-        leave_words(str(error) if isinstance(error, Ended) else "".join(traceback.format_exception_only(error)))
+        leave_words(str(error) if isinstance(error, Refusal) else "".join(traceback.format_exception_only(error)))
         raise
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 from coepg_dagster.artifacts import write_table
 from coepg_dagster.jobs import ChunkedJob, Job, parse_job
 from coepg_dagster.progress import Report
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.running import Chunk, Chunked, chunked, run
 
 POLL_SECONDS: Final = 1.0
@@ -24,7 +25,7 @@ LOST_AT_MOST: Final = 3
 """Actors that may be lost with their node, in one job; their chunks are made again."""
 
 
-class ClusterUnusable(RuntimeError):
+class ClusterUnusable(Refusal, RuntimeError):
     """No Ray, no cluster at the address, or nothing on it for this job; the message says what to do."""
 
 

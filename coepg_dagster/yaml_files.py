@@ -13,13 +13,15 @@ from typing import Any, Final
 import yaml
 from yaml.constructor import ConstructorError
 
+from coepg_dagster.refusal import Refusal
+
 MAX_BYTES: Final = 1 << 18
 MAX_VALUES: Final = 10_000
 """Values of a file, those behind an alias counted each time that they stand for."""
 MAX_WHOLE: Final = 1 << 63
 
 
-class BadYaml(ValueError):
+class BadYaml(Refusal, ValueError):
     """A file that is not read; the message names the file, the place in it, and what is wrong."""
 
 

@@ -17,8 +17,8 @@ from dagster_pipes import open_dagster_pipes
 
 from coepg_dagster.jobs import parse_job
 from coepg_dagster.processes import end_with_parent
-from coepg_dagster.progress import Ended
-from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
+from coepg_dagster.ray_cluster import run_on_cluster
+from coepg_dagster.refusal import Refusal
 
 MODULE: Final = "coepg_dagster.resources.ray_worker"
 ADDRESS: Final = "COEPG_RAY_ADDRESS"
@@ -33,7 +33,7 @@ def main(job_file: Path, result_file: Path) -> None:
         threads = int(os.environ["OMP_NUM_THREADS"])
         try:
             figures, device = run_on_cluster(job, Path.cwd(), os.environ[ADDRESS], threads, Reporter(pipes))
-        except (ClusterUnusable, Ended) as why:
+        except Refusal as why:
             sys.exit(str(why))
         seconds = time.monotonic() - started
         result_file.write_text(json.dumps({"figures": figures, "device": device, "seconds": seconds}))

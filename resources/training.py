@@ -15,7 +15,7 @@ from coepg_dagster.resources import ray_worker, worker
 from coepg_dagster.resources.launcher import job_environment, run_process
 from pydantic import Field, create_model, model_validator
 
-from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft, Strict
+from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft, Strict, checked
 from coepg_dagster.jobs import ChunkedJob, Job, OnTrouble, Placement, Strategy, TrainingJob
 
 Config = TypeVar("Config", bound=Strict)
@@ -69,10 +69,10 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
         )
 
     def resolve(self, config: Config) -> Config:
-        """`config` with the fields that this resource replaces."""
+        """`config` with the fields that this resource replaces. Raises ExperimentError."""
         fields = type(config).model_fields
         replaced = {name: value for name, value in self.overrides().items() if name in fields}
-        return type(config).model_validate(config.model_dump() | replaced)
+        return checked(type(config), config.model_dump() | replaced, f"resource of {type(config).__name__}")
 
     def overrides(self) -> dict[str, Any]:
         """What this resource replaces of the experiment file, by field."""

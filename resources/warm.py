@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coepg_dagster.processes import end_with_parent, last_words
+from coepg_dagster.progress import Ended
 
 IMPORTED: Final = [
     "coepg_dagster.resources.worker",
@@ -60,13 +61,13 @@ class WarmServer:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, **job: Any) -> int:
-        """The process id of a new fork that runs `job`. Raises RuntimeError where the server is gone."""
+        """The process id of a new fork that runs `job`. Raises Ended where the server is gone."""
         with self._changed:
             with contextlib.suppress(BrokenPipeError):  # `_gone` says so
                 self._socket.sendall(json.dumps(job).encode() + b"\n")
             self._changed.wait_for(lambda: self._started or self._gone)
             if not self._started:
-                raise RuntimeError("the server of jobs is gone: was it killed, or is memory full? Run this again")
+                raise Ended("the server of jobs is gone: was it killed, or is memory full? Run this again")
             return self._started.pop()
 
     def code(self, pid: int, timeout: float | None) -> int | None:

@@ -15,7 +15,7 @@ from dagster_pipes import PipesContext, open_dagster_pipes
 from coepg_dagster.inference.visual import keep_in
 from coepg_dagster.jobs import Job, TrainingJob, read_job
 from coepg_dagster.processes import end_with_parent, last_words
-from coepg_dagster.progress import Ended
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.running import run
 from coepg_dagster.training.launch import is_main, is_rank, launch_ranks, see_one_gpu
 
@@ -46,7 +46,7 @@ def main(job_file: Path, result_file: Path) -> None:
             _report(job, result_file)
         else:
             run(job, lambda done, of, figures: None)
-    except Ended as why:
+    except Refusal as why:
         sys.exit(str(why))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from coepg_dagster import yaml_files
@@ -88,7 +92,8 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["plan", "sandbox", "--gpu", "Voodoo"], "known: "),
     (["plan", "sandbox", "--gpus", "0"], "Invalid value for"),
     (["plan", "sandbox", "--strategy", "zero9"], "'zero9' is not one of"),
-    *((["trace", row], "names no row") for row in ("", "x", "sandbox@1", "sandbox@x#1", "sandbox@1#", "#", "@#")),
+    *((["trace", row], "names no row") for row in ("", "x", "sandbox@1", "sandbox@1#", "#", "@#")),
+    *((["trace", f"{name}#1"], said) for name, said in ITERATIONS.items()),
     (["trace", "nothing@1#0"], "no experiment 'nothing'"),
     (["trace", "sandbox@4#0"], "iterations 0..3"),
     (["trace", "sandbox@1#0"], "run `coepg evolve sandbox/s13 --through 1` first"),
@@ -133,6 +138,44 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["check-data", NOTHING], "does not exist"),
     (["rewards", "recompute", "sandbox@1"], "Missing option"),
 ]
+
+
+REFUSED: dict[str, list[str]] = {
+    "evolve": ["nothing", "--through", "1"],
+    "results": ["nothing"],
+    "plan": ["nothing"],
+    "lineage": ["nothing"],
+    "trace": ["sandbox@x#0"],
+    "audit": ["sandbox"],
+    "diff": ["sandbox@x", "sandbox@1"],
+    "gc": [],
+    "report": ["nothing", "--out", "out"],
+    "ui": ["--port", "4000", "--pages-port", "4000"],
+    "reproduce": ["nothing"],
+    "collect": ["miniwob", "--out", f"{FILE}/shards"],
+    "pretrain": ["sandbox", "--recipe", FILE],
+    "play": ["sandbox@x"],
+    "score": [FILE, "--format", "coepg", "--protocol", "nothing"],
+    "compare": ["sandbox@x", "sandbox@1"],
+    "check-data": [FOLDER, "--experiment", "nothing"],
+    "rewards recompute": ["sandbox@x", "--variant", "literal"],
+    "rewards calibration": ["sandbox@x"],
+}
+"""What each command refuses in a project in which nothing was made."""
+ASKS_NOTHING = {"protocols"}
+
+
+def commands(group: Any, *above: str) -> Iterator[str]:
+    """The full names of all commands."""
+    for name, command in group.commands.items():
+        yield from commands(command, *above, name) if hasattr(command, "commands") else [" ".join((*above, name))]
+
+
+@pytest.mark.parametrize("command", sorted({*commands(typer.main.get_command(app))} - ASKS_NOTHING))
+def test_what_a_command_refuses_is_one_line(command: str, project: Path) -> None:
+    place = project / FOLDER if command == "gc" else project  # which refuses only where there is no project
+    code, out, err = tell(place, *command.split(), *REFUSED[command])
+    assert code == 2 and not out and len(err.splitlines()) == 1, f"{code}: {out}{err}"
 
 
 @pytest.mark.parametrize(
@@ -241,3 +284,27 @@ def test_plan_refuses_what_a_later_step_would(change: str, said: str, project: P
     finally:
         file.unlink()
     assert code == 2 and said in err, err
+
+
+INTERNAL = {"BadPicture", "NotJson", "OracleError", "RejectedRow", "SpaceMismatch", "SplitError", "_Unreachable"}
+"""Errors that the code handles itself, or that only a fault of the code raises."""
+
+
+def test_every_error_that_a_user_reads_has_one_base() -> None:
+    """Then the command line, the worker and a Dagster step show its message without a traceback."""
+    bases: dict[str, set[str]] = {}
+    for place in ("coepg_dagster", "assets", "resources"):
+        for file in (REPOSITORY / place).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    bases[node.name] = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+
+    def derives(name: str, roots: set[str]) -> bool:
+        return name in roots or any(derives(base, roots) for base in bases.get(name, ()) if base != name)
+
+    builtin = {
+        name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)
+    }
+    errors = {name for name in bases if derives(name, builtin)}
+    assert {"Refusal", "Ended", "NotUsable"} <= errors
+    assert {name for name in errors if not derives(name, INTERNAL | {"Refusal"})} == set()

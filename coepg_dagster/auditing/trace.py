@@ -24,7 +24,6 @@ from coepg_dagster.provenance import Asset, Input, Record, Ref
 from coepg_dagster.steps import short_hash
 
 ROW_ID: Final = re.compile(r"r[0-9a-f]{16}")
-_PLACE: Final = re.compile(r"(?P<loop>[^@#]+)@(?P<k>[0-9]{1,9})#(?P<what>.+)")
 _MEMBER: Final = re.compile(r"(planner|grounder)_(\d+)")
 _MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "planner")
 _HOW: Final = {
@@ -39,21 +38,20 @@ class Place:
     """What `coepg trace` was asked for: a row id alone, or something of EXPERIMENT@k."""
 
     what: str  # row id, number of a row from 0, or candidate id
-    reference: str | None = None  # EXPERIMENT or EXPERIMENT/sSEED
-    k: int | None = None
+    reference: str | None = None  # EXPERIMENT@k or EXPERIMENT/sSEED@k, see `experiment.split_iteration`
 
 
 def parse_place(text: str) -> Place:
     """Reads ROW: a row id, or EXPERIMENT@k# and the number of a row from 0, a row id or a candidate id. Raises NotFound."""
     if ROW_ID.fullmatch(text):
         return Place(text)
-    found = _PLACE.fullmatch(text)
-    if found is None:
+    reference, _, what = text.partition("#")
+    if not what:
         raise NotFound(
-            f"{text!r} names no row: give a row id (r and 16 hex digits), or EXPERIMENT@k#N for row N of D_k, counted "
+            f"{text!r:.80} names no row: give a row id (r and 16 hex digits), or EXPERIMENT@k#N for row N of D_k, counted "
             "from 0, or EXPERIMENT@k#CANDIDATE_ID; e.g. sandbox@1#0"
         )
-    return Place(found["what"], found["loop"], int(found["k"]))
+    return Place(what, reference)
 
 
 def find_row(archive: Archive, row_id: str) -> tuple[Record, dict[str, Any]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 from typing import Annotated, Any, Literal, NoReturn
 
+import pyarrow as pa
 import typer
 from rich.console import Console
 
-from coepg_dagster.experiment import Experiment, ExperimentError, split_reference
+from coepg_dagster.experiment import Experiment, Experiments, split_iteration, split_reference
+from coepg_dagster.processes import leave_words
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.refusal import Refusal
 
@@ -23,12 +25,14 @@ class Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except Refusal as error:
-            refuse(str(error))
+            refuse(str(error), error.code)
         except OSError as error:
             if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
                 raise
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             refuse(f"{what}: name another place, or mend this one")
+        except pa.ArrowException as error:
+            refuse(f"a stored table cannot be read: {error}: `coepg audit EXPERIMENT` names what is damaged")
         except ModuleNotFoundError as error:
             if error.name not in _EXTRAS:
                 raise
@@ -51,22 +55,24 @@ def open_experiment(reference: str) -> tuple[Project, Experiment, int]:
     project = find_project()
     known = project.all_experiments()
     opened = split_reference(reference, known)
-    for name in sorted(known.left_out.keys() - _said_left_out):
-        first, *more = known.left_out[name].splitlines()
-        say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
-        _said_left_out.add(name)
+    _name_left_out(known)
     return project, *opened
 
 
 def open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
     """The project, experiment, seed and k of `EXPERIMENT@k`. Raises ExperimentError."""
-    name, _, k = reference.rpartition("@")
-    if not (name and k.isascii() and k.isdecimal()):
-        raise ExperimentError(f"{reference!r} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
-    project, experiment, seed = open_experiment(name)
-    if k.lstrip("0")[4:] or int(k) > experiment.iterations:
-        raise ExperimentError(f"{reference}: {experiment.name} has the iterations 0..{experiment.iterations}")
-    return project, experiment, seed, int(k)
+    project = find_project()
+    known = project.all_experiments()
+    opened = split_iteration(reference, known)
+    _name_left_out(known)
+    return project, *opened
+
+
+def _name_left_out(known: Experiments) -> None:
+    for name in sorted(known.left_out.keys() - _said_left_out):
+        first, *more = known.left_out[name].splitlines()
+        say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
+        _said_left_out.add(name)
 
 
 def require_device(*devices: Device | None) -> None:
@@ -82,10 +88,11 @@ def say(text: str, style: str) -> None:
     err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: str, code: int = Refusal.code) -> NoReturn:
     """Says why a command cannot go on, and ends it."""
     say(message, "red")
-    raise typer.Exit(2) from None
+    leave_words(message)
+    raise typer.Exit(code) from None
 
 
 def two_decimals(value: float | None) -> str:

@@ -33,7 +33,6 @@ from coepg_dagster.cli.common import (
 )
 from coepg_dagster.experiment import ABLATIONS, Experiment
 from coepg_dagster.planning.estimates import CARDS, Strategy
-from coepg_dagster.processes import leave_words
 from coepg_dagster.project import Project, find_project
 
 if TYPE_CHECKING:
@@ -89,16 +88,11 @@ def evolve(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
+    from coepg_dagster.assets.evolve import evolve_through, place_of
 
     loop = Loop(experiment, seed, project.root)
-    try:
-        place = place_of(device, train_device, processes, ray)
-        made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
-    except RunFailed as error:
-        say(str(error), "red")
-        leave_words(str(error))
-        raise typer.Exit(1) from None
+    place = place_of(device, train_device, processes, ray)
+    made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
     err.print(f"{made} runs" if made else "everything is there and current")
 
 
@@ -284,11 +278,11 @@ def trace(
     from coepg_dagster.auditing.trace import trace as trace_place
 
     place = parse_place(row)
-    if place.reference is None or place.k is None:
+    if place.reference is None:
         archive = _archive(find_project())
         found = trace_row(archive, *find_row(archive, place.what))
     else:
-        project, experiment, seed, k = open_iteration(f"{place.reference}@{place.k}")
+        project, experiment, seed, k = open_iteration(place.reference)
         from coepg_dagster.assets.ledger import Loop
 
         owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
@@ -530,16 +524,12 @@ def rewards_recompute(
     import pyarrow.parquet as pq
 
     from coepg_dagster.artifacts import ROLLOUTS, write_table
-    from coepg_dagster.rewards.cdrem import NoVerdict
     from coepg_dagster.rewards.variants import recompute, summary, variant_named
 
     record, folder = _record_of(reference, "planner")
     if not (folder / ROLLOUTS).exists():
         refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
-    try:
-        made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
-    except (NoVerdict, ValueError) as error:
-        refuse(str(error))
+    made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
     logged = record.config["confidence"]
     facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
         made

@@ -13,6 +13,7 @@ import pyarrow as pa
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.inference.engine import Engine, Failure, Generation, Request, Sampling
 from coepg_dagster.inference.screens import Screens
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import (
     Message,
     PlannerAnswer,
@@ -93,14 +94,14 @@ class Planner:
         self._engine, self._screens, self.style = engine, screens, style
 
     def plan(self, tasks: Sequence[Task], sampling: Sampling) -> list[list[Plan]]:
-        """`sampling.samples` plans for each task, in order. Raises RuntimeError where the engine fails on one."""
+        """`sampling.samples` plans for each task, in order. Raises Ended where the engine fails on one."""
         requests = [Request(self._screens.image(task.step_id), task.messages(self.style)) for task in tasks]
         result: list[list[Plan]] = []
         for task, answers in zip(tasks, self._engine.generate(requests, sampling), strict=True):
             plans = []
             for answer in answers:
                 if isinstance(answer, Failure):
-                    raise RuntimeError(f"step {task.step_id}: the planner gave no answer: {answer.reason}")
+                    raise Ended(f"step {task.step_id}: the planner gave no answer: {answer.reason}")
                 plans.append(Plan(answer.text, parse_planner(answer.text)))
             result.append(plans)
         return result

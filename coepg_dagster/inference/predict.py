@@ -11,6 +11,7 @@ from coepg_dagster.geometry import Point, Space
 from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import parse_end_to_end
 
 PREDICTION_SCHEMA = pa.schema(
@@ -36,7 +37,7 @@ def predict(
     max_plan_tokens: int,
     max_point_tokens: int,
 ) -> pa.Table:
-    """One prediction per step, in order (PREDICTION_SCHEMA). Raises RuntimeError where a model gives no answer."""
+    """One prediction per step, in order (PREDICTION_SCHEMA). Raises Ended where a model gives no answer."""
     pi = Planner(planner, Screens(steps, planner.resize), models.prompts)
     phi = Grounder(grounder, Screens(steps, grounder.resize), models.prompts, models.coordinates, max_point_tokens)
     tasks = tasks_of(steps)
@@ -47,7 +48,7 @@ def predict(
     for task, plan in zip(tasks, plans, strict=True):
         reading = next(readings) if plan.answer else None
         if reading and reading.failure:
-            raise RuntimeError(f"step {task.step_id}: the grounder gave no answer: {reading.failure}")
+            raise Ended(f"step {task.step_id}: the grounder gave no answer: {reading.failure}")
         rows.append(
             {
                 "step_id": task.step_id,
@@ -67,7 +68,7 @@ def predict(
 def predict_end_to_end(engine: Engine, steps: pa.Table, models: Models, max_tokens: int) -> pa.Table:
     """What an end-to-end agent does on labelled steps, greedy: one prediction per step, in order (PREDICTION_SCHEMA).
 
-    Its answer is `planner_text`; no plan, no grounder. Raises RuntimeError where it gives no answer.
+    Its answer is `planner_text`; no plan, no grounder. Raises Ended where it gives no answer.
     """
     screens = Screens(steps, engine.resize)
     tasks = tasks_of(steps)
@@ -76,7 +77,7 @@ def predict_end_to_end(engine: Engine, steps: pa.Table, models: Models, max_toke
     for task, answers in zip(tasks, engine.generate(requests, Sampling(max_tokens)), strict=True):
         answer = answers[0]
         if isinstance(answer, Failure):
-            raise RuntimeError(f"step {task.step_id}: the agent gave no answer: {answer.reason}")
+            raise Ended(f"step {task.step_id}: the agent gave no answer: {answer.reason}")
         action = parse_end_to_end(answer.text)
         point = None
         if action is not None and action.point is not None:

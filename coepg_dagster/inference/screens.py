@@ -11,6 +11,7 @@ from PIL import Image
 
 from coepg_dagster.geometry import Box, Size, Space, Viewport, smart_resize
 from coepg_dagster.pictures import BadPicture, picture
+from coepg_dagster.refusal import Refusal
 
 
 def resize_of(processor: Any) -> tuple[int, int, int]:
@@ -29,7 +30,7 @@ def visual_tokens(processor: Any, image: Image.Image) -> int:
     return size.width * size.height // factor**2
 
 
-class UnreadableScreenshot(ValueError):
+class UnreadableScreenshot(Refusal, ValueError):
     """A screenshot that cannot be decoded; the message names the step."""
 
 

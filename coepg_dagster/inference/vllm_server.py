@@ -23,13 +23,14 @@ from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.openai_engine import OpenAIEngine
 from coepg_dagster.inference.processing import load_processor
 from coepg_dagster.processes import end_group, ended, first_error, tail
+from coepg_dagster.refusal import Refusal
 
 NAME: Final = "served"
 STEP_TOKENS: Final = 8192
 """Most tokens of one step of the scheduler: enough to fill a GPU, and few enough to leave memory to the KV cache."""
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(Refusal, RuntimeError):
     """A server that ended, or did not answer in time; the message says why, and holds the end of its log."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Member, Regeneration
+from coepg_dagster.experiment import ExperimentError, Member, Regeneration
 from coepg_dagster.inference.agents import Planner, tasks_of
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.rewards.gate import gate_of
@@ -81,8 +81,11 @@ def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
 
 
 def pool_members(open_members: Mapping[str, Member], trained: Mapping[str, Member]) -> dict[str, Member]:
-    """The members of a pool by name: open models, then trained ones, newest first. Raises on a name used twice."""
+    """The members of a pool by name: open models, then trained ones, newest first.
+
+    Raises ExperimentError on a name used twice.
+    """
     both = set(open_members) & set(trained)
     if both:
-        raise ValueError(f"pool members need different names: {', '.join(sorted(both))}")
+        raise ExperimentError(f"pool members need different names: {', '.join(sorted(both))}")
     return {**open_members, **trained}

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.prompts import ACTION_TYPES, MOBILE_ACTION_TYPES, Style, needs_target
 from coepg_dagster.readers import android_control, mind2web, own, screenspot
 from coepg_dagster.readers.files import Files, Version, contents, same_content, version, versions_now
@@ -248,7 +249,7 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
             pq.write_table(rejects_table(rejects), one.rejects)
             _write(one.read, files.versions)
         own_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
-        draft.replace(one.steps)
+        draft.replace(one.steps)  # a draft that stays says that the import was cut off, see `load`
         facts = {"source": str(path), "options": asdict(options), "key": _chosen(dataset, options)}
         _write(one.counts, own_counts.to_json() | facts | {"ids_before": ids_before})
     _judge(counts, options, out)
@@ -336,9 +337,8 @@ def _version(
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(data, indent=1))
-    draft.replace(path)
+    with whole(path) as draft:
+        draft.write_text(json.dumps(data, indent=1))
 
 
 def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:

@@ -55,7 +55,7 @@ class AuditOf:
     made_from: Sequence[tuple[str, str, str]] = ()  # (artifact, data version, run)
     members: Sequence[Member] = ()
     crumbs: Sequence[tuple[str, str]] = ()  # (text, address)
-    trace: Callable[[str], str] | None = None  # `EXPERIMENT/sSEED@k#…` → address of its trace, where one is served
+    trace: Callable[[int, str], str] | None = None  # (k, row or candidate) → address of its trace, where one is served
 
     @property
     def name(self) -> str:
@@ -224,9 +224,9 @@ def _rows(
 def _row(
     about: AuditOf, candidate: str, row: dict[str, Any], number: int | None, made_in: int, votes: list[list[Any]]
 ) -> dict[str, Any]:
-    reference = f"{about.loop}@{about.iteration}#{candidate if number is None else number}"
+    what = candidate if number is None else str(number)
     return {
-        "row": None if number is None else reference,
+        "row": None if number is None else f"{about.loop}@{about.iteration}#{what}",
         "id": row["row_id"],
         "candidate": candidate,
         "planner": row["planner"],
@@ -236,7 +236,7 @@ def _row(
         "value": row["value"],
         "madeIn": made_in,
         "votes": votes,
-        "trace": about.trace(reference) if about.trace else None,
+        "trace": about.trace(about.iteration, what) if about.trace else None,
     }
 
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import jinja2
 import pyarrow as pa
 
+from coepg_dagster.artifacts import whole
+
 TEMPLATES = Path(__file__).with_name("templates")
 SCREENS = "screens"
 """Folder of the screenshots of a set of pages."""
@@ -59,9 +61,8 @@ class ScreenFiles:
         file = self._folder / SCREENS / name[:2] / f"{name}.{ending}"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_bytes(view)
-            partial.rename(file)
+            with whole(file) as draft:
+                draft.write_bytes(view)
         return f"{SCREENS}/{name[:2]}/{name}.{ending}"
 
 

@@ -286,10 +286,8 @@ def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Rec
     return case_study(experiment.benchmark.protocol, all_steps(steps), predictions, experiment.benchmark.test)
 
 
-def trace_address(reference: str) -> str:
-    """Where the trace of `EXPERIMENT/sSEED@k#…` is served, relative to the pages of its loop."""
-    _, _, place = reference.partition("@")
-    k, _, what = place.partition("#")
+def trace_address(k: int, what: str) -> str:
+    """Where the trace of a row or a candidate of D_k is served, relative to the pages of its loop."""
     from urllib.parse import urlencode
 
     return f"trace.html?{urlencode({'k': k, 'row': what})}"

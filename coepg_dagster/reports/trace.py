@@ -36,6 +36,6 @@ def trace_page(archive: Archive, loop: str, k: int, what: str) -> str:
         points=points,
         reference=f"{loop}@{k}#{what}",
         k=k,
-        address=lambda at, candidate: trace_address(f"{loop}@{at}#{candidate}"),
+        address=trace_address,
         crumbs=[(loop, "index.html"), (f"audit of D_{k}", f"audit-{k}.html"), ("lineage map", "lineage.html")],
     )

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.rewards.cdrem import (
     Confidence,
     Floats,
@@ -44,6 +45,10 @@ DEFAULT_TEMPERATURE: Final = 0.25
 """τ of the variant `temperature`: a quarter lets a sure grounder outweigh an unsure one by e^4 at σ = 1, not by e."""
 
 
+class CannotRecompute(Refusal, ValueError):
+    """Rollouts that cannot be rewarded again as somebody asked."""
+
+
 @dataclass(frozen=True)
 class Weighing:
     """How the votes of a plan become a reward: σ of each grounder, and the settings of the same names of `Grpo`.
@@ -71,11 +76,11 @@ class Weighing:
 
 
 def weighing_of(variant: Variant, priors: Sequence[float], temperature: float | None = None) -> Weighing:
-    """The weighing of a variant for grounders with the priors σ. Raises ValueError for a τ that it does not take."""
+    """The weighing of a variant for grounders with the priors σ. Raises CannotRecompute for a τ that it does not take."""
     if temperature is not None and variant != "temperature":
-        raise ValueError(f"the variant {variant!r} takes no temperature; `temperature` does")
+        raise CannotRecompute(f"the variant {variant!r} takes no temperature; `temperature` does")
     if temperature is not None and not 0 < temperature < math.inf:
-        raise ValueError(f"the temperature is {temperature}: give a number greater than 0")
+        raise CannotRecompute(f"the temperature is {temperature}: give a number greater than 0")
     tau = 1.0 if variant != "temperature" else DEFAULT_TEMPERATURE if temperature is None else temperature
     sigma = tuple(0.0 if variant == "uniform" else prior for prior in priors)
     return Weighing(sigma, confidence_temperature=tau, **VARIANTS[variant])
@@ -101,8 +106,8 @@ RECOMPUTED_SCHEMA: Final = pa.schema(
 def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = None) -> pa.Table:
     """Rewards and advantages of `variant` for a rollout table (ROLLOUT_SCHEMA); RECOMPUTED_SCHEMA, rows in order.
 
-    σ is as logged, but 0 for `uniform`. Raises NoVerdict where the only grounders with a vote had failed, and ValueError for
-    rows that make no whole groups.
+    σ is as logged, but 0 for `uniform`. Raises NoVerdict where the only grounders with a vote had failed, and
+    CannotRecompute for rows that make no whole groups.
     """
     weighing_of(variant, (), temperature)  # a wrong temperature is said, also where no rollout has graders
     rows = rollouts.to_pylist()
@@ -146,11 +151,11 @@ def _weights(row: Mapping[str, Any], variant: Variant, temperature: float | None
 
 
 def group_size(rollouts: pa.Table) -> int:
-    """G of a rollout table. Raises ValueError where its rows are no whole groups of one size, one after the other."""
+    """G of a rollout table. Raises CannotRecompute where its rows are no whole groups of one size, one after the other."""
     keys = list(zip(rollouts["optimizer_step"].to_pylist(), rollouts["group"].to_pylist(), strict=True))
     size = keys.count(keys[0]) if keys else 0
     if size < 2 or any(len(set(keys[i : i + size])) > 1 for i in range(0, len(keys), size)) or len(keys) % size:
-        raise ValueError(f"{len(keys)} rollouts are no whole groups of {size}: the table was cut or sorted anew")
+        raise CannotRecompute(f"{len(keys)} rollouts are no whole groups of {size}: the table was cut or sorted anew")
     return size
 
 
@@ -178,8 +183,8 @@ def summary(recomputed: pa.Table) -> dict[str, Any]:
 
 
 def variant_named(name: str) -> Variant:
-    """The variant of that name. Raises ValueError with those that there are."""
+    """The variant of that name. Raises CannotRecompute with those that there are."""
     for variant in get_args(Variant):
         if variant == name:
             return variant  # type: ignore[no-any-return]
-    raise ValueError(f"there is no variant {name!r}; choose from {', '.join(VARIANTS)}")
+    raise CannotRecompute(f"there is no variant {name!r}; choose from {', '.join(VARIANTS)}")

@@ -20,11 +20,12 @@ from coepg_dagster.prompts import (
     planner_answer,
 )
 from coepg_dagster.provenance import Agent
+from coepg_dagster.refusal import Refusal
 
 _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 
 
-class NothingToTrainOn(ValueError):
+class NothingToTrainOn(Refusal, ValueError):
     """D_{k-1} holds no row that this model could learn from."""
 
 

@@ -19,6 +19,7 @@ from PIL import Image
 from trl import apply_chat_template
 from trl.data_utils import prepare_multimodal_messages
 
+from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.training.examples import NothingToTrainOn
@@ -57,7 +58,7 @@ def preflight(
         answer: tokens that a prompt without a completion may be continued with (GRPO).
     Raises:
         NothingToTrainOn: no row is left.
-        ValueError: the image processor resizes what our own resize has made, so no row would be right.
+        IncompleteCheckpoint: the image processor resizes what our own resize has made, so no row would be right.
     """
     table = measure(examples, processor, screens, max_tokens, answer)
     reasons = table["reason"].to_pylist()
@@ -96,7 +97,7 @@ def measure(examples: Dataset, processor: Any, screens: Screens, max_tokens: int
         found: int = int(grid["image_grid_thw"].prod()) // processor.image_processor.merge_size**2
         ours: int = width * height // (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
         if found != ours:
-            raise ValueError(
+            raise IncompleteCheckpoint(
                 f"the image processor makes {found} visual tokens of a screenshot of {width} x {height} px, our resize "
                 f"{ours}: was its size changed after the screenshots were prepared?"
             )

@@ -15,9 +15,8 @@ from coepg_dagster.resources.training import (
     SftResource,
     default_resources,
 )
-from pydantic import ValidationError
 
-from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft
+from coepg_dagster.experiment import ExperimentError, Grpo, Regeneration, Serving, Sft
 from tests.assets.conftest import InProcess
 
 
@@ -33,9 +32,9 @@ def test_what_is_left_empty_is_as_in_the_experiment_file() -> None:
 def test_a_replaced_field_is_checked_like_the_file() -> None:
     assert GrpoCdremResource(max_steps=3, kl_beta=0.0).resolve(Grpo()) == Grpo(max_steps=3, kl_beta=0.0)
     assert SftResource(epochs=0.5).resolve(Sft()).epochs == 0.5
-    with pytest.raises(ValidationError, match="goes with `rule: k_of_n`"):
+    with pytest.raises(ExperimentError, match=r"resource of Regeneration: .*goes with `rule: k_of_n`"):
         RegenerationResource(k=2).resolve(Regeneration())
-    with pytest.raises(ValidationError, match="micro_batch_size 5 does not divide"):
+    with pytest.raises(ExperimentError, match="micro_batch_size 5 does not divide"):
         GrpoCdremResource(micro_batch_size=5).resolve(Grpo())
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.sandbox.miniwob.browser import HEIGHT, WIDTH, Browser
 from coepg_dagster.sandbox.miniwob.elements import Element
 from coepg_dagster.sandbox.miniwob.episodes import Episode, encode_png, play
@@ -178,9 +179,8 @@ def collect_shard(root: Path, shard: Shard) -> tuple[int, Counter[str]]:
     rows, dropped = play_shard(_shared_browser(), shard)
     path = shard.path(root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.part")
-    pq.write_table(pa.Table.from_pylist(rows, SHARD_SCHEMA), aside, compression="zstd")
-    aside.replace(path)
+    with whole(path) as draft:
+        pq.write_table(pa.Table.from_pylist(rows, SHARD_SCHEMA), draft, compression="zstd")
     return len(rows), dropped
 
 

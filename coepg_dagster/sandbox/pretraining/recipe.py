@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from coepg_dagster.experiment import Strict
-from coepg_dagster.refusal import Refusal
+from coepg_dagster.experiment import Strict, checked
 from coepg_dagster.sandbox.pretraining.tiny_models import Preset
 from coepg_dagster.sandbox.pretraining.wordings import Vagueness, Wording
-from coepg_dagster.yaml_files import BadYaml
 from coepg_dagster.yaml_files import read as read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -112,15 +110,6 @@ class Recipe(Strict):
         return self
 
 
-class BadRecipe(Refusal, ValueError):
-    """The recipe file cannot be read; the message says where and what to do."""
-
-
 def read(path: Path) -> Recipe:
-    """The recipe in a YAML file. Raises BadRecipe."""
-    try:
-        return Recipe.model_validate(read_yaml(path))
-    except BadYaml as error:
-        raise BadRecipe(str(error)) from None
-    except ValidationError as error:
-        raise BadRecipe(f"{path}: {error}\nCompare it with models/recipe.yaml.") from None
+    """The recipe in a YAML file. Raises BadYaml, or ExperimentError with the keys that are wrong."""
+    return checked(Recipe, read_yaml(path), path)

@@ -78,7 +78,7 @@ def test_a_second_run_skips_finished_shards(tmp_path: Path) -> None:
     seen: list[int] = []
     done = collect(tmp_path, shards, processes=1, progress=lambda state: seen.append(state.steps))
     assert (done.shards, done.skipped, seen[-1]) == (2, 0, done.steps)
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.partial"))
     again = collect(tmp_path, shards, processes=1)
     assert (again.shards, again.skipped) == (0, 2)
     table = read_shards(tmp_path, "validation")

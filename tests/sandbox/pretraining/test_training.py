@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from coepg_dagster import prompts
 from coepg_dagster.cli import app
+from coepg_dagster.experiment import ExperimentError
 from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, recipe, tiny_models, train
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Contents
@@ -137,14 +138,14 @@ def test_the_shipped_recipe_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> N
         assert {"base-planner", "base-grounder"} <= set(recipe.read(ROOT / "models" / name).checkpoints)
     wrong = tmp_path / "recipe.yaml"
     wrong.write_text("towers: {}\ncheckpoints: {a: {role: planner, tower: nowhere, wordings: {A: 1}, steps: 1}}\n")
-    with pytest.raises(recipe.BadRecipe, match="nowhere"):
+    with pytest.raises(ExperimentError, match="nowhere"):
         recipe.read(wrong)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--recipe", "wrong"], "Compare it with models/recipe.yaml"),
+        (["--recipe", "wrong"], "key `towers`: the key is missing; add it"),
         (["--recipe", "twice"], "the key `towers` stands twice"),
         (["--only", "nothing"], "has base-grounder, base-planner"),
         (["--screens", "nothing", "--out", "out"], "holds no screens: `coepg collect miniwob"),
