@@ -56,13 +56,9 @@ def test_the_product_uses_the_code_of_every_row(product: Product) -> None:
     assert [f"{file}:{name}" for file, name in code if not product.uses(file, name)] == []
 
 
-ELSEWHERE = ("evaluation.protocols:FAMILIES", "evaluation.score:score_under_all", "evaluation.tables:", "reports.")
-"""Until the one table of results is there."""
-
-
 def test_the_product_uses_all_of_its_code(product: Product) -> None:
     """What only a test needs stands with the tests."""
-    assert [one for one in product.unused if not one.removeprefix("coepg_dagster.").startswith(ELSEWHERE)] == []
+    assert product.unused == []
 
 
 def test_what_only_tests_call_is_not_used(tmp_path: Path) -> None:

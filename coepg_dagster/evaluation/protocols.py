@@ -40,9 +40,6 @@ READERS: Final[Mapping[str, frozenset[str]]] = {
 }
 """By family: the readers whose labelled steps have the actions and the labels that its protocols judge."""
 
-FAMILIES: Final = tuple(dict.fromkeys(name.split("/")[0] for name in PROTOCOLS))
-"""Benchmarks: the part of a protocol's name before the stroke."""
-
 
 def find_protocol(name: str) -> Protocol:
     """The protocol of that name, or SOP over it for "sop/NAME"; ScoringError with all names where there is none."""

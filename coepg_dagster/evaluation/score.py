@@ -13,7 +13,7 @@ from coepg_dagster.evaluation.android_control import canonical
 from coepg_dagster.evaluation.case import NO_PREDICTION, Action, Case, ScoringError, point_of
 from coepg_dagster.evaluation.formats import Notes, read_predictions
 from coepg_dagster.evaluation.mind2web import pad
-from coepg_dagster.evaluation.protocols import FAMILIES, PROTOCOLS, SOP_PREFIX, find_protocol
+from coepg_dagster.evaluation.protocols import SOP_PREFIX, find_protocol
 from coepg_dagster.evaluation.result import LOST, Comparison, Result, compare_results, result_of, sop
 
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
@@ -69,15 +69,6 @@ def score_file(
     find_protocol(protocol)
     cases, notes = _read(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)
     return _score(protocol, cases, notes, seed)
-
-
-def score_under_all(path: Path, format: str, family: str, *, seed: int = 0) -> dict[str, Result]:
-    """The same predictions under every protocol of `family` ("android_control") that they hold enough for, by name."""
-    names = [name for name, rule in PROTOCOLS.items() if name.split("/")[0] == family and not rule.needs]
-    if not names:
-        raise ScoringError(f"there is no protocol of family {family!r}; families are {', '.join(FAMILIES)}")
-    cases, notes = _read(path, format, names[0])
-    return {name: _score(name, cases, notes, seed) for name in names}
 
 
 def _read(

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result
+from coepg_dagster.evaluation.score import score_file
 from coepg_dagster.evaluation.tables import MISSING, Table, half_up
 
 DATA = Path(os.environ.get("COEPG_SHARED_DATA") or Path(__file__).parents[3] / "shared" / "data")
@@ -18,6 +20,12 @@ needs_data = pytest.mark.skipif(
 )
 PREDICTIONS = DATA / "published_predictions"
 SAMPLES = DATA / "benchmark_samples"
+
+
+def score_under_all(path: Path, format: str, family: str) -> dict[str, Result]:
+    """The same predictions under every protocol of `family` ("android_control") that they hold enough for, by name."""
+    names = [name for name, rule in PROTOCOLS.items() if name.split("/")[0] == family and not rule.needs]
+    return {name: score_file(path, format, name) for name in names}
 
 
 def protocols_table(results: Mapping[str, Result]) -> Table:

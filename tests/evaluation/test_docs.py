@@ -8,9 +8,8 @@ import pytest
 
 from coepg_dagster.evaluation import statistics
 from coepg_dagster.evaluation.protocols import protocols_markdown
-from coepg_dagster.evaluation.score import score_under_all
 
-from .shared import PREDICTIONS, needs_data, protocols_table
+from .shared import PREDICTIONS, needs_data, protocols_table, score_under_all
 
 PAGE = (Path(__file__).parents[2] / "docs/protocols.md").read_text(encoding="utf-8")
 

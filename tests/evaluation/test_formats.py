@@ -18,7 +18,7 @@ from coepg_dagster.evaluation import statistics
 from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result
-from coepg_dagster.evaluation.score import score_file, score_under_all
+from coepg_dagster.evaluation.score import score_file
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -320,8 +320,6 @@ def test_rows_without_a_prediction_are_counted_and_a_file_without_any_is_refused
     file.write_bytes(b"\n".join(lacking))
     with pytest.raises(ScoringError, match=r"lacking\.jsonl: none of its 3 rows has a prediction"):
         score_file(file, format, protocol)
-    with pytest.raises(ScoringError, match="none of its 3 rows"):
-        score_under_all(file, format, protocol.split("/")[0])
 
 
 def test_the_printed_table_counts_what_lacks(folder: Path) -> None:

@@ -16,9 +16,9 @@ from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.mind2web import judge_uground, pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Metric, Result, result_of
-from coepg_dagster.evaluation.score import compare, score_file, score_under_all
+from coepg_dagster.evaluation.score import compare, score_file
 
-from .shared import PREDICTIONS, SAMPLES, needs_data, protocols_table
+from .shared import PREDICTIONS, SAMPLES, needs_data, protocols_table, score_under_all
 
 pytestmark = needs_data
 
