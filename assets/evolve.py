@@ -39,8 +39,6 @@ Place: TypeAlias = Mapping[str, Mapping[str, Any]]
 class RunFailed(Refusal, RuntimeError):
     """A run of the loop failed; the message says which step, why, and where to look."""
 
-    code = 1
-
 
 def evolve_through(
     defs: dg.Definitions,

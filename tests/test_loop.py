@@ -114,13 +114,13 @@ def test_rewards_are_explained_without_a_model(projects: list[Path], tmp_path: P
     assert all(0 <= one["ece"] <= 1 for one in found["verdicts"].values())
     assert (tmp_path / "reliability-verdicts.png").stat().st_size > 1000
     code, _, err = tell(projects[0], "rewards", "recompute", "tiny@0", "--variant", "prior")
-    assert code == 2 and "not made by GRPO" in err
+    assert code == 1 and "not made by GRPO" in err
 
 
 def test_unknown_references_are_refused(projects: list[Path]) -> None:
     for reference, word in (("nothing", "no experiment"), ("tiny/s9", "no such seed")):
         code, _, err = tell(projects[0], "results", reference)
-        assert code == 2 and word in err
+        assert code == 1 and word in err
 
 
 def test_ten_rows_of_d_2_are_traced_to_what_the_tables_say(projects: list[Path]) -> None:

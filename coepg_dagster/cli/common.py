@@ -18,14 +18,14 @@ err = Console(stderr=True)
 
 
 class Commands(typer.core.TyperGroup):
-    """Whatever a person asked for and cannot have ends with one message and code 2."""
+    """Whatever a person asked for and cannot have ends with one message and exit status 1; usage errors, with 2."""
 
     def invoke(self, ctx: Any) -> Any:
         _said_left_out.clear()
         try:
             return super().invoke(ctx)
         except Refusal as error:
-            refuse(str(error), error.code)
+            refuse(str(error))
         except OSError as error:
             if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
                 raise
@@ -88,11 +88,11 @@ def say(text: str, style: str) -> None:
     err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def refuse(message: str, code: int = Refusal.code) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     """Says why a command cannot go on, and ends it."""
     say(message, "red")
     leave_words(message)
-    raise typer.Exit(code) from None
+    raise typer.Exit(1) from None
 
 
 def two_decimals(value: float | None) -> str:

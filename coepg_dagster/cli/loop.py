@@ -152,7 +152,7 @@ def plan(
     """Validates an experiment, prints its resolved configuration, what `evolve` would run and what that would take.
 
     Touches no model: memory per GPU, main memory, disk, steps, tokens and GPU-hours of each stage are computed from sizes
-    and from measured rates. Ends with code 2 where a later step would fail on the data or on a failed check; with code 3
+    and from measured rates. Ends with code 1 where a later step would fail on the data or on a failed check; with code 3
     where a stage cannot fit, and names three settings that would help.
     """
     project, experiment, seed = open_experiment(reference)

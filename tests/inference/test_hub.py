@@ -262,7 +262,7 @@ models: {{base_planner: models/nothere, planners: {{p: {tmp_path / "bin"}}}, ver
 """
     )
     code, _, err = tell(project, "plan", "broken")
-    assert code == 2 and hub.asked == []
+    assert code == 1 and hub.asked == []
     for words in (
         "base_planner: there is no checkpoint folder",
         "planners/p: ",
