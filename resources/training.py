@@ -161,46 +161,28 @@ class RegenerationResource(_overridable(Processes, Regeneration, "trained_member
     verifiers: list[str] | None = Field(default=None, description=f"Which open verifiers give verdicts. {AS_WRITTEN}")
 
 
-class EnginesResource(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """How vLLM runs on this machine, where an experiment asks for it (`models.engine`, or a pool member's `engine`)."""
+_OF_VLLM: Final = ("python", "memory", "context", "arguments")
+"""Settings of `Serving` that are called `vllm_…` in the Launchpad."""
 
-    vllm_python: str | None = Field(
-        default=None, description="Interpreter that has vLLM, for servers. Empty: the one of the code location."
-    )
-    vllm_memory: float = Field(
-        default=0.85, gt=0, le=1, description="Share of a GPU for all vLLM models that are open at the same time."
-    )
-    vllm_context: int = Field(
-        default=16384, ge=256, description="Longest prompt and answer in tokens, visual ones included."
-    )
-    vllm_arguments: list[str] = Field(default=[], description="More arguments of vLLM's servers.")
-    start_minutes: float = Field(default=20.0, gt=0, description="A server that does not answer by then is given up.")
-    in_flight: int = Field(default=64, ge=1, description="Requests at a time, of each vLLM server.")
-    rollout_memory: float = Field(
-        default=0.3,
-        gt=0,
-        le=1,
-        description="Share of a GPU for the vLLM that samples GRPO's rollouts beside the policy.",
-    )
-    rollout_sleep: bool = Field(default=True, description="It gives that memory up while the policy is updated.")
-    rollout_server: str | None = Field(
-        default=None,
-        description="A vLLM server on other GPUs that samples the rollouts instead, e.g. `http://127.0.0.1:8000`.",
-    )
+
+def _engines() -> Any:
+    """A resource with a field for each setting of `Serving`."""
+    fields: dict[str, Any] = {
+        _engine_field(name): (field.annotation, field) for name, field in Serving.model_fields.items()
+    }
+    return create_model("Engines", __base__=dg.ConfigurableResource, **fields)
+
+
+def _engine_field(name: str) -> str:
+    return f"vllm_{name}" if name in _OF_VLLM else name
+
+
+class EnginesResource(_engines()):  # type: ignore[misc]
+    """How vLLM runs on this machine, where an experiment asks for it (`models.engine`, or a pool member's `engine`)."""
 
     def serving(self) -> Serving:
         """The same, as jobs know it."""
-        return Serving(
-            python=self.vllm_python,
-            memory=self.vllm_memory,
-            context=self.vllm_context,
-            arguments=self.vllm_arguments,
-            start_minutes=self.start_minutes,
-            in_flight=self.in_flight,
-            rollout_memory=self.rollout_memory,
-            rollout_sleep=self.rollout_sleep,
-            rollout_server=self.rollout_server,
-        )
+        return Serving(**{name: getattr(self, _engine_field(name)) for name in Serving.model_fields})
 
 
 def default_resources() -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_every_field_of_the_launchpad_is_described() -> None:
 
 
 def test_jobs_are_told_how_engines_run_here() -> None:
-    """Every field, and with the same defaults as where no resource says anything."""
+    """Every field, and as where no resource says anything."""
     assert EnginesResource().serving() == Serving()
     changed = {name: field.default for name, field in EnginesResource.model_fields.items()}
     changed |= {"vllm_python": "/opt/python", "vllm_memory": 0.5, "vllm_context": 999, "vllm_arguments": ["--x"]}
