@@ -71,10 +71,7 @@ def play_iteration(
             raise NotUsable(
                 f"{record.ref}: {records.lost[record.ref]}: run `coepg evolve {loop.name} --through {k}` first"
             )
-    try:
-        tasks = games_of(all_steps(project.store / steps.folder / STEPS), games.split, games.per_family, games.families)
-    except ValueError as error:
-        raise NotUsable(f"{loop.name}: {error}") from None
+    tasks = games_of(all_steps(project.store / steps.folder / STEPS), games.split, games.per_family, games.families)
     if games.first_seed is not None:
         tasks = fresh_games([family for family, _ in tasks], games.first_seed, games.per_family)
 

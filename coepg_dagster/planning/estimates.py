@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 from coepg_dagster.experiment import VISUAL_MEMORY, Grpo, Serving, Sft
 from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
+from coepg_dagster.refusal import Refusal
 
 GB: Final = 1e9
 DEFAULT_SERVING: Final = Serving()
@@ -144,7 +145,7 @@ def _train_rate(run: Mapping[str, Any]) -> float:
     launches = layers * (COMPILED_LAYER_SECONDS if compiled else EAGER_LAYER_SECONDS)
     seconds = sum(run["step_seconds"]) / (run["sequences"] / chosen["micro"]) - launches
     if seconds <= 0:
-        raise ValueError(
+        raise Refusal(
             f"sft_mfu.json: a pass of {chosen['micro']} rows took less than the {launches:.2f} s that the launches of its "
             "kernels are taken to cost; measure with more rows, `python -m benchmarks.sft_mfu`"
         )

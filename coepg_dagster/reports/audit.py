@@ -19,6 +19,7 @@ import pyarrow as pa
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.quality import unreadable_by_verifier
 from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP
+from coepg_dagster.provenance import NotUsable
 from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script, shown_steps
 from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
 
@@ -121,9 +122,7 @@ def write_audit(
         shown += 1
     cards.flush()
     if shown < len(wanted):
-        raise ValueError(
-            f"{len(wanted) - shown} steps with candidates are not in the table of steps: it is another one"
-        )
+        raise NotUsable(f"{len(wanted) - shown} steps with candidates are not in the table of steps: it is another one")
     index = {
         "perChunk": CHUNK,
         "folder": about.name,

@@ -39,6 +39,7 @@ from coepg_dagster.planning.estimates import (
     update_row,
     vllm_seconds,
 )
+from coepg_dagster.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
 MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
@@ -155,7 +156,7 @@ def test_the_training_rate_is_what_the_baselines_run_took(tmp_path: Path, kernel
     assert rates_of(CARDS["A100-80GB"], tmp_path).train == pytest.approx(rates.train * 312 / 989)
     assert "arithmetic" in RATES.basis
     file.write_text(json.dumps(found | {"configurations": {"a": run | {"step_seconds": [0.9, 1.1]}}}))
-    with pytest.raises(ValueError, match="measure with more rows"):
+    with pytest.raises(Refusal, match="measure with more rows"):
         rates_of(H100, tmp_path)
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.selection import select
+from coepg_dagster.provenance import NotUsable
 from coepg_dagster.reports.audit import CHUNK, AuditOf, Member, write_audit
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import HEIGHT, WIDTH, png, step, step_table
@@ -100,7 +101,7 @@ def test_a_verifier_is_listed_with_the_share_of_its_answers_that_name_no_point(p
 def test_a_table_of_other_steps_is_refused(tmp_path: Path) -> None:
     asked = candidates(candidate("other", "open", 0, None))
     decisions = pa.table({"candidate_id": ["other#open#0"], "step_id": ["other"], "decision": ["unparsed"]})
-    with pytest.raises(ValueError, match="1 steps with candidates are not in the table of steps"):
+    with pytest.raises(NotUsable, match="1 steps with candidates are not in the table of steps"):
         write_audit(
             tmp_path, AuditOf("light/s1", 0, CONFIG), step_table(step("s")), asked, verdicts(), decisions, rows()
         )

@@ -23,6 +23,7 @@ from coepg_dagster.experiment import Models
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA, predict
 from coepg_dagster.progress import Report
+from coepg_dagster.provenance import NotUsable
 from coepg_dagster.sandbox.miniwob.browser import ACTION_TYPES, HEIGHT, WIDTH, Browser
 from coepg_dagster.sandbox.miniwob.elements import element_at, history_entry
 from coepg_dagster.sandbox.miniwob.episodes import MAX_STEPS, encode_png
@@ -81,7 +82,7 @@ def games_of(steps: pa.Table, split: str, per_family: int, families: Sequence[st
     """The first episodes of each family whose steps a split holds, by family and seed.
 
     These are the very episodes that are scored offline: their goals keep the split's rule, and three actions can solve
-    them. Raises ValueError for a split or family that has none.
+    them. Raises NotUsable for a split or family that has none.
     """
     columns = steps.select(["split", "family", "seed"]).to_pydict()
     seeds: dict[str, set[int]] = defaultdict(set)
@@ -89,10 +90,10 @@ def games_of(steps: pa.Table, split: str, per_family: int, families: Sequence[st
         if of == split:
             seeds[family].add(seed)
     if not seeds:
-        raise ValueError(f"no steps in split {split!r} (there are: {', '.join(sorted(set(columns['split'])))})")
+        raise NotUsable(f"no steps in split {split!r} (there are: {', '.join(sorted(set(columns['split'])))})")
     unknown = sorted(set(families or ()) - set(seeds))
     if unknown:
-        raise ValueError(f"split {split!r} has no family {', '.join(unknown)} (it has: {', '.join(sorted(seeds))})")
+        raise NotUsable(f"split {split!r} has no family {', '.join(unknown)} (it has: {', '.join(sorted(seeds))})")
     return [(f, seed) for f in sorted(set(families or seeds)) for seed in sorted(seeds[f])[:per_family]]
 
 

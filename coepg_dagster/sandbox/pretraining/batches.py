@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coepg_dagster import prompts
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
-from coepg_dagster.sandbox.pretraining.corpus import ScreenStep
+from coepg_dagster.sandbox.pretraining.corpus import BadShards, ScreenStep
 from coepg_dagster.sandbox.pretraining.fast import PREFIX
 from coepg_dagster.sandbox.pretraining.tiny_models import SCREEN_HEIGHT, SCREEN_WIDTH
 from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, Vagueness, Wording, describe, habit, question
@@ -167,7 +167,7 @@ class Batches(Dataset[Batch]):
         self.length = sequence_length(task.text_tokens)
         self.vocabulary = Vocabulary(tokenizer)
         if not self.pool:
-            raise ValueError(f"{task.name}: no screen to train on")
+            raise BadShards(f"{task.name}: no screen to train on")
 
     def __len__(self) -> int:
         return self.count

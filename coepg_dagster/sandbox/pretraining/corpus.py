@@ -47,8 +47,8 @@ _COLUMNS: Final = [
 ]
 
 
-class WrongSplit(Refusal, ValueError):
-    """A step that must not be trained on stands among the pretraining data."""
+class BadShards(Refusal, ValueError):
+    """Shards that hold no step, a screen of another size, or a step that must not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def read(
 ) -> Corpus:
     """Read Parquet shards, in the order of their paths; at most `limit` steps.
 
-    Raises WrongSplit if a step belongs to none of `splits`, ValueError for a screen of another size or no step at all.
+    Raises BadShards if a step belongs to none of `splits`, for a screen of another size, or for no step at all.
     The pictures go to a file in `work_dir` (a temporary directory by default) and are mapped from there.
     """
     tables = [pq.ParquetFile(path) for path in sorted(shards)]
     total = sum(table.metadata.num_rows for table in tables)
     total = total if limit is None else min(limit, total)
     if total == 0:
-        raise ValueError(f"no steps in {[str(path) for path in shards]}; collect some with `coepg collect miniwob`")
+        raise BadShards(f"no steps in {[str(path) for path in shards]}; collect some with `coepg collect miniwob`")
     directory = Path(tempfile.mkdtemp(prefix="coepg-screens-", dir=work_dir))
     images = np.lib.format.open_memmap(
         directory / _IMAGES, mode="w+", dtype=np.uint8, shape=(total, SCREEN_HEIGHT, SCREEN_WIDTH, 3)
@@ -149,7 +149,7 @@ def read(
                 if len(steps) == total:
                     break
                 if row["split"] not in splits:
-                    raise WrongSplit(
+                    raise BadShards(
                         f"{path}: a step of split {row['split']!r}; pretraining reads {sorted(splits)} only"
                     )
                 images[len(steps)] = _pixels(row, path)
@@ -177,7 +177,7 @@ def _from_json(row: Sequence[Any]) -> ScreenStep:
 def _pixels(row: Mapping[str, Any], path: Path) -> NDArray[np.uint8]:
     if (row["width"], row["height"]) != (SCREEN_WIDTH, SCREEN_HEIGHT):
         size = f"{row['width']} x {row['height']} px"
-        raise ValueError(f"{path}: a screen of {size}; these models see {SCREEN_WIDTH} x {SCREEN_HEIGHT} px")
+        raise BadShards(f"{path}: a screen of {size}; these models see {SCREEN_WIDTH} x {SCREEN_HEIGHT} px")
     with Image.open(io.BytesIO(row["screenshot"])) as image:
         return np.asarray(image.convert("RGB"))
 

@@ -18,6 +18,8 @@ from typing import Final
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from coepg_dagster.experiment import ExperimentError
+
 END_OF_TEXT: Final = "<|endoftext|>"
 IM_START: Final = "<|im_start|>"
 IM_END: Final = "<|im_end|>"
@@ -94,7 +96,7 @@ def fit(corpus: Iterable[str], size: int = 1472, least: int = 1) -> PreTrainedTo
     """A tokenizer of at most `size` tokens: the fixed ones, and the words that most texts of `corpus` hold.
 
     A word that fewer than `least` texts hold is left to be spelled. Deterministic: ties between equally frequent words
-    are broken by the alphabet. Raises ValueError where `size` has no room for the fixed part.
+    are broken by the alphabet. Raises ExperimentError where `size` has no room for the fixed part.
     """
     counts = Counter(word for text in corpus for word in set(words_of(text)) if len(word) > 1)
     fixed = [*SPECIALS, *_byte_alphabet(), *(str(number) for number in range(NUMBERS))]
@@ -104,7 +106,7 @@ def fit(corpus: Iterable[str], size: int = 1472, least: int = 1) -> PreTrainedTo
     for token in fixed:
         vocabulary.setdefault(token, len(vocabulary))
     if len(vocabulary) > size:
-        raise ValueError(f"a vocabulary of {size} tokens is smaller than its fixed part of {len(vocabulary)}")
+        raise ExperimentError(f"`vocabulary`: {size} tokens are fewer than its fixed part of {len(vocabulary)}")
     for word in sorted(counts, key=lambda word: (-counts[word], word)):
         if len(vocabulary) == size or counts[word] < least:
             break

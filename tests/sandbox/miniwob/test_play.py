@@ -17,6 +17,7 @@ from coepg_dagster.experiment import Models, load_experiment
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import planner_answer
+from coepg_dagster.provenance import NotUsable
 from coepg_dagster.steps import STEP_SCHEMA
 from tests.conftest import step
 from tests.inference.scripted import Scripted, generation
@@ -228,7 +229,7 @@ def test_the_episodes_of_a_split() -> None:
     assert games_of(steps, "test_seed", 5) == [("a", 9), ("b", 1), ("b", 2)]
     assert games_of(steps, "test_seed", 1, ["b"]) == [("b", 1)]
     assert fresh_games(["b", "a", "b"], 7, 2) == [("a", 7), ("a", 8), ("b", 7), ("b", 8)]
-    with pytest.raises(ValueError, match=r"no steps in split 'test' \(there are: test_seed, train\)"):
+    with pytest.raises(NotUsable, match=r"no steps in split 'test' \(there are: test_seed, train\)"):
         games_of(steps, "test", 1)
-    with pytest.raises(ValueError, match=r"split 'train' has no family b \(it has: a\)"):
+    with pytest.raises(NotUsable, match=r"split 'train' has no family b \(it has: a\)"):
         games_of(steps, "train", 1, ["b"])

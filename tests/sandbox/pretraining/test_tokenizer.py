@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coepg_dagster import prompts
+from coepg_dagster.experiment import ExperimentError
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 
 TOKENIZER = tokens.fit(['Click on the "previous" button.', "Select Onida from the list.", "previous"] * 3)
@@ -61,7 +62,7 @@ def test_words_of_few_texts_are_spelled() -> None:
 
 
 def test_a_vocabulary_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="smaller than its fixed part"):
+    with pytest.raises(ExperimentError, match="fewer than its fixed part"):
         tokens.fit([], size=300)
 
 

@@ -15,7 +15,7 @@ from coepg_dagster.experiment import ExperimentError
 from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, recipe, tiny_models, train
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Contents
-from coepg_dagster.sandbox.pretraining.corpus import Corpus, WrongSplit
+from coepg_dagster.sandbox.pretraining.corpus import BadShards, Corpus
 from tests.project import REPOSITORY as ROOT
 from tests.sandbox.pretraining.conftest import write_shard
 
@@ -46,7 +46,7 @@ def task(role: str) -> Contents:
 
 def test_other_splits_are_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "x.parquet", 2, split="test_seed")
-    with pytest.raises(WrongSplit, match="test_seed"):
+    with pytest.raises(BadShards, match="test_seed"):
         corpus.read([shard], work_dir=tmp_path)
 
 
