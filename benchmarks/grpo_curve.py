@@ -1,11 +1,12 @@
 """How many rollouts GRPO with C-DREM takes to show: greedy Step SR of the sandbox's π_1 over the rollouts of one run, by seed.
 
 Each seed gets its own D_0, π_1 and ϕ_1 as `coepg evolve sandbox` makes them (the same jobs, on the device of this run), then
-GRPO runs from there: one long one at a constant rate that is looked at on the way, and short ones that a laptop has time for.
+GRPO runs from there, the runs side by side: a long one at a constant rate that is looked at on the way, and short ones that a
+laptop has time for.
 What is looked at is Step SR (macro over episodes) with ϕ_1 on `validation` and on the training steps beyond `max_train_steps`,
 which no model of the loop has seen. Test splits are not read.
 
-    python -m benchmarks.grpo_curve --seeds 13,42,1234 --out FOLDER     # seeds side by side; writes FOLDER/curve-SEED.json
+    python -m benchmarks.grpo_curve --seeds 13,42,1234 --out FOLDER     # writes FOLDER/curve-SEED-RUN.json
     python -m benchmarks.grpo_curve --collect FOLDER                    # the baseline and docs/images/results/grpo-curve.png
 """
 
@@ -18,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +48,8 @@ LOOKS: Final = (1_024, 2_048, 4_096, 8_192, 12_288, 16_384, 24_576, 49_152, 98_3
 """Rollouts after which the planner is looked at."""
 FIGURE: Final = ROOT / "docs" / "images" / "results" / "grpo-curve.png"
 LONG: Final = "constant 3e-4"
+START: Final = "start"
+"""The run that ends before GRPO."""
 BATCH: Final = 512
 
 
@@ -63,7 +65,8 @@ class Loop:
         folder.mkdir(parents=True, exist_ok=True)
         table = load_snapshot(ROOT / experiment.benchmark.path)
         splits = [experiment.benchmark.train, experiment.benchmark.validation]
-        write_steps(table, folder / STEPS, splits)
+        if not (folder / STEPS).exists():  # its other runs read it
+            write_steps(table, folder / STEPS, splits)
         train = steps_of(folder / STEPS, splits[0])
         most = experiment.benchmark.max_eval_steps
         used = steps_of(folder / STEPS, splits[0], experiment.benchmark.max_train_steps)
@@ -150,6 +153,7 @@ class Looks(TrainerCallback):  # type: ignore[misc]
         self, loop: Loop, config: Grpo, grounder: TransformersEngine, processor: Any, keep: Callable[[Any], None]
     ) -> None:
         self.loop, self.config, self.grounder, self.processor, self.keep = loop, config, grounder, processor, keep
+        self.name = f"seed {loop.seed}, {config.max_steps} steps, peak {config.learning_rate:g}"
         self.began = time.perf_counter()
         self.per_step = config.prompts_per_step * config.group_size
         self.right: dict[int, dict[str, list[bool]]] = {}
@@ -183,8 +187,8 @@ class Looks(TrainerCallback):  # type: ignore[misc]
             }
         )
         means = {split: round(100 * float(np.mean(values)), 1) for split, values in self.right[rollouts].items()}
-        took = time.perf_counter() - self.began
-        print(f"seed {self.loop.seed}, {rollouts} rollouts after {took:.0f} s: {means} (micro)", flush=True)
+        after = f"{rollouts} rollouts after {time.perf_counter() - self.began:.0f} s"
+        print(f"{self.name}: {after}: {means} (micro)", flush=True)
 
 
 def right(steps: pa.Table, predictions: pa.Table, loop: Loop) -> list[bool]:
@@ -222,29 +226,32 @@ def train(loop: Loop, config: Grpo, start: tuple[Path, Path, Path], keep: Callab
     grpo.CdremTrainer.__init__ = plain_init  # type: ignore[method-assign]
 
 
-def one(seed: int, out: Path, device: str, steps: int, quick: bool) -> None:
-    """All runs of one seed, from the same π_1."""
+def start_of(seed: int, options: argparse.Namespace) -> tuple[Loop, tuple[Path, Path, Path]]:
+    """A seed's loop with (D_0, π_1, ϕ_1), made where they are not there yet."""
     experiment = Project(ROOT).experiments()["sandbox"]
-    if quick:
+    if options.quick:
         few = experiment.benchmark.model_copy(update={"max_train_steps": 40, "max_eval_steps": 40})
         experiment = experiment.model_copy(update={"benchmark": few})
-    loop = Loop(experiment, seed, out / f"seed-{seed}", device)
-    start = loop.start()
-    micro = {"micro_batch_size": BATCH} if device == "cuda" else {}
-    shared = {"num_train_epochs": 1000, **micro}
-    runs: dict[str, Any] = {}
-    file = out / f"curve-{seed}.json"
+    loop = Loop(experiment, seed, options.out / f"seed-{seed}", options.device)
+    return loop, loop.start()
 
-    def keep(name: str, run: Any) -> None:
-        runs[name] = run
-        about = {"seed": seed, "runs": runs, "episodes": episodes(loop), "device": baseline.device_name()}
-        file.write_text(json.dumps(about))
 
-    for name, change in settings_of(steps).items():
-        if quick:
-            change |= {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 16, "max_steps": 2}
-        config = Grpo.model_validate(experiment.grpo.model_dump() | shared | change)
-        train(loop, config, start, partial(keep, name))
+def one(seed: int, name: str, options: argparse.Namespace) -> None:
+    """One run of one seed; its file is written after each look."""
+    loop, start = start_of(seed, options)
+    change = settings_of(options.steps)[name]
+    if options.device == "cuda":
+        change |= {"micro_batch_size": BATCH}
+    if options.quick:
+        change |= {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 16, "max_steps": 2}
+    config = Grpo.model_validate(loop.experiment.grpo.model_dump() | {"num_train_epochs": 1000} | change)
+    file = options.out / f"curve-{seed}-{list(settings_of(0)).index(name)}.json"
+
+    def keep(run: dict[str, Any]) -> None:
+        about = {"seed": seed, "name": name, "episodes": episodes(loop), "device": baseline.device_name()}
+        file.write_text(json.dumps(about | run))
+
+    train(loop, config, start, keep)
 
 
 def settings_of(steps: int) -> dict[str, dict[str, Any]]:
@@ -254,6 +261,7 @@ def settings_of(steps: int) -> dict[str, dict[str, Any]]:
     return {
         LONG: {"max_steps": steps, "learning_rate": 3e-4, **constant},
         "as shipped": {},
+        "peak 5e-4": {"learning_rate": 5e-4, "max_steps": 48},
         "1,024 rollouts at 1e-5": {**small, "lr_scheduler_type": "cosine", "temperature": 0.9},
     }
 
@@ -265,22 +273,25 @@ def episodes(loop: Loop) -> dict[str, list[str]]:
 def collect(folder: Path) -> None:
     """The baseline and the figure from the curves of all seeds."""
     say = baseline.Log(NAME)
-    curves = [json.loads(file.read_text()) for file in sorted(folder.rglob("curve-*.json"))]
+    runs = [json.loads(file.read_text()) for file in sorted(folder.rglob("curve-*.json"))]
     table: dict[str, dict[str, dict[str, list[Any]]]] = {}
-    for curve in curves:
-        for name, run in curve["runs"].items():
-            for split, of in curve["episodes"].items():
-                for rollouts, values in run["right"].items():
-                    change = change_of(run["right"]["0"][split], values[split], of)
-                    table.setdefault(name, {}).setdefault(split, {}).setdefault(rollouts, []).append(change)
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        for split, of in run["episodes"].items():
+            for rollouts, values in run["right"].items():
+                change = change_of(run["right"]["0"][split], values[split], of)
+                table.setdefault(run["name"], {}).setdefault(split, {}).setdefault(rollouts, []).append(change)
     for name, splits in table.items():
         for split, looks in splits.items():
             for rollouts, changes in looks.items():
                 say(f"{name}, {split}, {rollouts} rollouts: " + "; ".join(map(change_text, changes)))
     draw(table)
     last = table[LONG]["unused"]
-    whole = [rollouts for rollouts, changes in last.items() if len(changes) == len(curves)]
+    seeds = sorted({run["seed"] for run in runs})
+    whole = [rollouts for rollouts, changes in last.items() if len(changes) == len(seeds)]
     final = [change["difference"] for change in last[max(whole, key=int)]]
+    seconds: dict[str, dict[str, float]] = {}
+    for run in runs:
+        seconds.setdefault(run["name"], {})[str(run["seed"])] = round(run["seconds"] - run["looking"], 1)
     baseline.write(
         NAME,
         command="python -m benchmarks.grpo_curve",
@@ -290,9 +301,10 @@ def collect(folder: Path) -> None:
         against="pi_1",
         ratio=None,
         repetitions=table,
-        device=curves[0]["device"],
-        seeds=[curve["seed"] for curve in curves],
-        seconds={str(c["seed"]): {n: round(r["seconds"], 1) for n, r in c["runs"].items()} for c in curves},
+        settings={run["name"]: run["settings"] for run in runs},
+        device=runs[0]["device"],
+        seeds=seeds,
+        seconds=seconds,
     )
 
 
@@ -334,6 +346,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=False)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=LOOKS[-1] // 512, help="updates of the long run")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # one run of one seed, in this process
     parser.add_argument("--collect", type=Path)
     parser.add_argument("--quick", action="store_true", help="a few steps of one seed; proves the code path")
     options = parser.parse_args()
@@ -343,14 +356,25 @@ def main() -> None:
         parser.error("--out: where the models and curves are to lie")
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    if len(seeds) == 1:
-        return one(seeds[0], options.out, options.device, options.steps, options.quick)
+    if options.run == START:
+        start_of(*seeds, options)
+    elif options.run:
+        one(*seeds, options.run, options)
+    else:
+        side_by_side(options, seeds, [START])
+        side_by_side(options, seeds, list(settings_of(0)))
+    return None
+
+
+def side_by_side(options: argparse.Namespace, seeds: list[int], runs: list[str]) -> None:
+    """Each seed and run in a process of its own, all at the same time."""
     command = [sys.executable, "-m", "benchmarks.grpo_curve", "--out", str(options.out), "--device", options.device]
     command += ["--steps", str(options.steps), *(["--quick"] if options.quick else [])]
-    running = [subprocess.Popen([*command, "--seeds", str(seed)], cwd=ROOT) for seed in seeds]
+    running = [
+        subprocess.Popen([*command, "--seeds", str(seed), "--run", run], cwd=ROOT) for run in runs for seed in seeds
+    ]
     if any([process.wait() for process in running]):
-        raise SystemExit("a seed failed; its traceback is above")
-    return None
+        raise SystemExit("a run failed; its traceback is above")
 
 
 if __name__ == "__main__":
