@@ -7,9 +7,9 @@ from typing import Any
 import dagster as dg
 from coepg_dagster.assets.about import about
 from coepg_dagster.assets.ledger import Loop
-from coepg_dagster.assets.making import RESOURCES, Maker, materialize
 from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.shared import WEIGHTS
+from coepg_dagster.assets.stage import RESOURCES, StageFunction, materialize
 
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.pools.controls import BLOCKING
@@ -50,13 +50,15 @@ def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
     return dg.StaticPartitionsDefinition([str(k) for k in range(experiment.iterations + 1)])
 
 
-def shared_assets(experiment: Experiment, root: Path, makers: Mapping[Asset, Maker]) -> list[dg.AssetsDefinition]:
+def shared_assets(
+    experiment: Experiment, root: Path, makers: Mapping[Asset, StageFunction]
+) -> list[dg.AssetsDefinition]:
     """`benchmark_steps` and `open_models`, which the seeds of an experiment share."""
     loop = Loop(experiment, experiment.seeds[0], root)
     return [_asset(loop, asset, makers[asset]) for asset in loop.shared]
 
 
-def loop_assets(loop: Loop, makers: Mapping[Asset, Maker]) -> list[Any]:
+def loop_assets(loop: Loop, makers: Mapping[Asset, StageFunction]) -> list[Any]:
     """The twins, the partitioned assets and the report of one experiment and seed."""
     return [*_twins(loop), *(_asset(loop, asset, makers[asset]) for asset in loop.made), evolution_report(loop)]
 
@@ -70,7 +72,7 @@ def left_out(name: str, why: str) -> dg.AssetSpec:
     return dg.AssetSpec(dg.AssetKey([name, LEFT_OUT]), description=why, group_name=LEFT_OUT, kinds={"error"})
 
 
-def _asset(loop: Loop, asset: Asset, maker: Maker) -> dg.AssetsDefinition:
+def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinition:
     shared = asset in SHARED
     heavy = not shared and asset not in LIGHT
     page = about(loop, asset)

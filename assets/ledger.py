@@ -255,7 +255,7 @@ class Loop:
         for ref in refs:
             record = records.get(ref)
             crosses = ref.iteration is not None and ref.iteration < iteration
-            elsewhere = self._made_elsewhere(context, ref, record) if crosses else None
+            elsewhere = self._failed_in_backfill(context, ref, record) if crosses else None
             try:
                 lost = records.lost.get(ref)
                 usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input, lost)
@@ -285,7 +285,7 @@ class Loop:
             where.append(f"the project's own, {home}, cannot be opened")
         return where
 
-    def _made_elsewhere(self, context: dg.AssetExecutionContext, ref: Ref, record: Record | None) -> str | None:
+    def _failed_in_backfill(self, context: dg.AssetExecutionContext, ref: Ref, record: Record | None) -> str | None:
         """What to say if the running backfill contains `ref` and yet did not make `record`."""
         backfill = context.run.tags.get(BACKFILL_TAG)
         if backfill is None or record is None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
-from coepg_dagster.assets.making import Maker, Making, Outcome
 from coepg_dagster.assets.shared import (
     WEIGHTS,
     as_recorded,
@@ -22,6 +21,7 @@ from coepg_dagster.assets.shared import (
     register_base,
     same_model,
 )
+from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 
 from coepg_dagster.artifacts import (
     CANDIDATES,
@@ -52,17 +52,17 @@ CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
 QUALITY = "quality.json"
 
 
-def planner_sft(work: Making) -> Outcome:
+def planner_sft(work: StageContext) -> Outcome:
     """π_k: the planner after supervised fine-tuning on D_{k-1} (Eq. 1). Iteration 0: the base planner."""
     return _sft(work, "planner")
 
 
-def grounder(work: Making) -> Outcome:
+def grounder(work: StageContext) -> Outcome:
     """ϕ_k: the grounder after supervised fine-tuning on D_{k-1} (Eq. 2). Iteration 0: the base grounder."""
     return _sft(work, "grounder")
 
 
-def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
+def _sft(work: StageContext, role: Literal["planner", "grounder"]) -> Outcome:
     experiment = work.loop.experiment
     if work.k == 0:
         return register_base(work, f"base_{role}")
@@ -85,7 +85,7 @@ def _sft(work: Making, role: Literal["planner", "grounder"]) -> Outcome:
     return _trained(work, result, config, _model("base", base))
 
 
-def planner(work: Making) -> Outcome:
+def planner(work: StageContext) -> Outcome:
     """π'_k: the planner after GRPO with the C-DREM reward of ϕ_k and the open verifiers (Eq. 3 to 10). Iteration 0: π_0.
 
     Without GRPO (`grpo.enabled: false`) it is π_k as it is.
@@ -117,7 +117,7 @@ def planner(work: Making) -> Outcome:
     return _trained(work, result, config, _artifact("base", work.record("planner_sft")), *graders)
 
 
-def end_to_end(work: Making) -> Outcome:
+def end_to_end(work: StageContext) -> Outcome:
     """The end-to-end agent of Table 3, from the steps and labels of D_{k-1}. Iteration 0: its base.
 
     The base is the base planner, which knows tasks; it learns to point. On the sandbox's validation split it does better than
@@ -143,7 +143,7 @@ def end_to_end(work: Making) -> Outcome:
     return _trained(work, result, grpo, _model("base", base))
 
 
-def candidate_plans(work: Making) -> Outcome:
+def candidate_plans(work: StageContext) -> Outcome:
     """Plans for every training step by every member of Π: the open planners, π'_k and π'_{k-1}."""
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
@@ -161,7 +161,7 @@ def candidate_plans(work: Making) -> Outcome:
     return _outcome([CANDIDATES], result, config)
 
 
-def verdicts(work: Making) -> Outcome:
+def verdicts(work: StageContext) -> Outcome:
     """Where every member of Φ (the open verifiers, ϕ_k and ϕ_{k-1}) finds every candidate, with its confidence (Eq. 3, 6)."""
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
@@ -181,7 +181,7 @@ def verdicts(work: Making) -> Outcome:
     return _outcome([VERDICTS, SHUFFLED], result, config)
 
 
-def dataset(work: Making) -> Outcome:
+def dataset(work: StageContext) -> Outcome:
     """D_k: the verified plans (o, h, p, a) with the label's action, and why every other candidate was dropped."""
     experiment = work.loop.experiment
     config = work.context.resources.regeneration.resolve(experiment.regeneration)
@@ -206,7 +206,7 @@ def dataset(work: Making) -> Outcome:
     )
 
 
-def data_quality(work: Making) -> Outcome:
+def data_quality(work: StageContext) -> Outcome:
     """Purity, diversity and coverage of D_k (Fig. 6), agreement of its verifiers, controls, and its drift since D_{k-1}."""
     experiment = work.loop.experiment
     config = experiment.regeneration
@@ -236,7 +236,7 @@ def data_quality(work: Making) -> Outcome:
     return Outcome([QUALITY], figures, config=config.model_dump(mode="json"))
 
 
-def evaluation(work: Making) -> Outcome:
+def evaluation(work: StageContext) -> Outcome:
     """The agent M_k = {π'_k, ϕ_k} on validation and on every test split, greedy, under the experiment's protocol."""
     experiment = work.loop.experiment
     benchmark = experiment.benchmark
@@ -261,7 +261,7 @@ def evaluation(work: Making) -> Outcome:
     return outcome
 
 
-MAKERS: dict[Asset, Maker] = {
+MAKERS: dict[Asset, StageFunction] = {
     "benchmark_steps": benchmark_steps,
     "open_models": open_models,
     "planner_sft": planner_sft,
@@ -286,13 +286,13 @@ def headlines(scores: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _previous_dataset(work: Making) -> Path:
+def _previous_dataset(work: StageContext) -> Path:
     folder = work.previous_folder("dataset")
     assert folder is not None  # inputs_of() names it from iteration 1 on
     return folder / DATASET
 
 
-def _trained_members(work: Making, asset: Asset) -> dict[str, Member]:
+def _trained_members(work: StageContext, asset: Asset) -> dict[str, Member]:
     """The trained members of a pool, newest first: of k, and of k - 1 from iteration 2 on."""
     if work.k == 0:
         return {}
@@ -316,7 +316,7 @@ def _recorded(members: dict[str, Member], pool: str, models: dict[str, Any]) -> 
     return {name: as_recorded(member, models[f"{pool}/{name}"]) for name, member in members.items()}
 
 
-def _trained(work: Making, result: dict[str, Any], config: Strict, base: Source, *others: Source) -> Outcome:
+def _trained(work: StageContext, result: dict[str, Any], config: Strict, base: Source, *others: Source) -> Outcome:
     """A model that was trained from `base` on D_{k-1}, and its card."""
     experiment = work.loop.experiment
     data = work.inputs[Ref("dataset", work.k - 1)]

@@ -27,9 +27,9 @@ from coepg_dagster.experiment import Experiment, split_reference
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.reports.evolution import Member
+from coepg_dagster.reports.evolution import ShownLoop
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.lineage import View, lineage_page
+from coepg_dagster.reports.lineage import LineageView, lineage_page
 from coepg_dagster.reports.site import INDEX, Site
 from coepg_dagster.reports.trace import trace_page
 
@@ -41,11 +41,11 @@ _HEADERS = {
 }
 
 
-def view_of(loop: Loop, instance: dg.DagsterInstance) -> View:
+def view_of(loop: Loop, instance: dg.DagsterInstance) -> LineageView:
     """A loop as it is now."""
     records = loop.records(instance)
     times = {ref: made for ref in records if (made := _made_at(loop, instance, ref)) is not None}
-    return View(loop.experiment, loop.seed, records, loop.stale(records), times)
+    return LineageView(loop.experiment, loop.seed, records, loop.stale(records), times)
 
 
 def _made_at(loop: Loop, instance: dg.DagsterInstance, ref: Ref) -> float | None:
@@ -88,14 +88,14 @@ def _family(project: Project, loop: Loop) -> list[Experiment]:
     return [experiment for experiment in known.values() if root(experiment) == root(loop.experiment)]
 
 
-def _made(experiments: list[Experiment], loop: Loop, instance: dg.DagsterInstance) -> list[Member]:
+def _made(experiments: list[Experiment], loop: Loop, instance: dg.DagsterInstance) -> list[ShownLoop]:
     """What those of them that descend from this one's experiment have measured at its seed."""
     below = {loop.experiment.name}
     for _ in experiments:  # as deep as it can be
         below |= {experiment.name for experiment in experiments if experiment.parent in below}
     loops = [Loop(of, loop.seed, loop.root) for of in experiments if loop.seed in of.seeds and of.name in below]
     return [
-        Member(one.experiment, one.records(instance))
+        ShownLoop(one.experiment, one.records(instance))
         for one in loops
         if one.experiment.name != loop.experiment.name
         and instance.get_latest_materialization_event(one.key("evaluation")) is not None

@@ -9,7 +9,7 @@ from coepg_dagster.assets.ledger import RECORD, REPORTED, Loop, tag_run
 
 from coepg_dagster.experiment import code_version
 from coepg_dagster.provenance import Record, Ref
-from coepg_dagster.reports.evolution import Evolution, Member, write_report
+from coepg_dagster.reports.evolution import Evolution, ShownLoop, write_report
 from coepg_dagster.reports.site import case_study_of
 from coepg_dagster.results import results
 from coepg_dagster.store import UNPARTITIONED
@@ -45,7 +45,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         with store.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
             # the loop's own results and nothing else, so that the version follows from what was read
             cases = case_study_of(store.root, loop.experiment, records)
-            evolution = Evolution(loop.experiment, loop.seed, table, [Member(loop.experiment, records)], cases=cases)
+            evolution = Evolution(loop.experiment, loop.seed, table, [ShownLoop(loop.experiment, records)], cases=cases)
             preview = write_report(evolution, draft / REPORT)
             (draft / "results.json").write_text(json.dumps(table, indent=1, sort_keys=True))
             place = (loop.experiment.name, f"s{loop.seed}", "evolution_report", UNPARTITIONED)

@@ -39,7 +39,7 @@ from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
 from coepg_dagster.reports.study import Run, findings, missing_runs, success_by_episode
-from coepg_dagster.reports.study import Study as Numbers
+from coepg_dagster.reports.study import Study
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
 
 ATTEMPTS: Final = 2
@@ -50,7 +50,7 @@ VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyLoops:
     """The loops of a study, in order of their importance, and those that cannot run here, with the reason."""
 
     root: Experiment
@@ -58,7 +58,7 @@ class Study:
     left_out: Mapping[str, str]
 
 
-def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) -> Study:
+def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) -> StudyLoops:
     """The experiment `name` and its overlays, with their seeds, or with `seeds`. Raises ExperimentError.
 
     First the experiment itself, then its ablations, then the overlays that are experiments of their own.
@@ -79,7 +79,7 @@ def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) 
             continue
         chosen = [seed for seed in experiment.seeds if seeds is None or seed in seeds]
         loops += [Loop(experiment, seed, project.root) for seed in chosen]
-    return Study(root, tuple(loops), left_out)
+    return StudyLoops(root, tuple(loops), left_out)
 
 
 def _descends(experiment: Experiment, ancestor: str, known: Mapping[str, Experiment]) -> bool:
@@ -100,7 +100,7 @@ def missing_checkpoints(root: Path, experiment: Experiment) -> list[str]:
 
 
 @dataclass
-class Task:
+class LoopTask:
     """One iteration of one loop."""
 
     loop: Loop
@@ -125,7 +125,7 @@ class Task:
         return ["evolve", self.loop.name, "--from", str(self.k), "--through", str(self.k)]
 
 
-def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
+def loop_tasks(study: StudyLoops, instance: dg.DagsterInstance) -> list[LoopTask]:
     """What is to be made, in order of importance: whatever is missing or stale.
 
     A loop that takes its data from its parent is made at the last iteration only, where it is compared: none of its
@@ -141,7 +141,7 @@ def tasks_of(study: Study, instance: dg.DagsterInstance) -> list[Task]:
         for k in sorted(k for k in todo if k >= first_of(loop)):
             before = [(loop.name, k - 1)] if k and not alone else []
             above = [(loop.parent.name, k)] if loop.parent is not None and alone else []
-            tasks.append(Task(loop, k, before + above))
+            tasks.append(LoopTask(loop, k, before + above))
     return tasks
 
 
@@ -166,9 +166,9 @@ class Reproduction:
     device: str
     train_device: str
     processes: int
-    running: dict[tuple[str, int], tuple[Task, WarmProcess]] = field(default_factory=dict)
+    running: dict[tuple[str, int], tuple[LoopTask, WarmProcess]] = field(default_factory=dict)
 
-    def run(self, study: Study, definitions: Callable[[Experiment], dg.Definitions]) -> list[Task]:
+    def run(self, study: StudyLoops, definitions: Callable[[Experiment], dg.Definitions]) -> list[LoopTask]:
         """Makes what is missing or stale; returns the tasks that could not be made, each with the reason.
 
         Args:
@@ -177,9 +177,9 @@ class Reproduction:
         for name, why in study.left_out.items():
             self.console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
         self._inputs(study, definitions)
-        waiting = tasks_of(study, self.instance)
+        waiting = loop_tasks(study, self.instance)
         of, done = len(waiting), 0
-        failed: list[Task] = []
+        failed: list[LoopTask] = []
         self.console.print(f"{of} iterations to make, {self.jobs} at a time", highlight=False)
         started = time.monotonic()
         try:
@@ -207,14 +207,14 @@ class Reproduction:
         self.console.print(f"{done} made, {len(failed)} not, {minutes:.1f} minutes", highlight=False)
         return failed
 
-    def _inputs(self, study: Study, definitions: Callable[[Experiment], dg.Definitions]) -> None:
+    def _inputs(self, study: StudyLoops, definitions: Callable[[Experiment], dg.Definitions]) -> None:
         """The inputs that seeds share, before they start side by side."""
         for name in dict.fromkeys(loop.experiment.name for loop in study.loops):
             loop = next(loop for loop in study.loops if loop.experiment.name == name)
             if loop.shared:
                 make_inputs(definitions(loop.experiment), self.instance, loop, self.console)
 
-    def _start(self, waiting: list[Task], failed: list[Task]) -> None:
+    def _start(self, waiting: list[LoopTask], failed: list[LoopTask]) -> None:
         """Starts what can start; what waits for something that failed has failed."""
         lost = {task.key for task in failed}
         open_keys = {task.key for task in waiting} | set(self.running)
@@ -230,7 +230,7 @@ class Reproduction:
                 task.gpu = self._free_gpu()
                 self.running[task.key] = task, self._process(task)
 
-    def _process(self, task: Task) -> WarmProcess:
+    def _process(self, task: LoopTask) -> WarmProcess:
         log = self._log(task)
         log.parent.mkdir(parents=True, exist_ok=True)
         words = self._words(task)
@@ -260,26 +260,26 @@ class Reproduction:
         told = os.environ.get(VISIBLE_GPUS)
         return tuple(told.split(",")) if told else tuple(map(str, range(torch.cuda.device_count())))
 
-    def _log(self, task: Task) -> Path:
+    def _log(self, task: LoopTask) -> Path:
         name = f"{task.loop.experiment.name}-s{task.loop.seed}-{task.k}.log"
         return self.project.store / "reproduce" / name
 
-    def _words(self, task: Task) -> Path:
+    def _words(self, task: LoopTask) -> Path:
         return self._log(task).with_suffix(".why")
 
-    def _why(self, task: Task, code: int) -> str:
+    def _why(self, task: LoopTask, code: int) -> str:
         """Why an iteration was not made, in a line."""
         why = words_left(self._words(task)).partition("\n\n")[0] or f"it {ended(code)}"
         return f"{' '.join(why.split())[:600]} (log: {self._log(task)})"
 
-    def _ended(self) -> Iterator[tuple[Task, int]]:
+    def _ended(self) -> Iterator[tuple[LoopTask, int]]:
         for key, (task, process) in list(self.running.items()):
             code = process.poll()
             if code is not None:
                 del self.running[key]
                 yield task, code
 
-    def _score(self, task: Task) -> str:
+    def _score(self, task: LoopTask) -> str:
         """The iteration's result on validation; the test splits are for the end."""
         experiment = task.loop.experiment
         record = task.loop.record(self.instance, Ref("evaluation", task.k))
@@ -335,7 +335,7 @@ def one_at_a_time(project: Project) -> Iterator[None]:
         ) from None
 
 
-def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: Path) -> Path:
+def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, out: Path) -> Path:
     """Writes results.json, results.md and figures of what is there of a study into `out`; returns the page's path.
 
     What is stale is shown too, and named on the page with its root cause.
@@ -346,7 +346,7 @@ def collect(project: Project, instance: dg.DagsterInstance, study: Study, out: P
         experiment = loop.experiment
         wanted[loop.name] = (experiment.table, experiment.variant, loop.seed, first_of(loop))
         runs.append(_measured(project, instance, loop))
-    numbers = Numbers(runs, study.root.name, benchmark.test, study.root.iterations)
+    numbers = Study(runs, study.root.name, benchmark.test, study.root.iterations)
     found = findings(numbers)
     out.mkdir(parents=True, exist_ok=True)
     content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [one.to_json() for one in found]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 import pyarrow.compute as pc
-from coepg_dagster.assets.making import Making, Outcome
+from coepg_dagster.assets.stage import Outcome, StageContext
 
 from coepg_dagster.artifacts import STEPS, write_steps
 from coepg_dagster.auditing.archive import BASE, MODELS
@@ -24,7 +24,7 @@ WEIGHTS = "weights_are_whole"
 """Blocking check on every model artifact."""
 
 
-def benchmark_steps(work: Making) -> Outcome:
+def benchmark_steps(work: StageContext) -> Outcome:
     """Every split's labelled steps in one table, train, validation and test disjoint by episode."""
     config: Benchmark = work.loop.experiment.benchmark
     table, counted = read_benchmark(config, work.loop.root, work.loop.imports, work.models.prompts)
@@ -48,7 +48,7 @@ def benchmark_steps(work: Making) -> Outcome:
     )
 
 
-def open_models(work: Making) -> Outcome:
+def open_models(work: StageContext) -> Outcome:
     """The base pair and the open members of both pools: whole, and each with the hash of its weights or its commit."""
     models = work.models
     found = identities(work.loop.root, models)
@@ -128,18 +128,18 @@ def as_recorded(member: Member, entry: dict[str, Any]) -> Member:
     return member.model_copy(update={"model": pinned(entry)})
 
 
-def register_base(work: Making, model: str) -> Outcome:
+def register_base(work: StageContext, model: str) -> Outcome:
     """Iteration 0: the artifact is the base model as it is (M_0)."""
     entry = json.loads((work.folder("open_models") / MODELS).read_text())[model]
     return _base(work, entry)
 
 
-def copy_base(work: Making, folder: Path) -> Outcome:
+def copy_base(work: StageContext, folder: Path) -> Outcome:
     """An artifact that is the same base model as the one in `folder`."""
     return _base(work, json.loads((folder / BASE).read_text()))
 
 
-def same_model(work: Making, asset: Asset, config: Strict) -> Outcome:
+def same_model(work: StageContext, asset: Asset, config: Strict) -> Outcome:
     """An artifact that is the model of the input `asset` as it is: nothing is trained, nothing is copied."""
     record = work.record(asset)
     folder = work.store.root / record.folder
@@ -149,7 +149,7 @@ def same_model(work: Making, asset: Asset, config: Strict) -> Outcome:
     return outcome
 
 
-def _base(work: Making, entry: dict[str, str]) -> Outcome:
+def _base(work: StageContext, entry: dict[str, str]) -> Outcome:
     checkpoint, why = pinned(entry), None
     (work.draft / BASE).write_text(json.dumps(entry, sort_keys=True))
     try:

@@ -33,7 +33,7 @@ from transformers import Trainer
 import coepg_dagster
 from benchmarks import baseline, tiny
 from coepg_dagster.experiment import Grpo
-from coepg_dagster.inference.agents import tasks_of
+from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.engine import Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
@@ -142,7 +142,7 @@ def fill(store: Path) -> None:
     for checkpoint in (Path(tiny.PLANNER), *tiny.GROUNDERS.values()):
         engine = TransformersEngine(checkpoint, dtype="float32", device="cpu", batch_size=64)
         screens = Screens(steps, engine.resize)
-        asked = [Request(screens.image(task.step_id), task.messages("compact")) for task in tasks_of(steps)]
+        asked = [Request(screens.image(task.step_id), task.messages("compact")) for task in planner_inputs(steps)]
         engine.generate(asked, Sampling(max_tokens=1))
 
 

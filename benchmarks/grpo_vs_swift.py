@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from benchmarks import baseline, tiny
 from benchmarks.grpo_vs_trl import CONFIG, SEED, conclude, ours
-from coepg_dagster.inference.agents import tasks_of
+from coepg_dagster.inference.agents import planner_inputs
 
 NAME = "grpo_vs_swift"
 REPETITIONS = 2
@@ -34,7 +34,9 @@ def write_data(steps: pa.Table, folder: Path) -> Path:
     """The prompts as MS-SWIFT reads them: chats with an image tag, and the step's id for the reward."""
     file = folder / "train.jsonl"
     with file.open("w") as out:
-        for i, (task, screenshot) in enumerate(zip(tasks_of(steps), steps["screenshot"].to_pylist(), strict=True)):
+        for i, (task, screenshot) in enumerate(
+            zip(planner_inputs(steps), steps["screenshot"].to_pylist(), strict=True)
+        ):
             image = folder / f"{i}.png"
             image.write_bytes(screenshot)
             text = task.messages("compact")[0]["content"][1]["text"]

@@ -1,4 +1,4 @@
-"""GRPO whose graders compute elsewhere: optimizer steps per second, against asking them when the rewards are due.
+"""GRPO whose graders compute remotely: optimizer steps per second, against asking them when the rewards are due.
 
 Three tiny grounders behind OpenAI-compatible endpoints over HTTP, served by another process on a core of its own; the trainer
 has the other core. All runs are `train_grpo` with the same prompts, seed and draws, and ask the three at the same time. They

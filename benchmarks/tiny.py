@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 
 from coepg_dagster.experiment import Grpo, Models
-from coepg_dagster.inference.agents import Planner, tasks_of
+from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
@@ -62,7 +62,7 @@ def rollouts(steps: pa.Table, group_size: int, seed: int) -> tuple[list[str], li
     """(texts, step ids): `group_size` sampled answers of the base planner per step, at GRPO's temperature."""
     engine = TransformersEngine(MODELS / "base-planner", dtype="float32", device="cpu", batch_size=64)
     planner = Planner(engine, Screens(steps, engine.resize), "compact")
-    tasks = tasks_of(steps)
+    tasks = planner_inputs(steps)
     sampling = Sampling(MAX_PLAN_TOKENS, temperature=Grpo().temperature, samples=group_size, seed=seed)
     answers = planner.plan(tasks, sampling)
     texts = [plan.text for plans in answers for plan in plans]

@@ -12,7 +12,7 @@ from coepg_dagster.assets.automation import alert, automation
 from coepg_dagster.assets.build import left_out, loop_assets, record_checks, shared_assets
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
-from coepg_dagster.assets.making import Maker
+from coepg_dagster.assets.stage import StageFunction
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.provenance import Asset
 from coepg_dagster.resources.store import StoreResource
@@ -22,7 +22,7 @@ from coepg_dagster.resources.training import default_resources
 def build(
     project: Project,
     folder: str = "",
-    makers: Mapping[Asset, Maker] = MAKERS,
+    makers: Mapping[Asset, StageFunction] = MAKERS,
     resources: Mapping[str, dg.ConfigurableResource[Any]] | None = None,
     nightly: str = "0 2 * * *",
     weekly: str = "0 3 * * 0",

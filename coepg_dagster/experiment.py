@@ -388,7 +388,7 @@ class Grpo(Strict):
         ge=0,
         description="steps of training, and of validation, that π_k and π'_k are compared on; 0: they are not",
     )
-    probe_looks: int = Field(4, ge=0, description="how often they are asked between the first step and the last")
+    probe_between: int = Field(4, ge=0, description="how often they are asked between the first step and the last")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability",
         description="c_j of Eq. 5: `probability`, exp(mean log p); `log_probability`, the literal equation; `constant`, 1",
@@ -755,7 +755,7 @@ _NEWER: Final[dict[type[Strict], frozenset[str]]] = {
 
 ONLY_MEASURED: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"probe_steps"}),
-    Grpo: frozenset({"probe_steps", "probe_looks"}),
+    Grpo: frozenset({"probe_steps", "probe_between"}),
 }
 """Settings of what is measured beside training: they change nothing of what is made."""
 
@@ -769,9 +769,9 @@ def _as_ever(part: Strict, name: str) -> bool:
 
 def code_version(experiment: Experiment, asset: str) -> str:
     """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
-    pools, quality, eyes = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
+    pools, quality, input_format = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
     # the default stays out, so that what was made before there was a choice stays current
-    answers = eyes | ({"engine"} if experiment.models.engine != "transformers" else set())
+    answers = input_format | ({"engine"} if experiment.models.engine != "transformers" else set())
     looked_at: list[tuple[Strict, set[str] | None]] = []
     if experiment.grpo.validate_every is not None:
         looked_at = [(experiment.benchmark, {"validation"})]
@@ -782,8 +782,8 @@ def code_version(experiment: Experiment, asset: str) -> str:
             *([(experiment.models, {"prompts"})] if experiment.benchmark.reader == "jsonl" else []),
         ],
         "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
-        "planner_sft": [(experiment.sft, None), (experiment.models, eyes)],
-        "grounder": [(experiment.sft, None), (experiment.models, eyes)],
+        "planner_sft": [(experiment.sft, None), (experiment.models, input_format)],
+        "grounder": [(experiment.sft, None), (experiment.models, input_format)],
         "planner": [
             (experiment.grpo, None),
             (pools, {"max_point_tokens"}),
@@ -815,7 +815,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
         "end_to_end": [
             (experiment.sft, None),
             (experiment.grpo, None),
-            (experiment.models, eyes),
+            (experiment.models, input_format),
             *looked_at,
         ],
         "evolution_report": [],

@@ -17,7 +17,7 @@ from coepg_dagster.artifacts import steps_of
 from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
-OnTrouble = Literal["stop", "warn"]
+OnAnomaly = Literal["stop", "warn"]
 
 
 class Placement(Strict):
@@ -26,7 +26,7 @@ class Placement(Strict):
     processes: int = Field(1, ge=1, description="one per GPU")
     strategy: Strategy = "ddp"
     save_every: int = Field(0, ge=0, description="optimizer steps between two checkpoints; 0: only on a signal")
-    on_trouble: OnTrouble = Field("stop", description="what happens when training goes wrong, see training/stops.py")
+    on_anomaly: OnAnomaly = Field("stop", description="what happens when training goes wrong, see training/monitor.py")
 
     @property
     def spread(self) -> bool:

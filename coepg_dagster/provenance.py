@@ -292,7 +292,7 @@ def assert_usable(
     ref: Ref,
     record: Record | None,
     stale: Stale | None,
-    made_elsewhere: str | None,
+    failed_in_backfill: str | None,
     accept_stale_input: bool,
     lost: str | None = None,
 ) -> Record:
@@ -300,7 +300,7 @@ def assert_usable(
 
     1. it does not exist;
     2. a blocking check on it failed;
-    3. the running backfill contains it but did not make it: it failed or was skipped there (`made_elsewhere` says so);
+    3. the running backfill contains it but did not make it: it failed or was skipped there (`failed_in_backfill` says so);
     4. its files are gone (`lost` says which);
     5. it is stale, unless `accept_stale_input`.
     """
@@ -309,8 +309,8 @@ def assert_usable(
     if record.failed_checks:
         failed = ", ".join(record.failed_checks)
         raise NotUsable(f"{ref}: blocking check failed: {failed}; look at the check, then materialize {ref} again")
-    if made_elsewhere is not None:
-        raise NotUsable(f"{ref} {made_elsewhere}; look at why it failed, then materialize {ref} again")
+    if failed_in_backfill is not None:
+        raise NotUsable(f"{ref} {failed_in_backfill}; look at why it failed, then materialize {ref} again")
     if lost is not None:
         raise NotUsable(f"{ref}: {lost}; materialize {ref} again")
     if stale is not None and not accept_stale_input:

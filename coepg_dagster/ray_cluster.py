@@ -29,7 +29,7 @@ class ClusterUnusable(Refusal, RuntimeError):
     """No Ray, no cluster at the address, or nothing on it for this job; the message says what to do."""
 
 
-class Maker:
+class StageFunction:
     """One worker of pool work: holds one member at a time, and makes the chunks that it is given."""
 
     def __init__(self, job: str, root: str) -> None:
@@ -137,7 +137,7 @@ def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict
     left = [chunk for chunk in chunks if not work.file_of(chunk).exists()]
     done, lost = len(chunks) - len(left), 0
     job = work.job.model_dump_json()
-    maker = ray.remote(Maker).options(**resources)
+    maker = ray.remote(StageFunction).options(**resources)
     holds: dict[Any, str | None] = {maker.remote(job, str(root)): None for _ in range(min(most, len(left)))}
     at_work: dict[Any, tuple[Any, Chunk]] = {}
 

@@ -16,7 +16,7 @@ from coepg_dagster.resources.launcher import job_environment, run_process
 from pydantic import Field, create_model, model_validator
 
 from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft, Strict, checked
-from coepg_dagster.jobs import ChunkedJob, Job, OnTrouble, Placement, Strategy, TrainingJob
+from coepg_dagster.jobs import ChunkedJob, Job, OnAnomaly, Placement, Strategy, TrainingJob
 
 Config = TypeVar("Config", bound=Strict)
 AS_WRITTEN: Final = "Empty: as in the experiment file."
@@ -99,7 +99,7 @@ class Training(Processes):
         description="Optimizer steps between two checkpoints, from which a killed run continues. 0: only when it is told to "
         "leave.",
     )
-    on_trouble: OnTrouble = Field(
+    on_anomaly: OnAnomaly = Field(
         default="stop",
         description="When groups have no spread, reward, KL or loss run away, or memory creeps up. `stop`: saves, ends, and says "
         "what to change; `warn`: says it and goes on. A loss that is no number always ends training.",
@@ -116,7 +116,7 @@ class Training(Processes):
             processes=self.training_processes,
             strategy=self.strategy,
             save_every=self.save_every,
-            on_trouble=self.on_trouble,
+            on_anomaly=self.on_anomaly,
         )
         return {"placement": placed} if issubclass(kind, TrainingJob) else super().placement(kind)
 

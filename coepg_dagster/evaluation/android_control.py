@@ -278,7 +278,7 @@ def judge_qwen(case: Case) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """One node of an accessibility tree; the box in pixels of the stored screenshot."""
 
     box: BoxTuple
@@ -290,7 +290,7 @@ class Node:
         return (self.box[2] - self.box[0]) * (self.box[3] - self.box[1])
 
 
-def smallest_node(nodes: Sequence[Node], point: Point) -> Node | None:
+def smallest_node(nodes: Sequence[TreeNode], point: Point) -> TreeNode | None:
     """The node of least area that contains `point`, borders included; of equals the first."""
     return min((node for node in nodes if inside(point, node.box)), key=lambda node: node.area, default=None)
 
@@ -298,7 +298,7 @@ def smallest_node(nodes: Sequence[Node], point: Point) -> Node | None:
 def judge_uground500(case: Case) -> Verdict:
     """UGround: the point must lie in the smallest node that contains the true point; typed text must be equal.
 
-    Fact `nodes`: the accessibility tree, as `Node`s. Label and prediction name the element; `prediction.point` is the
+    Fact `nodes`: the accessibility tree, as `TreeNode`s. Label and prediction name the element; `prediction.point` is the
     grounder's. A click equals open_app where the node that it hits names the app, and navigate_back where it says
     "back"; for a label `click` the app's name is empty, which every text contains.
     """

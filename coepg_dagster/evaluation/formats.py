@@ -21,7 +21,7 @@ from reprlib import repr as shown
 from typing import IO, Any, Final, cast
 
 from coepg_dagster import jsonlines
-from coepg_dagster.evaluation.android_control import POINTED, Node, canonical
+from coepg_dagster.evaluation.android_control import POINTED, TreeNode, canonical
 from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, Action, Case, ScoringError, point_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
 from coepg_dagster.prompts import normal_value
@@ -32,7 +32,7 @@ MOST_STEPS: Final = 10_000
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionRow:
     """One JSON object of a file, with typed access to its fields."""
 
     where: str  # file and row, for messages
@@ -41,11 +41,11 @@ class Row:
     def fail(self, message: str) -> ScoringError:
         return ScoringError(f"{self.where}: {message}".encode(errors="backslashreplace").decode())
 
-    def inner(self, what: str, value: Any) -> Row:
+    def inner(self, what: str, value: Any) -> PredictionRow:
         """An object within this row."""
         if not isinstance(value, dict):
             raise self.fail(f"{what} must be an object, not {shown(value)}")
-        return Row(f"{self.where}: {what}", value)
+        return PredictionRow(f"{self.where}: {what}", value)
 
     def get(self, key: str, *types: type, optional: bool = False) -> Any:
         """The field, of one of `types` (a bool is never a number); None where it is absent or null and `optional`."""
@@ -177,9 +177,9 @@ def _text(content: bytes) -> str:
     return content.decode(errors="surrogateescape")
 
 
-def read_jsonl(path: Path) -> list[Row]:
+def read_jsonl(path: Path) -> list[PredictionRow]:
     """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are passed over."""
-    rows: list[Row] = []
+    rows: list[PredictionRow] = []
     where = f"{path}: row 1"
     try:
         with _opened(path, lambda: where) as file:
@@ -190,7 +190,7 @@ def read_jsonl(path: Path) -> list[Row]:
                 data = jsonlines.parse(_text(line))
                 if not isinstance(data, dict):
                     raise ScoringError(f"{where}: must be a JSON object")
-                rows.append(Row(where, data))
+                rows.append(PredictionRow(where, data))
                 where = f"{path}: row {i + 2}"  # which may be damaged
     except jsonlines.NotJson as error:
         raise ScoringError(f"{where}: {error}") from error
@@ -199,13 +199,13 @@ def read_jsonl(path: Path) -> list[Row]:
     return rows
 
 
-def _rows(path: Path, entries: Any) -> list[Row]:
+def _rows(path: Path, entries: Any) -> list[PredictionRow]:
     """The objects of a JSON list."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ScoringError(f"{path}: must be a JSON list that holds objects only")
     if not entries:
         raise ScoringError(f"{path}: holds no rows")
-    return [Row(f"{path}: row {n}", entry) for n, entry in enumerate(entries, start=1)]
+    return [PredictionRow(f"{path}: row {n}", entry) for n, entry in enumerate(entries, start=1)]
 
 
 def read_json(path: Path) -> Any:
@@ -225,7 +225,7 @@ def _family(protocol: str) -> str:
 _GUI_R1_NAMES: Final = {"press_back": "back", "press_home": "home", "complete": "finish"}
 
 
-def _content_id(row: Row, fields: Iterable[str], seen: Counter[str]) -> str:
+def _content_id(row: PredictionRow, fields: Iterable[str], seen: Counter[str]) -> str:
     """An id for a row that has none: of the label's fields, so that runs in another order can be compared."""
     digest = hashlib.sha256(repr([row.data.get(field) for field in fields]).encode()).hexdigest()[:16]
     seen[digest] += 1
@@ -328,7 +328,7 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     data = read_json(path)
     if not isinstance(data, dict):
         raise ScoringError(f"{path}: must be one JSON object")
-    whole = Row(f"{path}", data)
+    whole = PredictionRow(f"{path}", data)
     cases, notes = [], {k: v for k, v in data.items() if isinstance(v, int)}
     for part, details in (
         ("actiontype_notmatch_gt", "actiontype_notmatch_details"),
@@ -363,7 +363,7 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 ORACLE: Final = "oracle: no grounder's answers were given; an element counts as right wherever a grounding query exists"
 
 
-def _output_point(row: Row, said: _Said) -> Point | None:
+def _output_point(row: PredictionRow, said: _Said) -> Point | None:
     """The grounder's "(x, y)" divided by `scale`: pixels of the block or screenshot. None where there is no such output."""
     scale = row.get("scale", int, float, optional=True)
     scale = 1.0 if scale is None else float(scale)
@@ -401,7 +401,7 @@ def read_uground(
     raise ScoringError(f"{path}: uground files cannot be scored under {protocol}")
 
 
-def _uground_screenspot_case(row: Row, ids: Counter[str]) -> Case:
+def _uground_screenspot_case(row: PredictionRow, ids: Counter[str]) -> Case:
     boxes = row.xywh_boxes([row.get("bbox", list)], "bbox")
     image, said = row.text("img_filename" if "img_filename" in row.data else "image"), _Said()
     return Case(
@@ -415,19 +415,21 @@ def _uground_screenspot_case(row: Row, ids: Counter[str]) -> Case:
     )
 
 
-def _mind2web_id(row: Row) -> str:
+def _mind2web_id(row: PredictionRow) -> str:
     return f"{row.text('annotation_id')}_{row.text('action_uid')}"
 
 
-def _by_id(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Row]:
+def _by_id(rows: Iterable[PredictionRow], key: Callable[[PredictionRow], Any]) -> dict[Any, PredictionRow]:
     """Rows by key; of several with one key the first counts, as in UGround's scripts."""
-    out: dict[Any, Row] = {}
+    out: dict[Any, PredictionRow] = {}
     for row in rows:
         out.setdefault(key(row), row)
     return out
 
 
-def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: Path | None) -> tuple[list[Case], Notes]:
+def _read_uground_mind2web(
+    plans: Sequence[PredictionRow], labels: Path | None, answers: Path | None
+) -> tuple[list[Case], Notes]:
     by_id = _by_id(plans, _mind2web_id)
     notes: Notes = {"plans that repeat a step, not counted": n} if (n := len(plans) - len(by_id)) else {}
     samples = list(by_id.values()) if labels is None else read_jsonl(labels)
@@ -469,7 +471,7 @@ def _read_uground_mind2web(plans: Sequence[Row], labels: Path | None, answers: P
     return cases, notes | ({"grounder": ORACLE} if oracle else {})
 
 
-def _has_query(plan: Row) -> bool:
+def _has_query(plan: PredictionRow) -> bool:
     """Whether UGround asks its grounder: the chosen block holds a target and the plan describes an element."""
     description, chosen = plan.data.get("description"), str(plan.data.get("ans_block"))
     described = isinstance(description, str) and description not in ("", "None")
@@ -491,9 +493,9 @@ def _uground_action(data: Any, said: _Said) -> Action:
     return canonical(Action(said.text(data.get("action_type")), value, point))
 
 
-def _nodes(row: Row, tree: Any) -> list[Node]:
+def _nodes(row: PredictionRow, tree: Any) -> list[TreeNode]:
     """The nodes of an accessibility tree: dictionaries with `bbox_pixels`, in lists of any depth."""
-    out: list[Node] = []
+    out: list[TreeNode] = []
     waiting = [tree]
     while waiting:
         item = waiting.pop()
@@ -507,14 +509,14 @@ def _nodes(row: Row, tree: Any) -> list[Node]:
             x1, y1, x2, y2 = row.numbers("bbox_pixels of a node", corners, 4)
             node = row.inner("node", item)
             texts = (node.text(key, optional=True) for key in ("text", "content_description"))
-            out.append(Node((x1, y1, x2, y2), *texts))
+            out.append(TreeNode((x1, y1, x2, y2), *texts))
         else:
             raise row.fail(f"a node of the accessibility tree must be an object, not {shown(item)}")
     return out
 
 
-def _read_uground_android_control(plans: Sequence[Row], labels: Path, answers: Path) -> list[Case]:
-    def key(row: Row) -> tuple[str, int | None]:
+def _read_uground_android_control(plans: Sequence[PredictionRow], labels: Path, answers: Path) -> list[Case]:
+    def key(row: PredictionRow) -> tuple[str, int | None]:
         episode = row.data.get("episode_id")
         return str(episode) if isinstance(episode, int) else row.text("episode_id"), row.whole("step")
 
@@ -570,7 +572,7 @@ _LABEL_KEYS: Final = frozenset(["action_type", "value", "point", "boxes", "posit
 _PREDICTION_KEYS: Final = frozenset(["action_type", "value", "point", "element"])
 
 
-def _unknown(row: Row, keys: frozenset[str]) -> ScoringError | None:
+def _unknown(row: PredictionRow, keys: frozenset[str]) -> ScoringError | None:
     """What is wrong with a row that has other fields than these."""
     strange = set(row.data) - keys
     if not strange:
@@ -644,9 +646,9 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     return cases, {}
 
 
-def _own_node(row: Row) -> Node:
+def _own_node(row: PredictionRow) -> TreeNode:
     (box,) = row.xyxy_boxes([row.get("box", list)], "box")
-    return Node(box, row.text("text", optional=True), row.text("content_description", optional=True))
+    return TreeNode(box, row.text("text", optional=True), row.text("content_description", optional=True))
 
 
 FORMATS: Final = ("coepg", "gui_r1", "ui_genie", "uground")

@@ -1,4 +1,4 @@
-"""The planner π (Eq. 1) and the grounder ϕ (Eq. 2): an engine, the prompts, and the reading of answers."""
+"""The planner π (Eq. 1) and the grounder ϕ (Eq. 2): an engine, the prompts, and the grounding of answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from coepg_dagster.steps import VISIBLE
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannerInput:
     """What a planner sees of a step (Eq. 1): the columns VISIBLE; the screenshot is found by the id."""
 
     step_id: str
@@ -47,11 +47,11 @@ class Task:
         return end_to_end_messages(self.goal, self.history, style, self.instruction)
 
 
-def tasks_of(steps: pa.Table) -> list[Task]:
+def planner_inputs(steps: pa.Table) -> list[PlannerInput]:
     """What planners see of each step, in the order of the table."""
     names = [name for name in ("step_id", *VISIBLE) if name in steps.column_names]
     return [
-        Task(row["step_id"], row["goal"], tuple(row["history"]), row.get("instruction"))
+        PlannerInput(row["step_id"], row["goal"], tuple(row["history"]), row.get("instruction"))
         for row in steps.select(names).to_pylist()
     ]
 
@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Grounding:
     """A grounder's answer for one plan.
 
     `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6
@@ -93,7 +93,7 @@ class Planner:
     def __init__(self, engine: Engine, screens: Screens, style: Style) -> None:
         self._engine, self._screens, self.style = engine, screens, style
 
-    def plan(self, tasks: Sequence[Task], sampling: Sampling) -> list[list[Plan]]:
+    def plan(self, tasks: Sequence[PlannerInput], sampling: Sampling) -> list[list[Plan]]:
         """`sampling.samples` plans for each task, in order. Raises Ended where the engine fails on one."""
         requests = [Request(self._screens.image(task.step_id), task.messages(self.style)) for task in tasks]
         result: list[list[Plan]] = []
@@ -111,13 +111,13 @@ class Grounder:
     """ϕ: from screenshot and plan to a point. Greedy, so each different (screenshot, plan) is asked once and kept."""
 
     def __init__(self, engine: Engine, screens: Screens, style: Style, space: Space, max_tokens: int) -> None:
-        self.elsewhere = engine.elsewhere
+        self.remote = engine.remote
         self._engine, self._screens, self._style, self._space = engine, screens, style, space
         self._sampling = Sampling(max_tokens=max_tokens)
-        self._kept: dict[Asked, Reading] = {}
+        self._kept: dict[Query, Grounding] = {}
 
-    def ground(self, plans: Sequence[Asked]) -> list[Reading]:
-        """A reading for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row.
+    def ground(self, plans: Sequence[Query]) -> list[Grounding]:
+        """A grounding for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row.
 
         A kept answer took no time. A failure is not kept, and nothing of weights that answer no more.
         """
@@ -127,31 +127,31 @@ class Grounder:
         answers = self._engine.generate(requests, self._sampling) if requests else []
         seconds = (time.perf_counter() - started) / max(1, len(requests))
         found = {pair: self._read(pair[0], answer[0]) for pair, answer in zip(new, answers, strict=True)}
-        weights = {reading.weights for reading in found.values() if reading.failure is None}
+        weights = {grounding.weights for grounding in found.values() if grounding.failure is None}
         if weights and any(kept.weights not in weights for kept in self._kept.values()):
             self._kept.clear()
             return self.ground(plans)
         first = set(found)
-        readings = []
+        groundings = []
         for pair in plans:
-            reading = found.get(pair) or self._kept[pair]
-            readings.append(replace(reading, seconds=seconds) if pair in first else reading)
+            grounding = found.get(pair) or self._kept[pair]
+            groundings.append(replace(grounding, seconds=seconds) if pair in first else grounding)
             first.discard(pair)
-        self._kept |= {pair: reading for pair, reading in found.items() if reading.failure is None}
-        return readings
+        self._kept |= {pair: grounding for pair, grounding in found.items() if grounding.failure is None}
+        return groundings
 
-    def keep(self, readings: Mapping[Asked, Reading]) -> None:
+    def keep(self, groundings: Mapping[Query, Grounding]) -> None:
         """Answers that were given before, for a run that is continued."""
-        self._kept |= readings
+        self._kept |= groundings
 
-    def _read(self, step_id: str, answer: Generation | Failure) -> Reading:
+    def _read(self, step_id: str, answer: Generation | Failure) -> Grounding:
         if isinstance(answer, Failure):
-            return Reading(failure=answer.reason)
+            return Grounding(failure=answer.reason)
         coordinates = coordinate_tokens(answer.pieces)
         logprobs = [answer.logprobs[t] for t in coordinates] or list(answer.logprobs)
         if not logprobs:  # the model said nothing: that is an answer, without coordinates
             if answer.stop_logprob is None:
-                return Reading(
+                return Grounding(
                     failure="the answer is empty, and the engine does not say how sure of that the model was"
                 )
             logprobs = [answer.stop_logprob]
@@ -159,56 +159,56 @@ class Grounder:
         point = None
         if pair is not None:
             point = self._screens.viewport(step_id).point(Point(*pair, self._space), Space.ORIGINAL)
-        return Reading(
+        return Grounding(
             point, mean_log_probability(logprobs), len(logprobs), answer.text, weights=answer.weights
         )  # fmt: skip
 
 
-Asked = tuple[str, str]
+Query = tuple[str, str]
 """(step_id, plan): what a grounder is asked about."""
 
 
-class Asking:
+class GrounderPool:
     """What all grounders say of plans, each asked as soon as it can be; a context, at whose end nobody is asked any more.
 
-    Those whose engines compute elsewhere are asked at the same time, each from a thread of its own, about the plans that came in
+    Those whose engines compute remotely are asked at the same time, each from a thread of its own, about the plans that came in
     while it gave its last answers. The others take turns on this process's device, once all plans are known.
     """
 
     def __init__(self, grounders: Mapping[str, Grounder]) -> None:
         self._grounders = list(grounders.values())
-        self._away = {id(grounder): _Away(grounder) for grounder in self._grounders if grounder.elsewhere}
+        self._remote = {id(grounder): _RemoteGrounder(grounder) for grounder in self._grounders if grounder.remote}
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> GrounderPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for away in self._away.values():
-            away.end()
+        for remote in self._remote.values():
+            remote.end()
 
-    def ask(self, plans: Sequence[Asked]) -> None:
-        """Returns at once; whoever computes elsewhere begins with the plans that are new."""
-        for away in self._away.values():
-            away.ask(plans)
+    def ask(self, plans: Sequence[Query]) -> None:
+        """Returns at once; whoever computes remotely begins with the plans that are new."""
+        for remote in self._remote.values():
+            remote.ask(plans)
 
-    def readings(self, plans: Sequence[Asked]) -> list[list[Reading]]:
+    def groundings(self, plans: Sequence[Query]) -> list[list[Grounding]]:
         """What each grounder says of each plan, in the order of the grounders. Raises what went wrong in a thread."""
         self.ask(plans)
-        here = {id(g): g.ground(plans) for g in self._grounders if not g.elsewhere}
-        return [here[id(g)] if id(g) in here else self._away[id(g)].readings(plans) for g in self._grounders]
+        here = {id(g): g.ground(plans) for g in self._grounders if not g.remote}
+        return [here[id(g)] if id(g) in here else self._remote[id(g)].groundings(plans) for g in self._grounders]
 
 
-class _Away:
-    """A grounder that computes elsewhere, and the thread that asks it."""
+class _RemoteGrounder:
+    """A grounder that computes remotely, and the thread that asks it."""
 
     def __init__(self, grounder: Grounder) -> None:
         self._grounder, self._thread = grounder, ThreadPoolExecutor(1)
-        self._known: set[Asked] = set()
-        self._waiting: SimpleQueue[Asked] = SimpleQueue()
+        self._known: set[Query] = set()
+        self._waiting: SimpleQueue[Query] = SimpleQueue()
         self._turns: list[Future[None]] = []
-        self._readings: dict[Asked, Reading] = {}
+        self._groundings: dict[Query, Grounding] = {}
 
-    def ask(self, plans: Sequence[Asked]) -> None:
+    def ask(self, plans: Sequence[Query]) -> None:
         new = [plan for plan in dict.fromkeys(plans) if plan not in self._known]
         self._known.update(new)
         for plan in new:
@@ -219,12 +219,12 @@ class _Away:
     def _turn(self) -> None:
         plans = [self._waiting.get() for _ in range(self._waiting.qsize())]  # nobody else takes any
         if plans:
-            self._readings.update(zip(plans, self._grounder.ground(plans), strict=True))
+            self._groundings.update(zip(plans, self._grounder.ground(plans), strict=True))
 
-    def readings(self, plans: Sequence[Asked]) -> list[Reading]:
+    def groundings(self, plans: Sequence[Query]) -> list[Grounding]:
         for turn in self._turns:
             turn.result()
-        return [self._readings[plan] for plan in plans]
+        return [self._groundings[plan] for plan in plans]
 
     def end(self) -> None:
         # no waiting: after an error the rest of a turn is of no use, and ends with its engine

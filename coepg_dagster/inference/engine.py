@@ -80,7 +80,7 @@ class Engine(Protocol):
     """What the agents need of a model."""
 
     @property
-    def elsewhere(self) -> bool:
+    def remote(self) -> bool:
         """Whether another process computes the answers, so that several such engines can be asked at the same time."""
         ...
 

@@ -88,11 +88,11 @@ class OpenAIEngine:
     Args:
         processor: of the model that is served; the size of images, special tokens and prompt lengths come from it.
         weights: the version to keep with answers; by default what the server says of its model.
-        obituary: called when no connection could be made: what is known of the server's end.
+        exit_report: called when no connection could be made: what is known of the server's end.
         ahead: as in `grouped`; by default as many as are in flight, which is safe for a server of any settings.
     """
 
-    elsewhere = True
+    remote = True
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class OpenAIEngine:
         processor: Any,
         *,
         weights: str | None = None,
-        obituary: Callable[[], str] = lambda: "",
+        exit_report: Callable[[], str] = lambda: "",
         ahead: int | None = None,
     ) -> None:
-        self._endpoint, self._processor, self._obituary = endpoint, processor, obituary
+        self._endpoint, self._processor, self._exit_report = endpoint, processor, exit_report
         self._ahead = endpoint.in_flight if ahead is None else ahead
         told = served_model(endpoint)
         self.weights = weights or served_version(told)
@@ -197,7 +197,7 @@ class OpenAIEngine:
                 if attempt == ATTEMPTS:
                     raise _Unreachable(
                         f"no connection to {self._endpoint.base_url} in {ATTEMPTS} attempts: {short(error)}"
-                        f"{self._obituary()}"
+                        f"{self._exit_report()}"
                     ) from None
             else:
                 if answer.status_code not in MAY_PASS:

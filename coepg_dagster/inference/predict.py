@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from coepg_dagster.experiment import Models
 from coepg_dagster.geometry import Point, Space
-from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
+from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.progress import Ended
@@ -40,13 +40,13 @@ def predict(
     """One prediction per step, in order (PREDICTION_SCHEMA). Raises Ended where a model gives no answer."""
     pi = Planner(planner, Screens(steps, planner.resize), models.prompts)
     phi = Grounder(grounder, Screens(steps, grounder.resize), models.prompts, models.coordinates, max_point_tokens)
-    tasks = tasks_of(steps)
+    tasks = planner_inputs(steps)
     plans = [answers[0] for answers in pi.plan(tasks, Sampling(max_plan_tokens))]
     asked = [(task.step_id, plan.answer.plan) for task, plan in zip(tasks, plans, strict=True) if plan.answer]
-    readings = iter(phi.ground(asked))
+    groundings = iter(phi.ground(asked))
     rows: list[dict[str, Any]] = []
     for task, plan in zip(tasks, plans, strict=True):
-        reading = next(readings) if plan.answer else None
+        reading = next(groundings) if plan.answer else None
         if reading and reading.failure:
             raise Ended(f"step {task.step_id}: the grounder gave no answer: {reading.failure}")
         rows.append(
@@ -71,7 +71,7 @@ def predict_end_to_end(engine: Engine, steps: pa.Table, models: Models, max_toke
     Its answer is `planner_text`; no plan, no grounder. Raises Ended where it gives no answer.
     """
     screens = Screens(steps, engine.resize)
-    tasks = tasks_of(steps)
+    tasks = planner_inputs(steps)
     requests = [Request(screens.image(task.step_id), task.end_to_end_messages(models.prompts)) for task in tasks]
     rows: list[dict[str, Any]] = []
     for task, answers in zip(tasks, engine.generate(requests, Sampling(max_tokens)), strict=True):

@@ -82,7 +82,7 @@ class TransformersEngine:
     image: it is computed once, and its keys and values serve all plans of that screenshot and all samples of a request.
     """
 
-    elsewhere = False
+    remote = False
     _shown: Screenshots | None
 
     def __init__(self, path: str | Path, *, dtype: Dtype, device: str, batch_size: int) -> None:

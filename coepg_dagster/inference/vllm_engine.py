@@ -38,7 +38,7 @@ class VllmEngine:
         options: further arguments of `vllm.LLM`.
     """
 
-    elsewhere = False
+    remote = False
 
     def __init__(
         self, path: str, *, dtype: str, device: str, serving: Serving, share: int, weights: str, **options: Any

@@ -89,7 +89,7 @@ def vllm_server(
             first = OpenAIEngine(replace(endpoint, timeout_seconds=server.left()), processor, weights=weights)
             first.check()
             first.close()
-        engine = OpenAIEngine(endpoint, processor, weights=weights, obituary=server.obituary, ahead=0)
+        engine = OpenAIEngine(endpoint, processor, weights=weights, exit_report=server.exit_report, ahead=0)
         try:
             yield engine
         finally:
@@ -107,7 +107,7 @@ class Server:
         """Seconds until the deadline of the start; at least one."""
         return max(1.0, self._end - time.monotonic())
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """How it ended, why, and the end of its log; nothing while it lives."""
         code = self._process.poll()
         return "" if code is None else f"; it {ended(code)}: {first_error(self._log, self._start)}{self._end_of_log()}"
@@ -128,7 +128,7 @@ class Server:
                     f"{self.url} was not healthy in time: raise `start_minutes`, or look for what hangs{self._end_of_log()}"
                 )
             time.sleep(0.2)
-        raise ServerFailed(f"{self.url} did not start{self.obituary()}")
+        raise ServerFailed(f"{self.url} did not start{self.exit_report()}")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -136,7 +136,7 @@ class Server:
         try:
             yield
         except EngineRefused as error:
-            raise ServerFailed(f"{error}{self.obituary() or self._end_of_log()}") from None
+            raise ServerFailed(f"{error}{self.exit_report() or self._end_of_log()}") from None
 
 
 @contextmanager

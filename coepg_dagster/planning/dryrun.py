@@ -28,17 +28,17 @@ from coepg_dagster.planning.estimates import (
     Memory,
     Rates,
     Spread,
-    Stage,
+    StageEstimate,
     Strategy,
     generation_memory,
     generation_seconds,
     grpo_memory,
     grpo_seconds,
     look_seconds,
-    looks,
     probe_seconds,
     sft_memory,
     sft_seconds,
+    validations,
 )
 from coepg_dagster.training.learned import Exposure, exposure
 
@@ -189,7 +189,7 @@ class DryRun:
             if self.experiment.models.engine_of(member) != "openai"
         }
 
-    def stages(self, hardware: Hardware, rates: Rates, experiment: Experiment | None = None) -> list[Stage]:
+    def stages(self, hardware: Hardware, rates: Rates, experiment: Experiment | None = None) -> list[StageEstimate]:
         """What each heavy asset of an iteration k ≥ 1 takes; `experiment`: with changed settings."""
         changed = experiment or self.experiment
         planner, grounder = (self.models[name].architecture for name in self._loaded(changed))
@@ -212,10 +212,10 @@ class DryRun:
             seen_by = self.exposure(changed)
             steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
             validated = min(self.validation_steps, changed.grpo.validation_steps)
-            seen = looks(changed.grpo, steps)
+            seen = validations(changed.grpo, steps)
             own = Graders([grounder], point, changed.batch_size)
             stages.append(
-                Stage(
+                StageEstimate(
                     "planner",
                     grpo_memory(
                         planner, graders, changed.grpo, plan, hardware.spread, bytes_each=stored_bytes(changed)
@@ -233,7 +233,7 @@ class DryRun:
                         replace(own, batch=changed.grpo.micro_batch_size),
                         plan,
                         self._probed(changed.grpo.probe_steps),
-                        2 * (2 + changed.grpo.probe_looks),  # greedy and sampled
+                        2 * (2 + changed.grpo.probe_between),  # greedy and sampled
                         rates,
                     ),
                 )
@@ -263,13 +263,13 @@ class DryRun:
         experiment: Experiment,
         hardware: Hardware,
         rates: Rates,
-    ) -> Stage:
+    ) -> StageEstimate:
         config, batch = experiment.sft, experiment.batch_size
         answers = Graders([model], example, batch)
         steps = round(rows * config.epochs / config.batch_size)
         steps = min(steps, config.max_steps or steps)
         seen = steps * config.batch_size
-        return Stage(
+        return StageEstimate(
             asset,
             sft_memory(model, config, example, hardware.spread, bytes_each=stored_bytes(experiment)),
             host=hardware.spread.gpus * 4.0 * model.parameters,
@@ -289,12 +289,12 @@ class DryRun:
         experiment: Experiment,
         hardware: Hardware,
         rates: Rates,
-    ) -> Stage:
+    ) -> StageEstimate:
         """A pool of members that take turns; a process for each GPU, each with the member of the moment."""
         batch, screenshots, bytes_each = experiment.batch_size, self.train_steps, stored_bytes(experiment)
         needs = [generation_memory(m, example, batch, samples, bytes_each=bytes_each) for m in members.values()]
         largest = max(members.values(), key=lambda m: m.parameters)
-        return Stage(
+        return StageEstimate(
             asset,
             max(needs, key=lambda need: need.total),
             host=hardware.spread.gpus * float(bytes_each * largest.parameters),
@@ -306,7 +306,7 @@ class DryRun:
             ),
         )
 
-    def _evaluation(self, experiment: Experiment, hardware: Hardware, rates: Rates) -> Stage:
+    def _evaluation(self, experiment: Experiment, hardware: Hardware, rates: Rates) -> StageEstimate:
         """Planner and grounder in one process."""
         planner, grounder = (self.models[name].architecture for name in self._loaded(experiment))
         plan, point = examples_of(experiment)
@@ -315,7 +315,7 @@ class DryRun:
             generation_memory(model, example, batch, 1, bytes_each=bytes_each)
             for model, example in ((planner, plan), (grounder, point))
         )
-        return Stage(
+        return StageEstimate(
             "evaluation",
             Memory(
                 one.weights + other.weights,
@@ -330,7 +330,7 @@ class DryRun:
             + generation_seconds(grounder, point, batch, 1, steps, rates),
         )
 
-    def too_large(self, hardware: Hardware, stages: list[Stage]) -> list[Stage]:
+    def too_large(self, hardware: Hardware, stages: list[StageEstimate]) -> list[StageEstimate]:
         """The stages that the card cannot hold, the largest first."""
         if hardware.card is None:
             return []
@@ -435,7 +435,7 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     return Report(lines, _refusal(dry, hardware, rates, stages))
 
 
-def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[Stage]) -> list[str]:
+def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[StageEstimate]) -> list[str]:
     too_large = dry.too_large(hardware, stages)
     if not too_large:
         return []

@@ -186,7 +186,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageEstimate:
     """What one asset takes."""
 
     asset: str
@@ -512,7 +512,7 @@ def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Exam
     return replace(example, prompt=example.prompt + size - 1, answer=size * example.answer), size, rows
 
 
-def looks(config: Grpo, steps: int) -> int:
+def validations(config: Grpo, steps: int) -> int:
     """How often GRPO looks at the validation split: before the first of so many steps, after every so many, after the last."""
     return 1 + -(-steps // config.validate_every) if config.validate_every else 0
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from coepg_dagster.experiment import ExperimentError, Member, Regeneration
-from coepg_dagster.inference.agents import Planner, tasks_of
+from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED, short_hash
@@ -24,7 +24,7 @@ def write_candidates(
 ) -> pa.Table:
     """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
     sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
-    tasks = tasks_of(steps)
+    tasks = planner_inputs(steps)
     plans = planner.plan(tasks, sampling)
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
     rows = []

@@ -27,7 +27,7 @@ BLOCKING: Final = (TRAIN_ONLY, HAS_ROWS, NO_LEAK, BOXES_INSIDE, NOT_BLANK)
 
 
 def shuffled(asked: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa.Table:
-    """Up to `pairs` candidates (CANDIDATE_SCHEMA), each moved to the screen of a step that it was not written for.
+    """Up to `pairs` candidates (CANDIDATE_SCHEMA), each shuffled to the screen of a step that it was not written for.
 
     `step_id` names that screen, which has a target and the size of the plan's own; the two are of different episodes, and
     none of the screen's own plans says the same as this one (`similar`, as for duplicates). Deterministic: by hashes of names.
@@ -43,9 +43,9 @@ def shuffled(asked: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa
     for row in rows:
         own[row["step_id"]].append(plan_tokens(row["plan"]))
     same_size: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for step_id in own:  # in the order of the hashes, so a screen and the plans moved to it have nothing in common
+    for step_id in own:  # in the order of the hashes, so a screen and the plans shuffled to it have nothing in common
         same_size[about[step_id]["width"], about[step_id]["height"]].append(step_id)
-    moved = []
+    shuffled = []
     for i, row in enumerate(rows):
         here, tokens = about[row["step_id"]], plan_tokens(row["plan"])
         screens = same_size[here["width"], here["height"]]
@@ -54,14 +54,14 @@ def shuffled(asked: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa
             if about[screen]["episode_id"] == here["episode_id"]:
                 continue
             if all(tokens != other and jaccard(tokens, other) <= similar for other in own[screen]):
-                moved.append(row | {"step_id": screen})
+                shuffled.append(row | {"step_id": screen})
                 break
-        if len(moved) == pairs:
+        if len(shuffled) == pairs:
             break
-    return pa.Table.from_pylist(moved, CANDIDATE_SCHEMA)
+    return pa.Table.from_pylist(shuffled, CANDIDATE_SCHEMA)
 
 
-def shuffle_rates(verdicts: pa.Table, moved: pa.Table, steps: pa.Table) -> dict[str, dict[str, Any]]:
+def shuffle_rates(verdicts: pa.Table, shuffled: pa.Table, steps: pa.Table) -> dict[str, dict[str, Any]]:
     """Per verifier, in per cent of its answered shuffled pairs: `own`, `shuffled`, `chance`; and the number of `pairs`.
 
     own: it finds the target of the plan's own step. shuffled: it finds the target of the other screen, given this plan.
@@ -70,7 +70,7 @@ def shuffle_rates(verdicts: pa.Table, moved: pa.Table, steps: pa.Table) -> dict[
     boxes = dict(zip(steps["step_id"].to_pylist(), steps["boxes"].to_pylist(), strict=True))
     real = {(row["verifier"], row["candidate_id"]): row for row in verdicts.to_pylist() if row["failure"] is None}
     counts: dict[str, list[tuple[bool, bool, bool]]] = defaultdict(list)
-    for row in moved.to_pylist():
+    for row in shuffled.to_pylist():
         own = real.get((row["verifier"], row["candidate_id"]))
         if own is None or row["failure"] is not None:
             continue

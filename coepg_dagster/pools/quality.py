@@ -103,7 +103,7 @@ def by_episode(of: Regenerated) -> dict[str, ByEpisode]:
 
 def data_quality(
     of: Regenerated,
-    moved: pa.Table,
+    shuffled: pa.Table,
     decisions: pa.Table,
     previous: pa.Table | None,
     quality: Quality,
@@ -181,7 +181,7 @@ def data_quality(
         },
         "decisions": dict(sorted(Counter(decisions["decision"].to_pylist()).items())),
         **_since(dataset, previous, of.config.similar),
-        "plan_shuffle": shuffle_rates(verdicts, moved, steps),
+        "plan_shuffle": shuffle_rates(verdicts, shuffled, steps),
         "illegible": _per_cent(sum(side < quality.legible_px for side in sides), len(sides)),
         "smallest_target_px": min(sides, default=None),
     }

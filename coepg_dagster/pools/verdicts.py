@@ -18,22 +18,22 @@ def to_verify(candidates: pa.Table) -> pa.Table:
 def give_verdicts(grounder: Grounder, name: str, candidates: pa.Table, screens: Screens) -> pa.Table:
     """The pool member `name`'s verdict on each candidate to verify whose step has a target (VERDICT_SCHEMA)."""
     asked = [row for row in to_verify(candidates).to_pylist() if screens.boxes(row["step_id"])]
-    readings = grounder.ground([(row["step_id"], row["plan"]) for row in asked])
+    groundings = grounder.ground([(row["step_id"], row["plan"]) for row in asked])
     return pa.Table.from_pylist(
         [
             {
                 "candidate_id": row["candidate_id"],
                 "step_id": row["step_id"],
                 "verifier": name,
-                "hit": reading.hits(screens.boxes(row["step_id"])),
-                "x": reading.point and reading.point.x,
-                "y": reading.point and reading.point.y,
-                "mean_logprob": None if reading.failure else reading.mean_logprob,
-                "tokens": reading.tokens,
-                "text": reading.text,
-                "failure": reading.failure,
+                "hit": grounding.hits(screens.boxes(row["step_id"])),
+                "x": grounding.point and grounding.point.x,
+                "y": grounding.point and grounding.point.y,
+                "mean_logprob": None if grounding.failure else grounding.mean_logprob,
+                "tokens": grounding.tokens,
+                "text": grounding.text,
+                "failure": grounding.failure,
             }
-            for row, reading in zip(asked, readings, strict=True)
+            for row, grounding in zip(asked, groundings, strict=True)
         ],
         VERDICT_SCHEMA,
     )

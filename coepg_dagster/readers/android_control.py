@@ -31,7 +31,7 @@ from coepg_dagster.readers.rows import (
     part_of,
     target_boxes,
 )
-from coepg_dagster.readers.tasks import Task
+from coepg_dagster.readers.source_rows import SourceRow
 from coepg_dagster.readers.tfrecord import Example, Forest, parsed, records
 
 Level = Literal["high", "low"]
@@ -96,14 +96,14 @@ def _lists(path: Path) -> dict[str, list[int]]:
     return data
 
 
-def rows(path: Path, splits: Splits, level: Level, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def rows(path: Path, splits: Splits, level: Level, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
     """A task per episode of one TFRecord file, which gives an item per step."""
     for record in records(path):
         if isinstance(record, Reject):
             yield record
         else:
             number, data = record
-            yield Task(str(path), str(number), partial(convert, data, path, number, splits, level, resize, shrink))
+            yield SourceRow(str(path), str(number), partial(convert, data, path, number, splits, level, resize, shrink))
 
 
 def _feature(features: Any, name: str, kind: str) -> Sequence[Any]:
@@ -171,7 +171,7 @@ def _text(value: bytes, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class Action:
+class AndroidAction:
     """A labelled action, in canonical names; `point` in pixels of the screenshot, None where it has none."""
 
     type: str
@@ -183,7 +183,7 @@ class Action:
         return " ".join(part for part in (self.type, f"[{element}]" if element else "", self.value) if part)
 
 
-def _action(encoded: bytes) -> Action:
+def _action(encoded: bytes) -> AndroidAction:
     data = parse_json(encoded, "the action")
     name = data.get("action_type") if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in ACTIONS:
@@ -199,11 +199,11 @@ def _action(encoded: bytes) -> Action:
     if name in POINTED:
         x, y = numbers([data.get("x"), data.get("y")], 2, f"x and y of a {name}")
         point = (x, y)
-    return Action(ACTIONS[name], value, point)
+    return AndroidAction(ACTIONS[name], value, point)
 
 
 def _step(
-    action: Action,
+    action: AndroidAction,
     values: Mapping[str, Any],
     about: Mapping[str, Any],
     noticed: tuple[str, ...],

@@ -37,7 +37,7 @@ from coepg_dagster.readers.rows import (
     Reject,
     Step,
 )
-from coepg_dagster.readers.tasks import Task, converted, named
+from coepg_dagster.readers.source_rows import SourceRow, converted, named
 from coepg_dagster.readers.views import Rule
 
 Dataset = Literal["mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"]
@@ -126,7 +126,7 @@ def _files(source: Path, options: Options) -> Files:
     return Files(_folder(source), Path(options.images) if options.images else None)
 
 
-def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: Files) -> Iterator[Task | Reject]:
+def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: Files) -> Iterator[SourceRow | Reject]:
     match dataset:
         case "mind2web":
             return mind2web.rows(path, options.view, options.resize, options.shrink)

@@ -28,7 +28,7 @@ from coepg_dagster.readers.rows import (
     texts,
     wanted,
 )
-from coepg_dagster.readers.tasks import Task, of_lines, of_parquet
+from coepg_dagster.readers.source_rows import SourceRow, of_lines, of_parquet
 from coepg_dagster.readers.views import Rule, choose
 
 COLUMNS: Final = (
@@ -65,7 +65,7 @@ def files(source: Path) -> list[Path]:
     return [source] if source.is_file() else files_below(source, lambda name: name.endswith(".parquet"))
 
 
-def rows(path: Path, view: Rule, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def rows(path: Path, view: Rule, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
     """A task per row of one Parquet file; a file that is none is one reject."""
     return of_parquet(path, COLUMNS, lambda row, _: [convert(row, path, view, resize, shrink)])
 
@@ -162,7 +162,7 @@ def block_files(source: Path) -> list[Path]:
     return [source] if source.is_file() else files_below(source, lambda name: name.endswith("_blocks.jsonl"))
 
 
-def block_rows(path: Path, images: Files, resize: Resize) -> Iterator[Task | Reject]:
+def block_rows(path: Path, images: Files, resize: Resize) -> Iterator[SourceRow | Reject]:
     """A task per row of a sample file; `images` holds the folders of blocks."""
     return of_lines(path, lambda line, _: [convert_block(line, images, resize)])
 

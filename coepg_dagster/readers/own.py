@@ -36,7 +36,7 @@ from coepg_dagster.readers.rows import (
     texts,
     wanted,
 )
-from coepg_dagster.readers.tasks import Task, of_lines
+from coepg_dagster.readers.source_rows import SourceRow, of_lines
 
 FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "step_id": (str,),
@@ -59,7 +59,7 @@ def files(source: Path) -> list[Path]:
     return [source] if source.is_file() else files_below(source, lambda name: name.endswith(".jsonl"), deep=False)
 
 
-def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
     """A task per line."""
     return of_lines(path, lambda line, _: [convert(line, images, resize, shrink)])
 

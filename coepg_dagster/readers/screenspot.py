@@ -26,7 +26,7 @@ from coepg_dagster.readers.rows import (
     target_boxes,
     wanted,
 )
-from coepg_dagster.readers.tasks import Task, of_lines, of_parquet
+from coepg_dagster.readers.source_rows import SourceRow, of_lines, of_parquet
 
 SPLIT: Final = "test"
 PLATFORMS: Final = ("mobile", "desktop", "web")
@@ -39,7 +39,7 @@ def files(source: Path) -> list[Path]:
     return files_below(source, lambda name: name.endswith((".json", ".jsonl", ".parquet")))
 
 
-def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
     """A task per annotation of one file."""
     if path.suffix == ".parquet":
         return of_parquet(path, COLUMNS, lambda row, i: [_parquet_step(row, i, path, resize, shrink)])
@@ -48,7 +48,7 @@ def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Ta
     return _listed(path, images, resize, shrink)
 
 
-def _listed(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[Task | Reject]:
+def _listed(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
     """A task per entry of a JSON list. Bytes that are no UTF-8 become halves of surrogate pairs, which cost their entry."""
     try:
         entries = parse_json(path.read_bytes().decode("utf-8", "surrogateescape"), str(path))
@@ -59,7 +59,7 @@ def _listed(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator
         yield Reject(str(path), "", "bad_file", "must be a list of annotations")
         return
     for i, entry in enumerate(entries):
-        yield Task(str(path), str(i), partial(_of_entry, entry, i, path, images, resize, shrink))
+        yield SourceRow(str(path), str(i), partial(_of_entry, entry, i, path, images, resize, shrink))
 
 
 def _of_entry(entry: object, i: int, path: Path, images: Files, resize: Resize, shrink: bool) -> list[Step]:

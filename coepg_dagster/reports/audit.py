@@ -37,7 +37,7 @@ RULES: Final = {
 
 
 @dataclass(frozen=True)
-class Member:
+class PoolMember:
     """A model of the pools: its name in the tables, and what it is."""
 
     name: str
@@ -54,7 +54,7 @@ class AuditOf:
     iteration: int
     config: Regeneration
     made_from: Sequence[tuple[str, str, str]] = ()  # (artifact, data version, run)
-    members: Sequence[Member] = ()
+    members: Sequence[PoolMember] = ()
     crumbs: Sequence[tuple[str, str]] = ()  # (text, address)
     trace: Callable[[int, str], str] | None = None  # (k, row or candidate) → address of its trace, where one is served
 

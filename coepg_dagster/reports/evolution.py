@@ -47,7 +47,7 @@ CASES: Final = 4
 
 
 @dataclass(frozen=True)
-class Member:
+class ShownLoop:
     """One loop whose results the report shows: an experiment at the report's seed."""
 
     experiment: Experiment
@@ -68,7 +68,7 @@ class Evolution:
     experiment: Experiment
     seed: int
     table: Mapping[str, Any]
-    loops: Sequence[Member]
+    loops: Sequence[ShownLoop]
     progress: Mapping[str, Sequence[Sequence[tuple[int, float]]]] = field(default_factory=dict)
     cases: Sequence[Mapping[str, Any]] = ()
     crumbs: Sequence[tuple[str, str]] = ()

@@ -40,7 +40,7 @@ def image_type(start: bytes) -> str:
     return {b"\x89PNG": "png", b"RIFF": "webp"}.get(start[:4], "jpeg")
 
 
-class Screens(Protocol):
+class ScreenTarget(Protocol):
     """Where the screenshots of a page go."""
 
     def put(self, image: bytes | pa.Buffer) -> str:
@@ -66,7 +66,7 @@ class ScreenFiles:
         return f"{SCREENS}/{name[:2]}/{name}.{ending}"
 
 
-def shown_steps(steps: pa.Table, wanted: Collection[str], screens: Screens) -> Iterator[dict[str, Any]]:
+def shown_steps(steps: pa.Table, wanted: Collection[str], screens: ScreenTarget) -> Iterator[dict[str, Any]]:
     """What pages show of each wanted step, in the order of the table; its screenshot becomes a file.
 
     `steps` may be mapped memory: screenshots are read one at a time.

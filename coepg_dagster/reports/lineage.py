@@ -34,7 +34,7 @@ _SUBSCRIPTS: Final = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉
 
 
 @dataclass(frozen=True)
-class View:
+class LineageView:
     """A loop as it is now: its current records, which of them are stale, and when each was made (seconds since 1970)."""
 
     experiment: Experiment
@@ -49,7 +49,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Node:
+class ArtifactNode:
     """A box of the map."""
 
     ref: Ref
@@ -117,7 +117,7 @@ def key_number(experiment: Experiment, record: Record) -> str:
 
 
 def lineage_page(
-    view: View,
+    view: LineageView,
     dagster: str | None = None,
     page_of: Callable[[Ref], str | None] = lambda ref: None,
     models: Mapping[str, Mapping[str, Any]] | None = None,
@@ -200,7 +200,7 @@ class Origin:
     y: int
 
 
-def _origins(models: Mapping[str, Mapping[str, Any]], below: Node) -> list[Origin]:
+def _origins(models: Mapping[str, Mapping[str, Any]], below: ArtifactNode) -> list[Origin]:
     found = []
     for row, (name, model) in enumerate(sorted(models.items())):
         what = "weights" if "files" in model else "revision"
@@ -240,14 +240,14 @@ def _x(k: int) -> int:
     return MARGIN + (k + 1) * (WIDTH + GAP_X)
 
 
-def _nodes(view: View) -> list[Node]:
+def _nodes(view: LineageView) -> list[ArtifactNode]:
     experiment = view.experiment
     rows = [asset for asset in ORDER if asset in (*experiment.made, *experiment.taken)]
     places: list[tuple[Ref, int, int]] = [(Ref(asset), MARGIN, row) for row, asset in enumerate(SHARED)]
     places += [(Ref(asset, k), _x(k), row) for k in range(experiment.iterations + 1) for row, asset in enumerate(rows)]
     top = MARGIN + 30
     return [
-        Node(
+        ArtifactNode(
             ref,
             x,
             top + row * (HEIGHT + GAP_Y),
@@ -266,7 +266,7 @@ def _when(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _path(start: Node, end: Node) -> str:
+def _path(start: ArtifactNode, end: ArtifactNode) -> str:
     """An arrow: down between neighbours of a column, along its left side to others, across to another column."""
     if start.x == end.x:
         if end.y - start.y == HEIGHT + GAP_Y:
@@ -280,7 +280,7 @@ def _path(start: Node, end: Node) -> str:
     return f"M{start.x + WIDTH},{a} C{middle},{a} {middle},{b} {end.x - 5},{b}"
 
 
-def _kind(start: Node, end: Node) -> str:
+def _kind(start: ArtifactNode, end: ArtifactNode) -> str:
     if start.ref.iteration is None:
         return "shared"
     return end.state if start.ref.iteration == end.ref.iteration else f"{end.state} between"

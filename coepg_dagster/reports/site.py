@@ -21,11 +21,10 @@ from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.trace import member, readable
 from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
 from coepg_dagster.provenance import Asset, Record, Ref
-from coepg_dagster.reports.audit import AuditOf, Member, write_audit
-from coepg_dagster.reports.evolution import Evolution, case_study, write_report
-from coepg_dagster.reports.evolution import Member as Family
+from coepg_dagster.reports.audit import AuditOf, PoolMember, write_audit
+from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.lineage import SYMBOLS, View, key_number, lineage_page, subscript
+from coepg_dagster.reports.lineage import SYMBOLS, LineageView, key_number, lineage_page, subscript
 from coepg_dagster.reports.model import ModelOf, Votes, training_notes, write_model
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.results import FULL, results
@@ -68,11 +67,11 @@ class Site:
         self,
         folder: Path,
         archive: Archive,
-        view: View,
+        view: LineageView,
         dagster: str | None = None,
         *,
         live: bool = False,
-        family: Callable[[], Sequence[Family]] = lambda: (),
+        family: Callable[[], Sequence[ShownLoop]] = lambda: (),
         experiments: Sequence[Experiment] = (),
     ) -> None:
         self.folder, self.archive, self.view = folder, archive, view
@@ -145,8 +144,8 @@ class Site:
             lambda name, seed: f"../../{name}/s{seed}/{LINEAGE}" if self._live else None,
         )
 
-    def _loops(self) -> list[Family]:
-        return [Family(self.view.experiment, self.view.records), *self._family()]
+    def _loops(self) -> list[ShownLoop]:
+        return [ShownLoop(self.view.experiment, self.view.records), *self._family()]
 
     def _evolution(self) -> Evolution:
         view = self.view
@@ -169,7 +168,7 @@ class Site:
             self._crumbs(),
         )
 
-    def _progress(self, loop: Family) -> list[tuple[int, float]]:
+    def _progress(self, loop: ShownLoop) -> list[tuple[int, float]]:
         """How the newest planner of a loop got on during GRPO; empty where its rollouts are not there."""
         planners = [ref for ref in loop.records if ref.asset == "planner" and ref.iteration]
         if not planners:
@@ -210,7 +209,7 @@ class Site:
         benchmark = archive.made_by(candidates.input("benchmark_steps"))
         plans, votes = self._table(candidates, CANDIDATES), self._table(verdicts, VERDICTS)
         members = [
-            Member(name, role, found["model"], found["weights"])
+            PoolMember(name, role, found["model"], found["weights"])
             for role, reader, names in (
                 ("planner", candidates, plans["planner"].unique().to_pylist()),
                 ("verifier", verdicts, votes["verifier"].unique().to_pylist()),

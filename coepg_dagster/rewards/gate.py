@@ -8,7 +8,7 @@ from coepg_dagster.rewards.cdrem import type_reward, value_reward
 from coepg_dagster.steps import GATE_PASSED, GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
 
 
-class Action(Protocol):
+class PlannedAction(Protocol):
     """What a planner or an end-to-end agent wants to do."""
 
     @property
@@ -17,7 +17,7 @@ class Action(Protocol):
     def value(self) -> str: ...
 
 
-def gate_of(answer: Action | None, action_type: str, value: str) -> str:
+def gate_of(answer: PlannedAction | None, action_type: str, value: str) -> str:
     """Which gate an answer stops at, given the label's type and value; None: nothing could be read of it."""
     if answer is None:
         return GATE_UNPARSED

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from coepg_dagster.experiment import Grpo
 from coepg_dagster.geometry import Point, Space
-from coepg_dagster.inference.agents import Asked, Asking, Grounder, Plan, Reading
+from coepg_dagster.inference.agents import Grounder, GrounderPool, Grounding, Plan, Query
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.cdrem import gated, plan_reward
@@ -48,31 +48,31 @@ class CdremReward:
         sigma = tuple(priors[name] for name in grounders)
         self._weigh = Weighing(sigma, config.confidence, config.confidence_temperature, config.ensemble)
         self._labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value"]).to_pylist()}
-        self._asking: Asking | None = None
+        self._pool: GrounderPool | None = None
         self.rows: list[dict[str, Any]] = []
 
     @property
-    def elsewhere(self) -> bool:
+    def remote(self) -> bool:
         """Whether any grounder can answer while this process samples."""
-        return any(grounder.elsewhere for grounder in self._grounders.values())
+        return any(grounder.remote for grounder in self._grounders.values())
 
     @contextmanager
-    def asking(self) -> Iterator[Asking]:
+    def pool(self) -> Iterator[GrounderPool]:
         """A batch of rollouts, at whose end no grounder is asked any more: `ask` while it is sampled, then `score`."""
-        if self._asking is not None:
-            yield self._asking
+        if self._pool is not None:
+            yield self._pool
             return
-        with Asking(self._grounders) as self._asking:
+        with GrounderPool(self._grounders) as self._pool:
             try:
-                yield self._asking
+                yield self._pool
             finally:
-                self._asking = None
+                self._pool = None
 
     def ask(self, texts: Sequence[str], step_ids: Sequence[str]) -> None:
         """Within `asking`: begins with the votes on planner answers that `score` will get later, and returns at once."""
-        assert self._asking is not None
+        assert self._pool is not None
         _, _, pairs = self._gated(texts, step_ids)
-        self._asking.ask(list(pairs.values()))
+        self._pool.ask(list(pairs.values()))
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
         """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
@@ -81,24 +81,24 @@ class CdremReward:
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Has the grounders keep what they said of the rollouts of a run that is continued (rows of ROLLOUT_SCHEMA)."""
-        kept: dict[str, dict[Asked, Reading]] = {name: {} for name in self._grounders}
+        kept: dict[str, dict[Query, Grounding]] = {name: {} for name in self._grounders}
         for row in rows:
             for said in row["graders"]:
                 if said["failure"] is None:
                     point = None if said["x"] is None else Point(said["x"], said["y"], Space.ORIGINAL)
-                    kept[said["grounder"]][row["step_id"], row["plan"]] = Reading(
+                    kept[said["grounder"]][row["step_id"], row["plan"]] = Grounding(
                         point, said["mean_logprob"], said["tokens"], weights=said["version"] or ""
                     )
-        for name, readings in kept.items():
-            self._grounders[name].keep(readings)
+        for name, groundings in kept.items():
+            self._grounders[name].keep(groundings)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
         """r of Eq. 9 for each planner answer on its step."""
         plans, gates, pairs = self._gated(texts, step_ids)
-        votes: dict[int, tuple[Reading, ...]] = {}
+        votes: dict[int, tuple[Grounding, ...]] = {}
         if pairs:
-            with self.asking() as asking:
-                votes = dict(zip(pairs, zip(*asking.readings(list(pairs.values())), strict=True), strict=True))
+            with self.pool() as pool:
+                votes = dict(zip(pairs, zip(*pool.groundings(list(pairs.values())), strict=True), strict=True))
         r_plan = np.ones(len(texts))
         self.rows = []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
@@ -121,7 +121,7 @@ class CdremReward:
             row["reward"] = float(reward)
         return [float(reward) for reward in rewards]
 
-    def _gated(self, texts: Sequence[str], step_ids: Sequence[str]) -> tuple[list[Plan], list[str], dict[int, Asked]]:
+    def _gated(self, texts: Sequence[str], step_ids: Sequence[str]) -> tuple[list[Plan], list[str], dict[int, Query]]:
         """(what each text says, its gate, and what grounders are asked about those that need a vote, by position)."""
         plans = [Plan(text, parse_planner(text)) for text in texts]
         labels = [self._labels[step_id] for step_id in step_ids]
@@ -135,7 +135,7 @@ class CdremReward:
         }
         return plans, gates, pairs
 
-    def _vote(self, votes: Sequence[Reading], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
+    def _vote(self, votes: Sequence[Grounding], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
         """(r_plan of Eq. 4, what each grounder contributed)."""
         c, weights = self._weigh([vote.mean_logprob for vote in votes], [vote.failure is None for vote in votes])
         graders = [

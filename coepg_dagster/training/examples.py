@@ -8,7 +8,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
 from coepg_dagster.geometry import Box, Space
-from coepg_dagster.inference.agents import tasks_of
+from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.prompts import (
     Message,
@@ -39,7 +39,7 @@ def _chat(messages: list[Message]) -> list[Message]:
 
 def planner_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style) -> Dataset:
     """One example per row of D_k: (screenshot, Q, h_t) → plan, label type, label value."""
-    tasks = {task.step_id: task for task in tasks_of(steps)}
+    tasks = {task.step_id: task for task in planner_inputs(steps)}
     rows = [
         {
             "step_id": row["step_id"],
@@ -71,7 +71,7 @@ def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: 
 
 def end_to_end_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style, space: Space) -> Dataset:
     """One example per row of D_k without its plan: (screenshot, Q, h_t) → label type, label value, centre of its box."""
-    tasks = {task.step_id: task for task in tasks_of(steps)}
+    tasks = {task.step_id: task for task in planner_inputs(steps)}
     rows = []
     for row in dataset.to_pylist():
         point = "" if row["box"] is None else _centre(row, screens, space)
@@ -104,7 +104,7 @@ def grpo_prompts(
             "step_id": task.step_id,
             "prompt": _chat(task.messages(style) if agent == "decoupled" else task.end_to_end_messages(style)),
         }
-        for task in tasks_of(steps)
+        for task in planner_inputs(steps)
         if task.step_id in covered
     ]
     return _examples(rows, screens)

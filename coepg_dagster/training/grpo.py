@@ -49,6 +49,7 @@ from coepg_dagster.training.common import (
 )
 from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
 from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
+from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
 from coepg_dagster.training.point_reward import PointReward
 from coepg_dagster.training.preflight import preflight
@@ -68,9 +69,8 @@ from coepg_dagster.training.speed import (
     GradientsInBuckets,
     check_attention,
     half_activations,
-    half_vision,
+    vision_to_bfloat16,
 )
-from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.validation import KeepBest, Questions, requests_of
 from coepg_dagster.training.verified import save_trained
 
@@ -101,7 +101,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     What the sampler and the trainer say of a token's probability is compared in each step (`_compute_loss`).
 
-    Grounders that compute elsewhere are asked about a rollout when it ends, while the longer ones are still sampled and while the
+    Grounders that compute remotely are asked about a rollout when it ends, while the longer ones are still sampled and while the
     trainer computes log-probabilities; the batch is sampled as without them, so the same tokens are drawn.
 
     Args:
@@ -121,7 +121,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self._reward, self._rollouts = reward, rollouts
-        self._early = reward if isinstance(reward, CdremReward) and reward.elsewhere else None
+        self._early = reward if isinstance(reward, CdremReward) and reward.remote else None
         self._step_ids: list[str] = []
         self._cut: list[bool] = []
         self._shown, self._core, self._whole = shown, core, whole
@@ -150,7 +150,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             for step in range(0, self.state.global_step, self.num_iterations):
                 self._reward.recall(pq.read_table(self._part(step)).to_pylist())
         self._continued = False
-        batch = self._early.asking() if self._early else nullcontext()
+        batch = self._early.pool() if self._early else nullcontext()
         with self._shown.keys(), batch:
             made = super()._generate_and_score_completions(inputs)
         refuse_other_screenshots(made, [row["images"][0] for row in inputs], self._shown)
@@ -256,7 +256,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         return kept, logprobs
 
     def _ask_early(self, answers: Mapping[int, list[int]]) -> None:
-        """Has the grounders begin with finished answers (row of the batch → tokens), where any computes elsewhere."""
+        """Has the grounders begin with finished answers (row of the batch → tokens), where any computes remotely."""
         if self._early:
             # as TRL does; an answer that it reads otherwise is asked about by `score`
             texts = self.processing_class.batch_decode(list(answers.values()), skip_special_tokens=True)
@@ -323,7 +323,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
         if models.dtype == "bfloat16":
             half_activations(model)
         if config.freeze_vision and models.dtype == "bfloat16" and not job.placement.sharded:
-            half_vision(model)  # TRL loads the reference in the type of the first weights, which are the tower's
+            vision_to_bfloat16(model)  # TRL loads the reference in the type of the first weights, which are the tower's
     check_attention(model, config.attention)
     resize = TransformersEngine.of(model, processor, batch_size=1).resize
 
@@ -350,7 +350,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
             f"lower grpo.prompts_per_step ({config.prompts_per_step})"
         )
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations)
-    stops = Stops(job.placement.on_trouble)
+    monitor = TrainingMonitor(job.placement.on_anomaly)
     longest = min(found["longest_row"], config.max_tokens or found["longest_row"])
     seconds = 60 * job.serving.start_minutes
     sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)
@@ -388,7 +388,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
         core=model,
         whole=not job.placement.sharded,
         train_dataset=prompts,
-        callbacks=[ReportProgress(report), checkpoints, stops, *(look for look in (best, probe) if look)],
+        callbacks=[ReportProgress(report), checkpoints, monitor, *(look for look in (best, probe) if look)],
         args=_arguments(job, checkpoints.folder, micro, sampling),
     )
     trainer.remove_callback(PrinterCallback)
@@ -404,7 +404,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
             if job.on_gpu and config.attention == "sdpa":
                 fast_vision(reference, job.device)
     checkpoints.train(trainer)
-    stops.end()
+    monitor.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
     learned = probe.end(trainer.state, trainer.model) if probe else {}
     end_sampling(trainer)
@@ -423,7 +423,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
         **learned,
         **saved,
         "trained_parameters": trained,
-        "warnings": stops.warnings,
+        "warnings": monitor.warnings,
         **difference(history),
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "groups_without_spread": 100 * float(np.mean([e["groups_without_spread"] for e in history]))
@@ -463,7 +463,7 @@ def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, An
         mask_truncated_completions=False,
         **sampling,
         logging_steps=1,
-        logging_nan_inf_filter=False,  # Stops looks for them
+        logging_nan_inf_filter=False,  # TrainingMonitor looks for them
         save_strategy="no",  # Checkpoints decides
         save_total_limit=KEPT,
         report_to="none",

@@ -23,7 +23,7 @@ from transformers import TrainerState
 from coepg_dagster.artifacts import whole
 from coepg_dagster.evaluation.change import PROBED, change_of, change_text
 from coepg_dagster.experiment import Grpo, Models
-from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
+from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
@@ -58,13 +58,13 @@ def changes(asked: Mapping[str, pa.Table], before: Rewards, after: Rewards) -> d
     return found
 
 
-def looks_between(steps: int, looks: int) -> frozenset[int]:
+def probe_steps_between(steps: int, looks: int) -> frozenset[int]:
     """After which of so many optimizer steps GRPO is asked, besides before the first and after the last: evenly spread."""
     return frozenset(round(steps * i / (looks + 1)) for i in range(1, looks + 1)) - {0, steps}
 
 
 class Probe(Looks):
-    """Asks a policy about fixed steps before the first step, `probe_looks` times between, and with the weights that are kept.
+    """Asks a policy about fixed steps before the first step, `probe_between` times between, and with the weights that are kept.
 
     Answers lie in `folder`, where a continued run finds those from before its checkpoint; they are judged when training is over,
     so that equal plans are looked for once.
@@ -86,7 +86,7 @@ class Probe(Looks):
         folder: Path,
     ) -> None:
         self._asked, self._questions, self._reward, self._judge = asked, questions, reward, judge
-        self._folder, self._looks = folder, config.probe_looks
+        self._folder, self._looks = folder, config.probe_between
         self._samplings = {
             "greedy": Sampling(config.max_plan_tokens),
             "sampled": Sampling(config.max_plan_tokens, temperature=config.temperature, seed=seed),
@@ -94,7 +94,7 @@ class Probe(Looks):
         folder.mkdir(parents=True, exist_ok=True)
 
     def due(self, state: TrainerState) -> bool:
-        return state.global_step in looks_between(state.max_steps, self._looks)
+        return state.global_step in probe_steps_between(state.max_steps, self._looks)
 
     def look(self, state: TrainerState, model: Any) -> None:
         started = time.perf_counter()
@@ -224,7 +224,7 @@ def _plans(engine: TransformersEngine, steps: pa.Table, job: SftJob) -> dict[str
     """step id → what a planner answers."""
     planner = Planner(engine, Screens(steps, engine.resize), job.models.prompts)
     found = {}
-    for part in _parts(tasks_of(steps)):
+    for part in _parts(planner_inputs(steps)):
         for task, (plan,) in zip(part, planner.plan(part, Sampling(job.max_plan_tokens)), strict=True):
             found[task.step_id] = plan.text
     return found

@@ -27,6 +27,7 @@ from coepg_dagster.training.common import (
 )
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
+from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import probe_sft
 from coepg_dagster.training.speed import (
@@ -35,10 +36,9 @@ from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
     half_activations,
-    half_vision,
     recompute,
+    vision_to_bfloat16,
 )
-from coepg_dagster.training.stops import Stops
 from coepg_dagster.training.verified import save_trained
 
 LOADERS: Final = 4
@@ -96,7 +96,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             half_activations(model)
             # sharded parameters of one unit have one type
             if config.freeze_vision and not job.placement.sharded:
-                half_vision(model)
+                vision_to_bfloat16(model)
         recompute(model, config.recompute)
         if config.compile:
             compile_layers(model)
@@ -110,13 +110,13 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
     examples, found = preflight(examples, processor, screens, config.max_tokens, job.out)
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
-    stops = Stops(job.placement.on_trouble)
+    monitor = TrainingMonitor(job.placement.on_anomaly)
     trainer = PlainTrainer(
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         train_dataset=examples,
-        callbacks=[ReportProgress(report), checkpoints, stops, Forget(shown)],
+        callbacks=[ReportProgress(report), checkpoints, monitor, Forget(shown)],
         args=SFTConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=config.epochs,
@@ -131,7 +131,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             max_length=None,  # TRL's default of 1024 would cut image tokens
             completion_only_loss=True,
             logging_steps=1,
-            logging_nan_inf_filter=False,  # Stops looks for them
+            logging_nan_inf_filter=False,  # TrainingMonitor looks for them
             save_strategy="no",  # Checkpoints decides
             save_total_limit=KEPT,
             report_to="none",
@@ -152,7 +152,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
     if not job.on_gpu:  # on a GPU screenshots are prepared in processes of their own, which know nothing of this one's
         trainer.data_collator = with_keys(trainer.data_collator, shown)
     checkpoints.train(trainer)
-    stops.end()
+    monitor.end()
     trained = merge_adapters(trainer)
     saved = save_trained(trainer, processor, job.out, models.dtype)
     if is_main():
@@ -165,5 +165,5 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
         "loss": float(np.mean(losses)),
         **saved,
         "trained_parameters": trained,
-        "warnings": stops.warnings,
+        "warnings": monitor.warnings,
     }

@@ -60,7 +60,7 @@ def half_activations(model: Any) -> None:
     model.get_input_embeddings().register_forward_hook(halve)
 
 
-def half_vision(model: Any) -> None:
+def vision_to_bfloat16(model: Any) -> None:
     """Computes a vision tower that is not trained in bf16 throughout: for models that are saved as bf16."""
     if any(parameter.requires_grad for parameter in model.model.visual.parameters()):
         raise ValueError("a vision tower that is trained keeps float32 weights")

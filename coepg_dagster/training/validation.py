@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.experiment import Grpo
-from coepg_dagster.inference.agents import Task, tasks_of
+from coepg_dagster.inference.agents import PlannerInput, planner_inputs
 from coepg_dagster.inference.engine import Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
@@ -52,11 +52,11 @@ Ask = Callable[[str], Request]
 def requests_of(steps: pa.Table, screens: Screens, style: Style, agent: Agent) -> dict[str, Ask]:
     """How the agent is asked on each step, in the order of the table; screenshots are decoded when they are asked about."""
 
-    def ask(task: Task) -> Ask:
+    def ask(task: PlannerInput) -> Ask:
         messages = task.messages(style) if agent == "decoupled" else task.end_to_end_messages(style)
         return lambda step_id: Request(screens.image(step_id), messages)
 
-    return {task.step_id: ask(task) for task in tasks_of(steps)}
+    return {task.step_id: ask(task) for task in planner_inputs(steps)}
 
 
 class Questions:
@@ -158,7 +158,7 @@ class KeepBest(Looks):
 
     def restore(self, state: TrainerState, model: Any) -> dict[str, float]:
         """Gives a model that was trained to the end its best weights; the figures of what was seen."""
-        best, seen = best_step(state), looks(state)
+        best, seen = best_step(state), validations(state)
         if best != state.global_step:
             kept = load_file(self._file(best))
             with torch.no_grad():
@@ -175,14 +175,14 @@ class KeepBest(Looks):
         return self._folder / f"{step:08}.safetensors"
 
 
-def looks(state: TrainerState) -> dict[int, float]:
+def validations(state: TrainerState) -> dict[int, float]:
     """The validation reward of every step that was looked at."""
     return {entry["step"]: entry[REWARD] for entry in state.log_history if REWARD in entry}
 
 
 def best_step(state: TrainerState) -> int:
     """The step with the highest validation reward so far; the latest of equals."""
-    return max((reward, step) for step, reward in looks(state).items())[1]
+    return max((reward, step) for step, reward in validations(state).items())[1]
 
 
 def _trained(model: Any) -> list[tuple[str, Any]]:

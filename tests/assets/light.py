@@ -14,7 +14,7 @@ from typing import Any
 
 import dagster as dg
 from coepg_dagster.assets.build import CHECKS
-from coepg_dagster.assets.making import Maker, Making, Outcome
+from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 from coepg_dagster.resources.launcher import job_environment, run_process
 
 from coepg_dagster.jobs import EvaluationJob
@@ -71,8 +71,8 @@ def _planted(root: Path, kind: str, loop: str, ref: Ref) -> Path:
     return root / "control" / f"{kind}-{loop.replace('/', '-')}-{ref.asset}-{ref.iteration}"
 
 
-def _maker(asset: Asset) -> Maker:
-    def make(work: Making) -> Outcome:
+def _maker(asset: Asset) -> StageFunction:
+    def make(work: StageContext) -> Outcome:
         root, loop, ref = work.loop.root, work.loop.name, work.ref
         start = time.time()
         if _planted(root, "worker", loop, ref).exists():
@@ -101,7 +101,7 @@ def _maker(asset: Asset) -> Maker:
     return make
 
 
-def _figures(asset: Asset, work: Making) -> dict[str, Any]:
+def _figures(asset: Asset, work: StageContext) -> dict[str, Any]:
     if asset == "evaluation":
         score = score_of(40.0 + 5 * work.k, [35.0, 60.0])
         return {"validation": score, "test_seed": score}
@@ -117,14 +117,14 @@ def score_of(macro: float, ci95: list[float] | None, notes: dict[str, str] | Non
     return {"protocol": "miniwob/point", "rows": 10, "metrics": metrics, "notes": notes or {}}
 
 
-def _meet(work: Making, loop: str) -> None:
+def _meet(work: StageContext, loop: str) -> None:
     end = time.monotonic() + 300
     while not any((step["loop"], step["k"]) == (loop, work.k) for step in steps_log(Project(work.loop.root))):
         assert time.monotonic() < end, f"{loop} made nothing while {work.ref} of {work.loop.name} waited for it"
         time.sleep(0.2)
 
 
-def hang(work: Making) -> None:
+def hang(work: StageContext) -> None:
     """Starts tests.assets.hanging_worker through the real launcher; it never ends by itself."""
     loop = work.loop
     job = EvaluationJob(
@@ -155,7 +155,7 @@ def hang(work: Making) -> None:
     )
 
 
-LIGHT_MAKERS: dict[Asset, Maker] = {asset: _maker(asset) for asset in (*SHARED, *LOOP)}
+LIGHT_MAKERS: dict[Asset, StageFunction] = {asset: _maker(asset) for asset in (*SHARED, *LOOP)}
 
 
 def light_definitions(project: Project, **settings: Any) -> dg.Definitions:

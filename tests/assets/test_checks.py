@@ -6,7 +6,7 @@ from pathlib import Path
 
 import dagster as dg
 from coepg_dagster.assets.loop import dataset as real_dataset
-from coepg_dagster.assets.making import Making, Outcome
+from coepg_dagster.assets.stage import Outcome, StageContext
 
 from coepg_dagster.artifacts import CANDIDATES, STEPS, VERDICTS, write_steps, write_table
 from coepg_dagster.pools.trends import WARNINGS
@@ -17,7 +17,7 @@ from tests.auditing.loop import GIVEN, TABLE, WRITTEN
 from tests.conftest import step, step_table
 
 
-def leaking(work: Making) -> Outcome:
+def leaking(work: StageContext) -> Outcome:
     """A benchmark whose test split shows the screenshot of a training step."""
     rows = TABLE.to_pylist()
     leak = step("x", split="test_seed", screenshot=rows[0]["screenshot"], boxes=rows[0]["boxes"])
@@ -25,12 +25,12 @@ def leaking(work: Making) -> Outcome:
     return Outcome([STEPS], {})
 
 
-def plans(work: Making) -> Outcome:
+def plans(work: StageContext) -> Outcome:
     write_table(WRITTEN[0], work.draft / CANDIDATES)
     return Outcome([CANDIDATES], {})
 
 
-def votes(work: Making) -> Outcome:
+def votes(work: StageContext) -> Outcome:
     write_table(GIVEN[0], work.draft / VERDICTS)
     return Outcome([VERDICTS], {})
 
@@ -57,7 +57,7 @@ def test_a_leak_keeps_the_next_iteration_from_training(tmp_path: Path) -> None:
 def test_a_trend_warns_and_blocks_nothing(light: InProcess) -> None:
     purity = [70.0, 70.0, 20.0]
 
-    def worse(work: Making) -> Outcome:
+    def worse(work: StageContext) -> Outcome:
         outcome = LIGHT_MAKERS["data_quality"](work)
         return Outcome(outcome.content, outcome.figures | {"purity": purity[work.k]})
 

@@ -12,7 +12,7 @@ import pytest
 from coepg_dagster.assets.automation import Todo, next_todo
 from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import archive
-from coepg_dagster.assets.making import Making, Outcome
+from coepg_dagster.assets.stage import Outcome, StageContext
 from rich.console import Console
 
 from coepg_dagster.auditing.archive import BASE
@@ -26,14 +26,14 @@ NOTES = "notes"
 GONE = "its files are gone from the store: "
 
 
-def with_notes(work: Making) -> Outcome:
+def with_notes(work: StageContext) -> Outcome:
     """A model with a file beside its content that another run writes otherwise, as the log of a training is."""
     outcome = LIGHT_MAKERS["grounder"](work)
     (work.draft / NOTES).write_text(work.context.run.run_id)
     return outcome
 
 
-def pointing(work: Making) -> Outcome:
+def pointing(work: StageContext) -> Outcome:
     """A planner that stands for the model that it read, as without GRPO."""
     outcome = LIGHT_MAKERS["planner"](work)
     (work.draft / CONTENT).rename(work.draft / BASE)

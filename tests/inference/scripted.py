@@ -27,7 +27,7 @@ class Scripted:
 
     def __init__(self, answer: Callable[[str], Generation | Failure], *, elsewhere: bool = False) -> None:
         self.asked: list[Request] = []
-        self.elsewhere = elsewhere
+        self.remote = elsewhere
         self._answer = answer
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:

@@ -158,7 +158,7 @@ def test_rewards_asked_for_while_rollouts_are_sampled_are_the_same(
         }
         reward = CdremReward(grounders, {"own": 2.0, "far": 1.0}, steps, screens, Grpo())
         running.asked = []
-        with reward.asking():
+        with reward.pool():
             for part in early:
                 reward.ask([texts[i] for i in part], [ids[i] for i in part])
             rewards = reward.score(texts, ids)
@@ -283,9 +283,11 @@ def test_without_a_connection_the_rest_fails_at_once(
 ) -> None:
     monkeypatch.setattr(openai_engine, "PAUSE_SECONDS", 0.01)
     server = OpenAIServer(direct).start()
-    obituary = lambda: "; it ended with code 9"  # noqa: E731
+    exit_report = lambda: "; it ended with code 9"  # noqa: E731
     processor = load_processor(str(trained("grounder", 0)))
-    with contextlib.closing(OpenAIEngine(Endpoint(server.url, "tiny", in_flight=1), processor, obituary=obituary)) as e:
+    with contextlib.closing(
+        OpenAIEngine(Endpoint(server.url, "tiny", in_flight=1), processor, exit_report=exit_report)
+    ) as e:
         server.stop()
         pauses: list[float] = []
         monkeypatch.setattr(OpenAIEngine, "_wait", lambda _, seconds: pauses.append(seconds))

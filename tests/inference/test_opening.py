@@ -17,7 +17,7 @@ from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Member, Models, Regeneration
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference import openai_engine
-from coepg_dagster.inference.agents import Asking, Grounder
+from coepg_dagster.inference.agents import Grounder, GrounderPool
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.screens import Screens
@@ -162,6 +162,6 @@ def test_grounders_elsewhere_are_asked_at_the_same_time(steps: pa.Table) -> None
         )
         for i, (name, kind) in enumerate(engines.items())
     }
-    with Asking(grounders) as asking:
-        said = asking.readings([("s0", "click OK"), ("s1", "click OK")])
+    with GrounderPool(grounders) as pool:
+        said = pool.groundings([("s0", "click OK"), ("s1", "click OK")])
     assert [[reading.point.x for reading in one if reading.point] for one in said] == [[10, 10], [11, 11], [12, 12]]

@@ -21,7 +21,7 @@ SIZES = ((3, 4), (4, 3), (3, 4))
 """Of the images, in visual tokens."""
 TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Click OK<|im_end|>"
 
-Asking = Callable[[list[int]], list[torch.Tensor]]
+Embed = Callable[[list[int]], list[torch.Tensor]]
 """From the images to ask about, by number, to features (and the gradient of a weight, where the tower is trained)."""
 
 

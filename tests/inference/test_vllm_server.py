@@ -50,7 +50,7 @@ def gone(pids: Path) -> bool:
 def test_a_slow_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> None:
     port, pids = free_port(), tmp_path / "pids"
     with started(command(port, pids, slow=0.5), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30) as server:
-        assert server.obituary() == ""
+        assert server.exit_report() == ""
         assert all(alive(int(pid)) for pid in pids.read_text().split())
     assert gone(pids)
 
@@ -83,9 +83,9 @@ def test_what_it_said_before_it_died_is_in_what_its_requests_are_told(tmp_path: 
     with started(command(port, pids), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30) as server:
         os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
         end = time.monotonic() + 5
-        while not server.obituary() and time.monotonic() < end:
+        while not server.exit_report() and time.monotonic() < end:
             time.sleep(0.05)
-        assert "it ended with code 137 (SIGKILL" in server.obituary() and "loading" in server.obituary()
+        assert "it ended with code 137 (SIGKILL" in server.exit_report() and "loading" in server.exit_report()
     assert gone(pids)
 
 

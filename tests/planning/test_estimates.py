@@ -25,18 +25,18 @@ from coepg_dagster.planning.estimates import (
     Graders,
     Memory,
     Spread,
-    Stage,
+    StageEstimate,
     generation_memory,
     generation_seconds,
     grpo_memory,
     grpo_seconds,
-    looks,
     pass_seconds,
     policy_seconds,
     rates_of,
     sft_memory,
     sft_seconds,
     update_row,
+    validations,
     vllm_seconds,
 )
 from coepg_dagster.refusal import Refusal
@@ -290,13 +290,13 @@ def test_asking_before_and_after_takes_time() -> None:
 @given(steps=st.integers(1, 200), every=st.integers(1, 250))
 def test_grpo_looks_before_the_first_step_then_regularly_and_after_the_last(steps: int, every: int) -> None:
     seen = {0, steps, *range(0, steps, every)}
-    assert looks(Grpo(validate_every=every), steps) == len(seen) and looks(Grpo(), steps) == 0
+    assert validations(Grpo(validate_every=every), steps) == len(seen) and validations(Grpo(), steps) == 0
 
 
 def test_looks_at_the_validation_split_take_time() -> None:
     experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
 
-    def planner_stage(**changed: Any) -> Stage:
+    def planner_stage(**changed: Any) -> StageEstimate:
         grpo = experiment.grpo.model_copy(update=changed)
         dry = DryRun(experiment.model_copy(update={"grpo": grpo}), ROOT)
         return next(s for s in dry.stages(Hardware(H100), RATES) if s.asset == "planner")

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.inference.agents import tasks_of
+from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.pools.candidates import jaccard, mark_duplicates, plan_tokens, pool_members
 from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates
 
 
 def test_planners_are_told_goal_and_history_only() -> None:
-    [task] = tasks_of(step_table(step("a", goal="Buy", history=["clicked"], value="secret")))
+    [task] = planner_inputs(step_table(step("a", goal="Buy", history=["clicked"], value="secret")))
     assert (task.step_id, task.goal, task.history) == ("a", "Buy", ("clicked",))
     assert "secret" not in repr(task)
 

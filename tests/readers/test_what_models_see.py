@@ -19,7 +19,7 @@ import pytest
 
 from coepg_dagster.experiment import Models, Regeneration
 from coepg_dagster.geometry import Space
-from coepg_dagster.inference.agents import Grounder, Planner, tasks_of
+from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
 from coepg_dagster.inference.predict import predict, predict_end_to_end
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.pools.candidates import write_candidates
@@ -353,7 +353,7 @@ def test_a_step_shows_its_own_instruction_at_the_low_level_only(tmp_path: Path, 
     write_android_control(tmp_path / "data", [episode(0), episode(3)])
     steps, _ = load_benchmark("android_control", tmp_path / "data", tmp_path / "out", Options(level=level))
     assert steps.num_rows == 2 * len(ACTIONS_OF_AN_EPISODE)
-    for task in tasks_of(steps):
+    for task in planner_inputs(steps):
         mine = f"do step {task.step_id.rsplit('_')[-1]}\n"
         for style in STYLES:
             for text in (text_of(task.messages(style)), text_of(task.end_to_end_messages(style))):

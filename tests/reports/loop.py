@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from coepg_dagster.artifacts import ROLLOUTS, write_table
 from coepg_dagster.experiment import Experiment, load_experiment
-from coepg_dagster.reports.lineage import View
+from coepg_dagster.reports.lineage import LineageView
 from coepg_dagster.reports.site import LOG, Site
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 from tests.assets.light import EXPERIMENT
@@ -80,5 +80,5 @@ def experiment_of(hand: Hand) -> Experiment:
 
 
 def site_of(hand: Hand, folder: Path, **settings: Any) -> Site:
-    view = View(experiment_of(hand), 1, dict(hand.newest), {}, dict.fromkeys(hand.newest, 1_900_000_000.0))
+    view = LineageView(experiment_of(hand), 1, dict(hand.newest), {}, dict.fromkeys(hand.newest, 1_900_000_000.0))
     return Site(folder, hand.archive, view, **settings)

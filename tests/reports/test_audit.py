@@ -14,7 +14,7 @@ from PIL import Image
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.selection import select
 from coepg_dagster.provenance import NotUsable
-from coepg_dagster.reports.audit import CHUNK, AuditOf, Member, write_audit
+from coepg_dagster.reports.audit import CHUNK, AuditOf, PoolMember, write_audit
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import HEIGHT, WIDTH, png, step, step_table
 from tests.pools.tables import candidate, candidates, row, rows, verdict, verdicts
@@ -60,7 +60,7 @@ def write(folder: Path) -> Path:
         2,
         CONFIG,
         made_from=[("verdicts[2]", "0123abcd", "run1")],
-        members=[Member("open", "planner", BAD, "9876"), Member("verifier_b", "verifier", "b", "5432")],
+        members=[PoolMember("open", "planner", BAD, "9876"), PoolMember("verifier_b", "verifier", "b", "5432")],
     )
     return write_audit(folder, about, *tables, decisions, dataset)
 

@@ -12,7 +12,7 @@ import pytest
 
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import Record, Ref
-from coepg_dagster.reports.evolution import Evolution, Member, case_study, write_report
+from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report
 from coepg_dagster.reports.lineage import key_number
 from coepg_dagster.results import learned_text, overview, results, short_splits
 from tests.assets.light import score_of
@@ -79,7 +79,7 @@ def evolution(of: Experiment) -> Evolution:
         records[Ref("data_quality", k)] = record("data_quality", k, figures)
     made = {1: predictions(), 2: predictions(b1=True)}
     cases = case_study("miniwob/point", STEPS, made, ["test_seed"])
-    return Evolution(of, 1, results(of, 1, records, {}), [Member(of, records)], cases=cases)
+    return Evolution(of, 1, results(of, 1, records, {}), [ShownLoop(of, records)], cases=cases)
 
 
 def test_what_each_training_changed_is_among_the_results(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_another_protocol_or_rule_counted_is_left_out_and_named(tmp_path: P
         "left out: light, k = 1: by mind2web/seeact, not by miniwob/point, until it is made again",
     ]
     page = tmp_path / "evolution.html"
-    write_report(replace(of, loops=[Member(of.experiment, records)]), page)
+    write_report(replace(of, loops=[ShownLoop(of.experiment, records)]), page)
     assert all(line in page.read_text() for line in left_out)
 
 

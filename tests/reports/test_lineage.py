@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coepg_dagster.experiment import Experiment, load_experiment
 from coepg_dagster.provenance import LOOP, SHARED, Record, Ref, inputs_of, staleness
-from coepg_dagster.reports.lineage import View, lineage_page
+from coepg_dagster.reports.lineage import LineageView, lineage_page
 from tests.assets.light import EXPERIMENT
 from tests.test_provenance import CODE, REFS, K, whole_loop
 
@@ -21,7 +21,7 @@ def experiment(tmp_path: Path, text: str = EXPERIMENT) -> Experiment:
 def page(tmp_path: Path, records: dict[Ref, Record], text: str = EXPERIMENT) -> str:
     times = dict.fromkeys(records, 1_900_000_000.0)
     stale = staleness(records, CODE)
-    return lineage_page(View(experiment(tmp_path, text), 1, records, stale, times), "http://127.0.0.1:3000")
+    return lineage_page(LineageView(experiment(tmp_path, text), 1, records, stale, times), "http://127.0.0.1:3000")
 
 
 def test_every_artifact_is_a_node_and_every_input_an_edge(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_markup_in_a_description_or_a_version_is_shown_as_text(tmp_path: Path) -
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
-    html = lineage_page(View(experiment(tmp_path), 1, whole_loop(), {}, {}))
+    html = lineage_page(LineageView(experiment(tmp_path), 1, whole_loop(), {}, {}))
     assert "http" not in html.replace("http-equiv", "") and "src=" not in html
 
 
@@ -66,7 +66,7 @@ def test_the_map_goes_down_to_the_open_models(tmp_path: Path) -> None:
         "base_planner": {"checkpoint": "models/base", "version": "0123456789abcdef", "files": {}},
         "verifiers/big": {"checkpoint": "org/<big>", "version": "fedcba9876543210fedcba9876543210fedcba98"},
     }
-    html = lineage_page(View(experiment(tmp_path), 1, whole_loop(), {}, {}), models=models)
+    html = lineage_page(LineageView(experiment(tmp_path), 1, whole_loop(), {}, {}), models=models)
     assert "weights 0123456789abcdef" in html and "revision fedcba9876543210" in html
     assert "org/&lt;big&gt;" in html and "<big>" not in html
 
@@ -75,7 +75,7 @@ def test_overlays_are_drawn_under_their_parent_with_what_they_take(tmp_path: Pat
     light = experiment(tmp_path)
     child = light.model_copy(update={"name": "child", "parent": "light", "take": ["grounder"], "seeds": [1, 7]})
     html = lineage_page(
-        View(light, 1, whole_loop(), {}, {}), experiments=[child, light], map_of=lambda n, s: f"../../{n}/s{s}"
+        LineageView(light, 1, whole_loop(), {}, {}), experiments=[child, light], map_of=lambda n, s: f"../../{n}/s{s}"
     )
     places = {
         name: int(y)
@@ -83,4 +83,4 @@ def test_overlays_are_drawn_under_their_parent_with_what_they_take(tmp_path: Pat
     }
     assert places["light"] < places["child"] and "takes grounder" in html
     assert 'href="../../child/s7"' in html and "Experiments and seeds" in html
-    assert "Experiments and seeds" not in lineage_page(View(light, 1, whole_loop(), {}, {}), experiments=[light])
+    assert "Experiments and seeds" not in lineage_page(LineageView(light, 1, whole_loop(), {}, {}), experiments=[light])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from coepg_dagster.assets.making import RESOURCES
+from coepg_dagster.assets.stage import RESOURCES
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import (
     AS_WRITTEN,

@@ -435,8 +435,8 @@ def test_votes_that_are_asked_for_early_change_no_reward_and_no_row(steps: pa.Ta
         }
         grounders = {name: Grounder(e, screens, "compact", Space.RESIZED, 8) for name, e in engines.items()}
         reward = CdremReward(grounders, {"own": 2.0, "a": 1.0, "b": 1.0}, steps, screens, config)
-        assert reward.elsewhere == any(elsewhere)
-        with reward.asking():
+        assert reward.remote == any(elsewhere)
+        with reward.pool():
             for part in early:
                 reward.ask([texts[i] for i in part], [ids[i] for i in part])
             rewards = reward.score(texts, ids)

@@ -22,7 +22,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import Placement
 from coepg_dagster.steps import whole_episodes
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.probe import Probe, judge_of, looks_between, probe_sft, probed_steps
+from coepg_dagster.training.probe import Probe, judge_of, probe_sft, probe_steps_between, probed_steps
 from coepg_dagster.training.validation import Questions, requests_of
 from tests.conftest import step, step_table
 from tests.jobs import grpo_job, quiet, sft_job
@@ -34,7 +34,7 @@ CONFIG = Grpo(
     max_steps=2,
     learning_rate=3e-3,
     max_plan_tokens=24,
-    probe_looks=1,
+    probe_between=1,
 )
 
 
@@ -92,7 +92,7 @@ def test_a_run_is_the_same_with_and_without_and_the_rates_are_the_agents(
 
 
 def test_adapters_are_asked_too(train: Any, steps: pa.Table) -> None:
-    figures, _ = train("out", steps, lora=Lora(rank=4), learning_rate=1e-2, probe_looks=0)
+    figures, _ = train("out", steps, lora=Lora(rank=4), learning_rate=1e-2, probe_between=0)
     assert figures["probe"]["train"]["before"] > 50 and figures["probe"]["train"] == figures["probe"]["validation"]
     assert figures["probe"]["train"]["after"] != figures["probe"]["train"]["before"]
 
@@ -210,7 +210,7 @@ def test_the_judge_of_plans_is_a_checkpoint() -> None:
 
 @given(st.integers(1, 500), st.integers(0, 12))
 def test_looks_between_are_spread_and_never_the_ends(steps: int, looks: int) -> None:
-    at = sorted(looks_between(steps, looks))
+    at = sorted(probe_steps_between(steps, looks))
     assert len(at) <= looks and all(0 < step < steps for step in at)
     if steps > looks:
         assert len(at) == looks

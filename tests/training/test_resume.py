@@ -236,7 +236,7 @@ def test_grpo_is_continued_with_every_rollout_once(
                 learning_rate=3e-3,
                 max_plan_tokens=16,
                 validate_every=1,
-                probe_looks=2,
+                probe_between=2,
             ),
             placement=Placement(save_every=2),
         )

@@ -22,8 +22,8 @@ from coepg_dagster.training.speed import (
     compile_layers,
     expect_right_padding,
     half_activations,
-    half_vision,
     recompute,
+    vision_to_bfloat16,
 )
 
 
@@ -88,7 +88,7 @@ def test_half_activations_change_the_loss_by_rounding_only(random_checkpoint: Ca
     seen: list[torch.dtype] = []
     model.model.language_model.layers[-1].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
     half_activations(model)
-    half_vision(model)
+    vision_to_bfloat16(model)
     after, halved = loss_and_gradient()
     assert seen == [torch.bfloat16]
     assert after == pytest.approx(before, rel=5e-3)
@@ -99,7 +99,7 @@ def test_half_activations_change_the_loss_by_rounding_only(random_checkpoint: Ca
 def test_a_tower_that_is_trained_keeps_its_weights(random_checkpoint: Callable[[int], Path]) -> None:
     model, _ = load_checkpoint(random_checkpoint(0), "float32", "cpu")
     with pytest.raises(ValueError, match="trained"):
-        half_vision(model)
+        vision_to_bfloat16(model)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ MAX_STEPS: Final = 16
 
 
 @dataclass(frozen=True)
-class Step:
+class EpisodeStep:
     """One labelled step: what was seen, and the oracle's move."""
 
     image: Image.Image
@@ -48,7 +48,7 @@ class Episode:
     family: str
     seed: int
     goal: str
-    steps: tuple[Step, ...]
+    steps: tuple[EpisodeStep, ...]
     reason: str = ""
 
     @property
@@ -65,7 +65,7 @@ def play(
     """
     oracle = ORACLES[family]
     goal = browser.reset(family, seed, reload)
-    steps: list[Step] = []
+    steps: list[EpisodeStep] = []
     if goal_wanted is not None and not goal_wanted(goal):
         return Episode(family, seed, goal, (), "words of another split")
     moves: list[Move] = []
@@ -78,7 +78,7 @@ def play(
         if move is None:
             return Episode(family, seed, goal, tuple(steps), "the oracle knows no next move")
         history = tuple(m.history for m in moves)
-        steps.append(Step(browser.screenshot(), view.elements, history, move))
+        steps.append(EpisodeStep(browser.screenshot(), view.elements, history, move))
         browser.act(move.action_type, move.targets[0].centre, move.value)
         moves.append(move)
         done, reward = browser.outcome()

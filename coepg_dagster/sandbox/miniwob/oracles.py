@@ -1,7 +1,7 @@
 """What to do next on each MiniWoB++ page: one small rule per task family, reading the goal and the DOM.
 
-Belongs here: the rules, and how a finished action is written into the history. A rule looks at a View and answers
-with a Move, or None where it does not know (the episode is then dropped). It depends on nothing but the View, so the
+Belongs here: the rules, and how a finished action is written into the history. A rule looks at a PageView and answers
+with a Move, or None where it does not know (the episode is then dropped). It depends on nothing but the PageView, so the
 same episode always gets the same steps. `targets` lists every element for which the very same label would be right;
 the first of them is acted on. Where several different labels would be right (two forms to fill in any order), the
 rule takes reading order.
@@ -35,7 +35,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class View:
+class PageView:
     """What an oracle sees: the goal, the visible elements, the moves made so far, and a way to read the DOM."""
 
     goal: str
@@ -57,16 +57,16 @@ class View:
         return [by_node[n] for n in nodes if n in by_node]
 
 
-Oracle = Callable[[View], Move | None]
+Oracle = Callable[[PageView], Move | None]
 
 
 class OracleError(ValueError):
     """The page is not what the oracle's rule was written for."""
 
 
-def look(browser: Browser, goal: str, done: Sequence[Move]) -> View:
-    """The View of a browser's present page."""
-    return View(goal, browser.elements(), tuple(done), browser.run)
+def look(browser: Browser, goal: str, done: Sequence[Move]) -> PageView:
+    """The PageView of a browser's present page."""
+    return PageView(goal, browser.elements(), tuple(done), browser.run)
 
 
 def _click(targets: Sequence[Element]) -> Move | None:
@@ -89,7 +89,7 @@ def _found(pattern: str, goal: str) -> str:
     return match[1]
 
 
-def _fill(view: View, values: Sequence[tuple[str | None, str]], button: str | None = None) -> Move | None:
+def _fill(view: PageView, values: Sequence[tuple[str | None, str]], button: str | None = None) -> Move | None:
     """Fills fields (by label; None: the only one) in reading order, then clicks the button (None: the only one)."""
     wanted: list[tuple[Element, str]] = []
     for name, value in values:
@@ -104,52 +104,52 @@ def _fill(view: View, values: Sequence[tuple[str | None, str]], button: str | No
     return _click(buttons) if len(buttons) == 1 else None
 
 
-def click_button(view: View) -> Move | None:
+def click_button(view: PageView) -> Move | None:
     return _click(view.all("button", _quoted(view.goal)[0]))
 
 
-def click_link(view: View) -> Move | None:
+def click_link(view: PageView) -> Move | None:
     return _click(view.all("link", _quoted(view.goal)[0]))
 
 
-def click_test_2(view: View) -> Move | None:
+def click_test_2(view: PageView) -> Move | None:
     return _click(view.all("button", _found(r"button (\w+)", view.goal)))
 
 
-def click_button_sequence(view: View) -> Move | None:
+def click_button_sequence(view: PageView) -> Move | None:
     names = re.findall(r"button (\w+)", view.goal)
     return _click(view.all("button", names[len(view.done)])) if len(view.done) < len(names) else None
 
 
-def click_dialog(view: View) -> Move | None:
+def click_dialog(view: PageView) -> Move | None:
     return _click(view.all("button", "x"))
 
 
-def enter_text(view: View) -> Move | None:
+def enter_text(view: PageView) -> Move | None:
     return _fill(view, [(None, _quoted(view.goal)[0])])
 
 
-def enter_text_2(view: View) -> Move | None:
+def enter_text_2(view: PageView) -> Move | None:
     word = _quoted(view.goal)[0]
     return _fill(view, [(None, word.upper() if "upper case" in view.goal else word.lower())])
 
 
-def enter_password(view: View) -> Move | None:
+def enter_password(view: PageView) -> Move | None:
     password = _quoted(view.goal)[0]
     return _fill(view, [("Password", password), ("Verify password", password)])
 
 
-def login_user(view: View) -> Move | None:
+def login_user(view: PageView) -> Move | None:
     user, password = _quoted(view.goal)
     return _fill(view, [("Username", user), ("Password", password)])
 
 
-def login_user_popup(view: View) -> Move | None:
+def login_user_popup(view: PageView) -> Move | None:
     cancel = view.all("button", "Cancel")
     return _click(cancel) if cancel else login_user(view)
 
 
-def click_tab(view: View) -> Move | None:
+def click_tab(view: PageView) -> Move | None:
     return _click(view.all("tab", "Tab #" + _found(r"#(\d)", view.goal)))
 
 
@@ -168,7 +168,7 @@ return found;
 """
 
 
-def _link_in_panel(view: View, panel: str) -> Move | None:
+def _link_in_panel(view: PageView, panel: str) -> Move | None:
     word = _quoted(view.goal)[0]
     links = view.all("link", word)
     if links:
@@ -177,19 +177,19 @@ def _link_in_panel(view: View, panel: str) -> Move | None:
     return _click(view.at_nodes(list(dict.fromkeys(heads))))
 
 
-def click_tab_2(view: View) -> Move | None:
+def click_tab_2(view: PageView) -> Move | None:
     return _link_in_panel(view, ".ui-tabs-panel")
 
 
-def click_collapsible_2(view: View) -> Move | None:
+def click_collapsible_2(view: PageView) -> Move | None:
     return _link_in_panel(view, ".ui-accordion-content")
 
 
-def click_collapsible(view: View) -> Move | None:
+def click_collapsible(view: PageView) -> Move | None:
     return _click(view.all("button", "Submit") if view.done else view.all("section"))
 
 
-def _choose(view: View, kind: str, names: Sequence[str]) -> Move | None:
+def _choose(view: PageView, kind: str, names: Sequence[str]) -> Move | None:
     """Marks every named checkbox or radio, then clicks Submit. Any that is still missing is equally right."""
     marked = {e.name for e in view.all(kind) if e.value}
     if not set(names) <= {e.name for e in view.all(kind)}:
@@ -203,37 +203,37 @@ def _names(goal: str) -> list[str]:
     return [] if listed == "nothing" else listed.split(", ")
 
 
-def click_option(view: View) -> Move | None:
+def click_option(view: PageView) -> Move | None:
     return _choose(view, "radio", _names(view.goal))
 
 
-def click_checkboxes(view: View) -> Move | None:
+def click_checkboxes(view: PageView) -> Move | None:
     return _choose(view, "checkbox", _names(view.goal))
 
 
-def focus_text(view: View) -> Move | None:
+def focus_text(view: PageView) -> Move | None:
     return _click(view.all("field", _found(r"the (\d\w\w) input", view.goal)))
 
 
-def choose_list(view: View) -> Move | None:
+def choose_list(view: PageView) -> Move | None:
     value = _found(r"Select (.*) from the list", view.goal)
     if view.done:
         return _click(view.all("button", "Submit"))
     return Move("SELECT", tuple(view.all("list")), value) if view.all("list") else None
 
 
-def click_color(view: View) -> Move | None:
+def click_color(view: PageView) -> Move | None:
     match = re.search(r"Click on the (\w+) colored box", view.goal)
     return _click(view.all("box", match[1])) if match else None  # the goal is a painted box: not said in words
 
 
-def click_shades(view: View) -> Move | None:
+def click_shades(view: PageView) -> Move | None:
     color = _found(r"shades of (\w+)", view.goal)
     missing = [e for e in view.all("box", color) if "selected" not in e.classes]
     return _click(missing) if missing else _click(view.all("button", "Submit"))
 
 
-def click_shape(view: View) -> Move | None:
+def click_shape(view: PageView) -> Move | None:
     wanted = _found(r"Click on a (.*)", view.goal).split()
 
     def matches(shape: Element) -> bool:
@@ -251,7 +251,7 @@ _SIZES: Final = ("small", "large")
 _SHAPE_COLORS: Final = ("red", "green", "blue", "aqua", "black", "magenta", "yellow")
 
 
-def identify_shape(view: View) -> Move | None:
+def identify_shape(view: PageView) -> Move | None:
     shapes = view.all("shape")
     if len(shapes) != 1:
         return None
@@ -260,7 +260,7 @@ def identify_shape(view: View) -> Move | None:
     return _click(view.all("button", name))
 
 
-def click_menu(view: View) -> Move | None:
+def click_menu(view: PageView) -> Move | None:
     if ">" in view.goal:
         return None  # opens by hovering only: a click on the way counts as the choice
     for name in reversed(_found(r"Select (.*)", view.goal).split(">")):
@@ -270,7 +270,7 @@ def click_menu(view: View) -> Move | None:
     return None
 
 
-def click_menu_2(view: View) -> Move | None:
+def click_menu_2(view: PageView) -> Move | None:
     labels = _quoted(view.goal)
     if len(labels) < 2:
         return None  # the goal is a painted icon: not said in words
@@ -296,7 +296,7 @@ return found;
 """
 
 
-def navigate_tree(view: View) -> Move | None:
+def navigate_tree(view: PageView) -> Move | None:
     name = _quoted(view.goal)[0]
     seen = [e for e in view.elements if e.kind in ("folder", "file") and e.name == name]
     if seen:
@@ -305,7 +305,7 @@ def navigate_tree(view: View) -> Move | None:
     return _click(list(dict.fromkeys(e for found in deepest for e in found)))
 
 
-def social_media(view: View) -> Move | None:
+def social_media(view: PageView) -> Move | None:
     user, action = _found(r"user (@\S+),", view.goal), _quoted(view.goal)[0]
     if action in ("Reply", "Retweet", "Like"):
         return _click(view.all("icon", f"{action.lower()} {user}"))
@@ -313,7 +313,7 @@ def social_media(view: View) -> Move | None:
     return _click(view.all("item", entry) if view.done else view.all("icon", f"more {user}"))
 
 
-def email_inbox(view: View) -> Move | None:
+def email_inbox(view: PageView) -> Move | None:
     goal = view.goal
     if "forward" in goal.lower():
         sender, other = re.findall(r"by (\S+?) and|to (\S+)\.", goal)
@@ -328,7 +328,7 @@ def email_inbox(view: View) -> Move | None:
     return None
 
 
-def _email_letter(view: View, sender: str, verb: str, kind: str, text: str) -> Move | None:
+def _email_letter(view: PageView, sender: str, verb: str, kind: str, text: str) -> Move | None:
     writing = view.all("icon", "send")
     if writing:
         inputs = [e for e in view.all(kind) if kind == "area" or "forward-sender" in e.classes]
@@ -339,7 +339,7 @@ def _email_letter(view: View, sender: str, verb: str, kind: str, text: str) -> M
     return _click(view.all("icon", verb)) or (_click(mails) if len(mails) == 1 else None)  # two of one sender: unclear
 
 
-def search_engine(view: View) -> Move | None:
+def search_engine(view: PageView) -> Move | None:
     query, place = _quoted(view.goal)[0], int(_found(r"the (\d+)\w\w search result", view.goal)) - 1
     fields = view.all("field")
     if fields and fields[0].value != query:
@@ -354,7 +354,7 @@ def search_engine(view: View) -> Move | None:
     return _click(titles[place % 3 : place % 3 + 1])
 
 
-def multi_form(view: View) -> Move | None:
+def multi_form(view: PageView) -> Move | None:
     match = re.search(r"Search for (.*) movies directed by (.*) from year (\d+)", view.goal)
     if match is None:
         raise OracleError(f"the goal {view.goal!r} does not look as expected")
@@ -364,7 +364,7 @@ def multi_form(view: View) -> Move | None:
     return _fill(view, values) if len(values) == 3 else None
 
 
-def form_sequence_2(view: View) -> Move | None:
+def form_sequence_2(view: PageView) -> Move | None:
     places = re.findall(r"(\d\w\w) (radio button|textbox)", view.goal)
     radio = view.all("radio", places[0][0])
     if radio and not radio[0].value:
@@ -375,14 +375,14 @@ def form_sequence_2(view: View) -> Move | None:
     return _click(view.all("button", "Submit"))
 
 
-def form_sequence_3(view: View) -> Move | None:
+def form_sequence_3(view: PageView) -> Move | None:
     option, button = _found(r"Choose (.*) from the dropdown", view.goal), _quoted(view.goal)[0]
     if any(e.name == option for e in view.all("list")):
         return _click(view.all("button", button))
     return _click(view.all("item", option)) or (None if view.done else _click(view.all("list")))  # may be out of sight
 
 
-def use_autocomplete(view: View) -> Move | None:
+def use_autocomplete(view: PageView) -> Move | None:
     quoted = _quoted(view.goal)
     start, end = quoted[0], quoted[1] if len(quoted) > 1 else ""
     field = view.all("field", "Tags")
@@ -396,29 +396,29 @@ def use_autocomplete(view: View) -> Move | None:
     return _type(field, start)
 
 
-def _table(view: View) -> dict[str, str]:
+def _table(view: PageView) -> dict[str, str]:
     rows = view.run(
         "() => Array.from(document.querySelectorAll('#tab tr'), r => Array.from(r.children, c => c.textContent))"
     )
     return {key: value for key, value in rows}
 
 
-def read_table(view: View) -> Move | None:
+def read_table(view: PageView) -> Move | None:
     key = _found(r"value of (.*) into", view.goal)
     return _fill(view, [(None, _table(view)[key])])
 
 
-def read_table_2(view: View) -> Move | None:
+def read_table_2(view: PageView) -> Move | None:
     table = _table(view)
     return _fill(view, [(f.name, table[f.name]) for f in view.all("field")])
 
 
-def click_widget(view: View) -> Move | None:
+def click_widget(view: PageView) -> Move | None:
     kind = {"text": "field", "textarea": "area"}.get(_quoted(view.goal)[0], _quoted(view.goal)[0])
     return _click(view.all(kind))
 
 
-def phone_book(view: View) -> Move | None:
+def phone_book(view: PageView) -> Move | None:
     person, what = _found(r"Find (\S+) in", view.goal), _found(r"click on their (\w+)", view.goal)
     shown = view.run("() => document.querySelector('#contact .name').textContent")
     if shown == person:
@@ -426,13 +426,13 @@ def phone_book(view: View) -> Move | None:
     return _click(view.all("link", ">"))
 
 
-def find_word(view: View) -> Move | None:
+def find_word(view: PageView) -> Move | None:
     place = int(_found(r"Find the (\d+)\w\w word", view.goal)) - 1
     words = str(view.run("() => document.querySelector('#area p').textContent")).split()
     return _fill(view, [(None, re.sub(r"[^a-zA-Z]+", "", words[place]))])
 
 
-def odd_or_even(view: View) -> Move | None:
+def odd_or_even(view: PageView) -> Move | None:
     numbers = [
         int(n) for n in view.run("() => Array.from(document.querySelectorAll('.display-number'), n => n.textContent)")
     ]
@@ -450,7 +450,7 @@ def odd_or_even(view: View) -> Move | None:
     return _click(same)
 
 
-def choose_date(view: View) -> Move | None:
+def choose_date(view: PageView) -> Move | None:
     month, day, year = _found(r"Select (\S+) as", view.goal).split("/")
     field = view.all("field", "Date")
     if field and field[0].value == f"{month}/{day}/{year}":

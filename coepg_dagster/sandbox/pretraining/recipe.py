@@ -15,7 +15,7 @@ from coepg_dagster.yaml_files import read as read_yaml
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Stage(Strict):
+class PretrainingStage(Strict):
     """How long and how fast one stage trains."""
 
     steps: Annotated[int, Field(ge=1)]
@@ -32,7 +32,7 @@ class Stage(Strict):
     """Ends the stage early, learning rate decayed; a stage cut short by it is not reproducible to the bit."""
 
 
-class Tower(Stage):
+class TowerStage(PretrainingStage):
     """A vision tower, warmed up with dense labels per visual token."""
 
     preset: Preset
@@ -55,7 +55,7 @@ class VaguenessSettings(Strict):
         return Vagueness(self.families, self.often, self.seldom)
 
 
-class Checkpoint(Stage):
+class Checkpoint(PretrainingStage):
     """One shipped model: role, the tower it starts from, the language it knows."""
 
     role: Literal["planner", "grounder"]
@@ -95,7 +95,7 @@ class Recipe(Strict):
     """Most tokens of the shared tokenizer."""
     least_screens: Annotated[int, Field(ge=1)] = 1
     """Words on fewer screens than this are spelled."""
-    towers: dict[str, Tower]
+    towers: dict[str, TowerStage]
     """By name."""
     checkpoints: dict[str, Checkpoint]
     """By name, which is also the directory's."""

@@ -40,7 +40,7 @@ Preset = Literal["small", "medium", "base", "large"]
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """The widths and depths of one preset."""
 
     vision_hidden: int
@@ -54,11 +54,11 @@ class Size:
     key_value_heads: int
 
 
-PRESETS: Final[Mapping[Preset, Size]] = {
-    "small": Size(64, 192, 3, 4, 96, 192, 3, 4, 2),
-    "medium": Size(80, 192, 3, 4, 96, 192, 3, 4, 2),
-    "base": Size(96, 256, 3, 4, 128, 256, 4, 4, 2),
-    "large": Size(192, 512, 4, 6, 256, 640, 6, 8, 4),
+PRESETS: Final[Mapping[Preset, ModelSize]] = {
+    "small": ModelSize(64, 192, 3, 4, 96, 192, 3, 4, 2),
+    "medium": ModelSize(80, 192, 3, 4, 96, 192, 3, 4, 2),
+    "base": ModelSize(96, 256, 3, 4, 128, 256, 4, 4, 2),
+    "large": ModelSize(192, 512, 4, 6, 256, 640, 6, 8, 4),
 }
 """`base` for the base pair, `small` and `medium` for members of the pools, `large` as the second row of model scale."""
 
@@ -78,7 +78,7 @@ def _mrope_section(head_dim: int) -> list[int]:
     return [time, height, half - time - height]
 
 
-def configuration(size: Size, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+def configuration(size: ModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     """The model configuration of `size` over this vocabulary."""
     ids = tokenizer.get_vocab()
     return Qwen2_5_VLConfig(

@@ -49,7 +49,7 @@ from coepg_dagster.sandbox.pretraining.batches import (
 )
 from coepg_dagster.sandbox.pretraining.corpus import Corpus
 from coepg_dagster.sandbox.pretraining.fast import FastModel
-from coepg_dagster.sandbox.pretraining.recipe import Checkpoint, Recipe, Stage, Tower
+from coepg_dagster.sandbox.pretraining.recipe import Checkpoint, PretrainingStage, Recipe, TowerStage
 from coepg_dagster.sandbox.pretraining.tiny_models import CELL, GRID_HEIGHT, GRID_WIDTH, SCREEN_HEIGHT, SCREEN_WIDTH
 
 Progress = Callable[[str, int, int, Mapping[str, float]], None]
@@ -221,7 +221,7 @@ class _Optimizer:
         return graph
 
 
-def _rate(stage: Stage, step: int, elapsed: float) -> tuple[float, float]:
+def _rate(stage: PretrainingStage, step: int, elapsed: float) -> tuple[float, float]:
     """Learning rate of this step, and the share of the stage that is done."""
     done = step / stage.steps
     if stage.max_seconds is not None:
@@ -243,7 +243,7 @@ class StageReport:
 
 def _loop(
     name: str,
-    stage: Stage,
+    stage: PretrainingStage,
     optimizer: _Optimizer,
     batches: Iterator[dict[str, Tensor]],
     device: torch.device,
@@ -272,7 +272,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _dense_batches(pool: Sequence[int], stage: Stage) -> Iterator[dict[str, Tensor]]:
+def _dense_batches(pool: Sequence[int], stage: PretrainingStage) -> Iterator[dict[str, Tensor]]:
     for step in range(stage.steps):
         rng = np.random.default_rng([stage.seed, step])
         image = rng.choice(pool, size=stage.batch)
@@ -297,7 +297,7 @@ class Inputs:
     loaders: int = 0
 
 
-def warm_up(name: str, tower: Tower, inputs: Inputs) -> tuple[Any, DenseHead, StageReport]:
+def warm_up(name: str, tower: TowerStage, inputs: Inputs) -> tuple[Any, DenseHead, StageReport]:
     """Stage 1: a fresh model whose vision tower and embeddings know what is on a screen, and the head that reads it."""
     screens, tokenizer, device = inputs.screens, inputs.tokenizer, inputs.device
     model: Any
@@ -323,7 +323,7 @@ def warm_up(name: str, tower: Tower, inputs: Inputs) -> tuple[Any, DenseHead, St
     return model, head, report
 
 
-def grow(name: str, checkpoint: Checkpoint, model: Any, head: DenseHead, inputs: Inputs) -> StageReport:
+def train_checkpoint(name: str, checkpoint: Checkpoint, model: Any, head: DenseHead, inputs: Inputs) -> StageReport:
     """Stages 2 and 3: train `model` in place to answer as `checkpoint` says."""
     screens, tokenizer, device, loaders = inputs.screens, inputs.tokenizer, inputs.device, inputs.loaders
     fast = FastModel(model, tokenizer).to(device)
@@ -404,7 +404,7 @@ def _make_checkpoint(plant: _Plant, name: str, device: torch.device, progress: P
     )
     head.load_state_dict({k.removeprefix("head."): v for k, v in state.items() if k.startswith("head.")})
     model = model.to(device)
-    report = grow(name, checkpoint, model, head, inputs)
+    report = train_checkpoint(name, checkpoint, model, head, inputs)
     tiny_models.save(model.cpu(), processor, plant.out / name)
     return report
 

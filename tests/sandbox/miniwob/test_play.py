@@ -69,7 +69,7 @@ class OracleAgent:
     """Both engines in one: the answers of a family's oracle, who looks at the page that the browser shows."""
 
     resize = Scripted.resize
-    elsewhere = False
+    remote = False
 
     def __init__(self, browser: Browser, family: str, goal: str) -> None:
         self.moves: list[Move] = []

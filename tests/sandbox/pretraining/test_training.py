@@ -21,7 +21,7 @@ from tests.sandbox.pretraining.conftest import write_shard
 
 RECIPE = recipe.Recipe(
     vocabulary=800,
-    towers={"t": recipe.Tower(preset="small", steps=25, batch=8, warm_up=5, learning_rate=3e-3)},
+    towers={"t": recipe.TowerStage(preset="small", steps=25, batch=8, warm_up=5, learning_rate=3e-3)},
     checkpoints={
         "g": recipe.Checkpoint(
             role="grounder",

@@ -2,7 +2,7 @@
 
 What is looked at is the trainer's own log, so that a continued run knows what was before it. A loss that is no number ends
 training at once, and nothing of it is saved. Everything else ends it with a checkpoint: after a change of mind
-(`on_trouble: warn`) the same step goes on from there.
+(`on_anomaly: warn`) the same step goes on from there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.jobs import OnTrouble
+from coepg_dagster.jobs import OnAnomaly
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.checkpoints import largest
 
@@ -33,25 +33,25 @@ LOSS_OVER_START: Final = 1.5
 """SFT's loss, against that of its first window."""
 MEMORY_WINDOW: Final = 20
 MEMORY_WINDOWS: Final = 4
-"""Memory must have grown from each of so many windows to the next: caches fill up and stop."""
+"""MemoryGrowth must have grown from each of so many windows to the next: caches fill up and stop."""
 GB: Final = 1e9
 
 Log = Sequence[Mapping[str, float]]
 
 
-class Stops(TrainerCallback):  # type: ignore[misc]
+class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
     """Looks at every log line of a trainer, and ends training where something is wrong, or warns."""
 
-    def __init__(self, on_trouble: OnTrouble) -> None:
-        self._ends = on_trouble == "stop"
+    def __init__(self, on_anomaly: OnAnomaly) -> None:
+        self._ends = on_anomaly == "stop"
         self._why: str | None = None
-        self._memory = {"host": Memory(), "GPU": Memory()}
-        self._said: dict[str, str] = {}
+        self._memory = {"host": MemoryGrowth(), "GPU": MemoryGrowth()}
+        self._warned: dict[str, str] = {}
 
     @property
     def warnings(self) -> list[str]:
         """The first warning of each kind."""
-        return list(self._said.values())
+        return list(self._warned.values())
 
     def on_log(
         self,
@@ -71,7 +71,7 @@ class Stops(TrainerCallback):  # type: ignore[misc]
                 f"`learning_rate` (now {args.learning_rate:g}); if it is low already, look for rows that are broken"
             )
         log = [entry for entry in state.log_history if "loss" in entry]
-        found = trouble(log) or self._creeping(state.max_steps - state.global_step, args.device)
+        found = find_anomaly(log) or self._memory_anomaly(state.max_steps - state.global_step, args.device)
         if not largest(int(found is not None), args.device) or state.global_step >= state.max_steps:
             return control
         found = found or "another process of this training has trouble: see its output"
@@ -79,20 +79,20 @@ class Stops(TrainerCallback):  # type: ignore[misc]
         if self._ends:
             self._why = f"{at}: {found}"
             control.should_save = control.should_training_stop = True
-        elif kind not in self._said:
-            self._said[kind] = f"{at}: {found}"
-            print(f"warning: {self._said[kind]}", flush=True)
+        elif kind not in self._warned:
+            self._warned[kind] = f"{at}: {found}"
+            print(f"warning: {self._warned[kind]}", flush=True)
         return control
 
     def end(self) -> None:
         """Called after training. Raises Ended where it was ended here."""
         if self._why is not None:
             raise Ended(
-                f"{self._why}. What was trained so far is saved: with `on_trouble: warn` of the resource the same step goes on "
+                f"{self._why}. What was trained so far is saved: with `on_anomaly: warn` of the resource the same step goes on "
                 "from there; with other settings it starts anew"
             )
 
-    def _creeping(self, left: int, device: torch.device) -> str | None:
+    def _memory_anomaly(self, left: int, device: torch.device) -> str | None:
         memory: dict[str, tuple[float, float]] = {"host": (own_memory(), free_memory())}
         if device.type == "cuda":
             spare, _ = torch.cuda.mem_get_info(device)
@@ -115,7 +115,7 @@ class Stops(TrainerCallback):  # type: ignore[misc]
         return None
 
 
-class Memory:
+class MemoryGrowth:
     """The memory of a process, step by step."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Memory:
         return max(0.0, min(rises)) / MEMORY_WINDOW
 
 
-def trouble(log: Log) -> str | None:
+def find_anomaly(log: Log) -> str | None:
     """What is wrong with training by its log lines so far, and what to change; None: nothing, or too early to say."""
     rewarded = [entry for entry in log if "reward" in entry]  # GRPO; of updates by the same rollouts, the first
     log = rewarded or log

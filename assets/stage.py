@@ -54,7 +54,7 @@ class Outcome:
 
 
 @dataclass
-class Making:
+class StageContext:
     """The making of `ref`: where its inputs lie, and an empty draft for its content."""
 
     context: dg.AssetExecutionContext
@@ -122,8 +122,8 @@ class Making:
         return result
 
 
-Maker = Callable[[Making], Outcome]
-"""The function of an asset: fills the draft of a Making."""
+StageFunction = Callable[[StageContext], Outcome]
+"""The function of an asset: fills the draft of a StageContext."""
 
 
 def _plain(value: Any) -> Any:
@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[Making]:
+def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[StageContext]:
     """Claims the iteration, asserts that the inputs may be read, and opens a draft."""
     resource: StoreResource = context.resources.store
     # one run may make an iteration and, before it, unpartitioned assets
@@ -148,16 +148,18 @@ def making(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Itera
         k = ref.iteration or 0
         inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
         with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
-            yield Making(context, loop, ref, inputs, store, draft)
+            yield StageContext(context, loop, ref, inputs, store, draft)
     except Refusal as error:
         raise dg.Failure(str(error), allow_retries=False) from None
 
 
-def materialize(context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: Maker) -> dg.MaterializeResult[None]:
+def materialize(
+    context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: StageFunction
+) -> dg.MaterializeResult[None]:
     """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
     started = time.monotonic()
     source = {SOURCE: loop.source(asset)} if asset in SHARED else {}  # before it is read: a later change is noticed
-    with making(context, loop, asset) as work:
+    with stage_context(context, loop, asset) as work:
         outcome = make(work)
         seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
         place = (loop.experiment.name, *seed_part, asset, loop.partition(work.ref) or UNPARTITIONED)

@@ -19,7 +19,7 @@ from coepg_dagster.readers.rows import STRANGE, Item, ReaderError, Reject, Rejec
 
 
 @dataclass(frozen=True)
-class Task:
+class SourceRow:
     """One source row and how to convert it into steps; RejectedRow means that it is left out."""
 
     file: str
@@ -36,12 +36,12 @@ class Task:
             return [strange(error).reject(self.file, self.row)]
 
 
-def converted(tasks: Iterable[Task | Reject], workers: int = 2) -> Iterator[Item]:
+def converted(tasks: Iterable[SourceRow | Reject], workers: int = 2) -> Iterator[Item]:
     """The items of `tasks`, in their order; at most `workers` + 1 rows are held at a time."""
     waiting: deque[Future[Sequence[Item]] | Reject] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for task in tasks:
-            waiting.append(pool.submit(task.run) if isinstance(task, Task) else task)
+            waiting.append(pool.submit(task.run) if isinstance(task, SourceRow) else task)
             if len(waiting) > workers:
                 yield from _items(waiting.popleft())
         while waiting:
@@ -55,12 +55,12 @@ def _items(done: Future[Sequence[Item]] | Reject) -> Sequence[Item]:
 Row = Mapping[str, Any]
 
 
-def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Iterator[Task | Reject]:
+def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Iterator[SourceRow | Reject]:
     """A task per line of a JSON-lines file; `convert` gets its content and its number from 0."""
     try:
         with path.open("rb") as file:
             for i, line in jsonlines.lines(file):
-                yield Task(str(path), str(i), partial(convert, line, i))
+                yield SourceRow(str(path), str(i), partial(convert, line, i))
     except OSError as error:
         yield Reject(str(path), "", "bad_file", str(error))
 
@@ -83,7 +83,7 @@ def named(paths: Iterable[Path], field: str) -> set[str]:
 
 def of_parquet(
     path: Path, columns: Sequence[str], convert: Callable[[Row, int], Sequence[Item]]
-) -> Iterator[Task | Reject]:
+) -> Iterator[SourceRow | Reject]:
     """A task per row of a Parquet file; `convert` gets its `columns` and its number from 0. A file that is none is one reject."""
     try:
         with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as parquet:
@@ -95,7 +95,7 @@ def of_parquet(
             i = 0
             for batch in parquet.iter_batches(batch_size=8, columns=list(columns)):
                 for at in range(batch.num_rows):
-                    yield Task(str(path), str(i), partial(_of_batch, batch, at, i, convert))
+                    yield SourceRow(str(path), str(i), partial(_of_batch, batch, at, i, convert))
                     i += 1
     except (pa.ArrowException, OSError, UnicodeEncodeError) as error:
         yield Reject(str(path), "", "bad_file", str(error))

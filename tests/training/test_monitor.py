@@ -17,8 +17,8 @@ from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import stops
 from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.monitor import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, MemoryGrowth, find_anomaly
 from coepg_dagster.training.sft import train_sft
-from coepg_dagster.training.stops import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, Memory, trouble
 from tests.jobs import grpo_job, quiet, sft_job
 
 Line = dict[str, float]
@@ -37,18 +37,18 @@ def test_a_diverged_sft_ends_and_saves_nothing(
     config = Sft(max_steps=20, batch_size=6, micro_batch_size=6, learning_rate=1e20, warmup_ratio=0)
     out = tmp_path / "out"
     job = sft_job(out, (dataset, steps, models), "planner", random_checkpoint(2), config, seed=7)
-    job = job.model_copy(update={"placement": Placement(save_every=1, on_trouble="warn")})
+    job = job.model_copy(update={"placement": Placement(save_every=1, on_anomaly="warn")})
     with pytest.raises(Ended, match=r"step \d+ of 20: \w+ is (nan|inf): .*`learning_rate` \(now 1e\+20\)"):
         train_sft(job, quiet)
     assert not list(out.glob("*.safetensors"))
 
 
 def train_without_spread(
-    init: Path, grounder: Path, data: tuple[pa.Table, pa.Table, Models], out: Path, on_trouble: Any
+    init: Path, grounder: Path, data: tuple[pa.Table, pa.Table, Models], out: Path, on_anomaly: Any
 ) -> dict[str, Any]:
     """GRPO of a planner that never writes a plan: every reward is 0."""
     config = Grpo(prompts_per_step=1, group_size=2, micro_batch_size=2, max_steps=WINDOW + 2, max_plan_tokens=8)
-    return train_grpo(grpo_job(out, data, init, grounder, config, placement=Placement(on_trouble=on_trouble)), quiet)
+    return train_grpo(grpo_job(out, data, init, grounder, config, placement=Placement(on_anomaly=on_anomaly)), quiet)
 
 
 def test_grpo_without_spread_is_ended_and_goes_on_when_told_to(
@@ -76,7 +76,7 @@ def test_grpo_without_spread_is_ended_and_goes_on_when_told_to(
 
 def test_the_remedy_depends_on_the_reward() -> None:
     for reward, remedy in ((0.0, "sft.epochs"), (0.5, "grpo.temperature"), (1.0, "grpo.enabled: false")):
-        said = trouble([grpo(reward, spreadless=1.0)] * WINDOW)
+        said = find_anomaly([grpo(reward, spreadless=1.0)] * WINDOW)
         assert said is not None and remedy in said
 
 
@@ -89,22 +89,22 @@ def test_the_remedy_depends_on_the_reward() -> None:
     ],
 )
 def test_what_runs_away_is_said_once_it_lasts(log: list[Line], said: str) -> None:
-    assert trouble(log[: 20 + WINDOW // 4]) is None, "a few steps are no trend"
-    found = trouble(log)
+    assert find_anomaly(log[: 20 + WINDOW // 4]) is None, "a few steps are no trend"
+    found = find_anomaly(log)
     assert found is not None and found.startswith(said) and "learning_rate" in found
 
 
 @given(rewards=st.lists(st.floats(0.5, 0.9), max_size=40), losses=st.lists(st.floats(0.01, 0.9), max_size=40))
 def test_training_that_wavers_or_learns_is_left_alone(rewards: list[float], losses: list[float]) -> None:
-    assert trouble([grpo(reward, spreadless=0.5, kl=0.1) for reward in rewards]) is None
-    assert trouble([{"loss": 1.0}] * WINDOW + [{"loss": loss} for loss in losses]) is None
+    assert find_anomaly([grpo(reward, spreadless=0.5, kl=0.1) for reward in rewards]) is None
+    assert find_anomaly([{"loss": 1.0}] * WINDOW + [{"loss": loss} for loss in losses]) is None
 
 
 # memory
 
 
 def feed(used: list[float]) -> float:
-    memory = Memory()
+    memory = MemoryGrowth()
     return [memory.growth(bytes_used) for bytes_used in used][-1]
 
 
