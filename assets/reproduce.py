@@ -38,8 +38,7 @@ from coepg_dagster.project import Project
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import Run, findings, missing_runs, success_by_episode
-from coepg_dagster.reports.study import Study
+from coepg_dagster.reports.study import Run, Study, findings, missing_runs, success_by_episode
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
 
 ATTEMPTS: Final = 2

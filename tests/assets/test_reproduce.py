@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from coepg_dagster.assets.evolve import evolve_through
-from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time, planner_inputs, pool_slots
+from coepg_dagster.assets.reproduce import Reproduction, find_study, loop_tasks, one_at_a_time, pool_slots
 
 from coepg_dagster.experiment import ABLATIONS, ExperimentError
 from tests.assets.conftest import InProcess
@@ -46,12 +46,12 @@ def test_a_study_is_an_experiment_with_what_descends_from_it(study: InProcess) -
 
 def test_what_is_there_is_not_made_again_and_what_is_taken_comes_first(study: InProcess) -> None:
     whole = find_study(study.project, "light", [1])
-    tasks = {task.key: task for task in planner_inputs(whole, study.instance)}
+    tasks = {task.key: task for task in loop_tasks(whole, study.instance)}
     # what takes its data is compared at the last iteration, and made there alone
     assert tasks["light_single/s1", 2].after == [("light/s1", 2)] and ("light_single/s1", 1) not in tasks
     assert tasks["light_control/s1", 1].after == [("light_control/s1", 0)] and len(tasks) == 6
     evolve_through(study.defs, study.instance, study.loop, 0, QUIET)
-    left = {task.key for task in planner_inputs(whole, study.instance)}
+    left = {task.key for task in loop_tasks(whole, study.instance)}
     assert ("light/s1", 0) not in left and {("light/s1", 1), ("light_single/s1", 2)} < left
 
 
@@ -59,7 +59,7 @@ def test_iterations_share_the_gpus(study: InProcess, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     made = Reproduction(study.project, study.instance, QUIET, 4, "cpu", "cuda", 1)
     seen = []
-    for k, task in enumerate(planner_inputs(find_study(study.project, "light", [1]), study.instance)[:4]):
+    for k, task in enumerate(loop_tasks(find_study(study.project, "light", [1]), study.instance)[:4]):
         task.gpu = made._free_gpu()
         made.running[str(k), k] = task, None  # type: ignore[assignment]
         seen.append(task.gpu["CUDA_VISIBLE_DEVICES"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coepg_dagster.experiment import Grpo, Models, Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
-from coepg_dagster.training import stops
+from coepg_dagster.training import monitor
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.monitor import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, MemoryGrowth, find_anomaly
 from coepg_dagster.training.sft import train_sft
@@ -133,8 +133,8 @@ def test_memory_that_will_not_last_ends_training(
 ) -> None:
     """A trainer that holds 8 MB more after every step, in pages of their own, on a machine where 240 MB are free."""
     held: list[mmap.mmap] = []
-    monkeypatch.setattr(stops, "MEMORY_WINDOW", 2)
-    monkeypatch.setattr(stops, "free_memory", lambda: 240e6)
+    monkeypatch.setattr(monitor, "MEMORY_WINDOW", 2)
+    monkeypatch.setattr(monitor, "free_memory", lambda: 240e6)
 
     def leak(done: int, of: int, figures: Any) -> None:
         held.append(mmap.mmap(-1, 8_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
