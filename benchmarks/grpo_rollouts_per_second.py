@@ -79,7 +79,7 @@ def train(settings: Mapping[str, Any], store: Path | None) -> None:
 
     def report(done: int, of: int, figures: Mapping[str, float]) -> None:
         if "reward" in figures:
-            turn(**{name: figures[name] for name in ("reward", "groups_without_spread", "completions/mean_length")})
+            turn(**{name: figures[name] for name in ("reward", "frac_reward_zero_std", "completions/mean_length")})
 
     with patch.object(Trainer, "train", when_loaded):
         tiny.train(Grpo(**settings, max_steps=STEPS), tiny.train_steps(PROMPTS), SEED, report)

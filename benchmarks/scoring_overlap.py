@@ -62,7 +62,7 @@ def run(steps: pa.Table, ports: Mapping[str, int], asked: str) -> tuple[Clock, l
         patch.object(grpo, "opened", behind),
         patch.object(CdremReward, "score", timed),
         nullcontext() if asked == ENDS else patch.object(grpo, "sampling_groups", unheard),
-        nullcontext() if asked != DUE else patch.object(CdremReward, "elsewhere", False),
+        nullcontext() if asked != DUE else patch.object(CdremReward, "remote", False),
     ):
         tiny.train(CONFIG, steps, SEED, clock)
     return clock, waited[1:]

@@ -91,8 +91,8 @@ def rows_of(experiment: Experiment, seed: int, records: Mapping[Ref, Record], na
                 if change is not None:
                     yield from _changes(at | {"split": split}, training, change)
         planner = records.get(Ref("planner", k))
-        if planner and (share := planner.figures.get("groups_without_spread")) is not None:
-            yield Row(**at, split=TRAIN, metric="groups_without_spread", value=share, protocol="rollouts")
+        if planner and (share := planner.figures.get("frac_reward_zero_std")) is not None:
+            yield Row(**at, split=TRAIN, metric="frac_reward_zero_std", value=100 * share, protocol="rollouts")
         seconds = [records[Ref(asset, k)].seconds for asset in experiment.made if Ref(asset, k) in records]
         if seconds:
             yield Row(**at, split=TRAIN, metric="seconds", value=sum(seconds), protocol="the clock")

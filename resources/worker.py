@@ -74,7 +74,7 @@ class Reporter:
         self._pipes.log.info(f"{done}/{of} {numbers}".strip())
 
 
-SHOWN = frozenset({"loss", "reward", "kl", "gate_passed", "groups_without_spread", "learning_rate"})
+SHOWN = frozenset({"loss", "reward", "kl", "gate_passed", "frac_reward_zero_std", "learning_rate"})
 
 if __name__ == "__main__":
     with last_words():  # also of a process that `accelerate launch` started

@@ -540,7 +540,7 @@ def rewards_recompute(
         typer.echo(json.dumps(facts))
         return
     view = Table("", variant, f"as trained ({logged})", title=f"{reference}: {facts['rollouts']} rollouts")
-    for label, name in (("mean reward", "mean_reward"), ("groups without spread, %", "groups_without_spread")):
+    for label, name in (("mean reward", "mean_reward"), ("share of groups without spread", "frac_reward_zero_std")):
         view.add_row(label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}")
     Console().print(view)
     for name in ("same_reward", "same_advantage", "same_sign"):

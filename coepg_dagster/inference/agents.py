@@ -186,14 +186,14 @@ class GrounderPool:
         for remote in self._remote.values():
             remote.end()
 
-    def ask(self, plans: Sequence[Query]) -> None:
+    def query(self, plans: Sequence[Query]) -> None:
         """Returns at once; whoever computes remotely begins with the plans that are new."""
         for remote in self._remote.values():
-            remote.ask(plans)
+            remote.query(plans)
 
     def groundings(self, plans: Sequence[Query]) -> list[list[Grounding]]:
         """What each grounder says of each plan, in the order of the grounders. Raises what went wrong in a thread."""
-        self.ask(plans)
+        self.query(plans)
         here = {id(g): g.ground(plans) for g in self._grounders if not g.remote}
         return [here[id(g)] if id(g) in here else self._remote[id(g)].groundings(plans) for g in self._grounders]
 
@@ -208,7 +208,7 @@ class _RemoteGrounder:
         self._turns: list[Future[None]] = []
         self._groundings: dict[Query, Grounding] = {}
 
-    def ask(self, plans: Sequence[Query]) -> None:
+    def query(self, plans: Sequence[Query]) -> None:
         new = [plan for plan in dict.fromkeys(plans) if plan not in self._known]
         self._known.update(new)
         for plan in new:

@@ -35,7 +35,7 @@ CURVES: Final = (
     ("kl", "KL(π‖π_k)"),
     ("entropy", "entropy"),
     ("gate_passed", "share through the gate"),
-    ("groups_without_spread", "share of groups without spread"),
+    ("frac_reward_zero_std", "share of groups without spread"),
     ("completions/mean_length", "tokens of an answer"),
     ("grad_norm", "gradient norm"),
     ("learning_rate", "learning rate"),

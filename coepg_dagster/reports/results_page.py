@@ -24,7 +24,7 @@ MECHANISM: Final = {
     "purity_frozen": "frozen purity",
     "diversity": "diversity",
     "coverage": "coverage",
-    "groups_without_spread": "groups without spread",
+    "frac_reward_zero_std": "groups without spread",
     "grpo_before": "before GRPO",
     "grpo_after": "after GRPO",
 }

@@ -72,7 +72,7 @@ class CdremReward:
         """Within `asking`: begins with the votes on planner answers that `score` will get later, and returns at once."""
         assert self._pool is not None
         _, _, pairs = self._gated(texts, step_ids)
-        self._pool.ask(list(pairs.values()))
+        self._pool.query(list(pairs.values()))
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
         """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""

@@ -153,6 +153,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         batch = self._early.pool() if self._early else nullcontext()
         with self._shown.keys(), batch:
             made = super()._generate_and_score_completions(inputs)
+        # TRL's is that of the batch where `scale_rewards` is "batch"
+        self._metrics["train"]["frac_reward_zero_std"][-1] = self._frac_reward_zero_std
         refuse_other_screenshots(made, [row["images"][0] for row in inputs], self._shown)
         return made
 
@@ -271,7 +273,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         # exact values: TRL holds rewards in float32
         rewards = [row["reward"] for row in rows]
         flat, spreadless = flatten_spreadless(rewards, self.num_generations)
-        self._log_metric("groups_without_spread", float(spreadless.mean()))
+        self._frac_reward_zero_std = float(spreadless.mean())
         self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
         self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
         if self.accelerator.is_main_process:
@@ -426,9 +428,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
         "warnings": monitor.warnings,
         **difference(history),
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
-        "groups_without_spread": 100 * float(np.mean([e["groups_without_spread"] for e in history]))
-        if history
-        else None,
+        "frac_reward_zero_std": float(np.mean([e["frac_reward_zero_std"] for e in history])) if history else None,
     }
 
 

@@ -17,8 +17,8 @@ FEW_ROLLOUTS: Final = 10_000
 """On the sandbox fewer move the planner by chance: the signal's share of the gradient is a few per cent."""
 FEW_PROMPTS: Final = 1 / 3
 """Of the steps that D_{k-1} covers."""
-MANY_SPREADLESS: Final = 50.0
-"""Per cent of groups without spread: what they cost teaches nothing."""
+MANY_SPREADLESS: Final = 0.5
+"""Share of groups without spread: what they cost teaches nothing."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str
         changes = [f"a longer run: {_size(settings)}"]
     worse = change["ci95"] is not None and change["ci95"][1] < 0
     changes.append(f"{'a lower' if worse else 'another'} grpo.learning_rate ({_now(settings['learning_rate'])})")
-    spreadless = figures.get("groups_without_spread")
+    spreadless = figures.get("frac_reward_zero_std")
     if spreadless is not None and spreadless > MANY_SPREADLESS:
         changes.append(
-            f"more spread, which {spreadless:.0f} % of the groups have none of: a higher grpo.temperature "
+            f"more spread, which {100 * spreadless:.0f} % of the groups have none of: a higher grpo.temperature "
             f"({_now(settings['temperature'])}), larger groups"
         )
     if settings["kl_beta"]:

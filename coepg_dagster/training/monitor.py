@@ -146,7 +146,7 @@ def find_anomaly(log: Log) -> str | None:
     if not rewarded:
         return _diverging(log)
     reward = _mean(log[-WINDOW:], "reward")
-    flat = _mean(log[-WINDOW:], "groups_without_spread")
+    flat = _mean(log[-WINDOW:], "frac_reward_zero_std")
     if flat > SPREADLESS:
         if reward < 1 - SPREADLESS:
             remedy = "π_k hardly ever gets a reward: train it longer (`sft.epochs`), or raise `grpo.group_size`"

@@ -25,9 +25,9 @@ class Scripted:
 
     resize = RESIZE
 
-    def __init__(self, answer: Callable[[str], Generation | Failure], *, elsewhere: bool = False) -> None:
+    def __init__(self, answer: Callable[[str], Generation | Failure], *, remote: bool = False) -> None:
         self.asked: list[Request] = []
-        self.remote = elsewhere
+        self.remote = remote
         self._answer = answer
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:

@@ -156,7 +156,7 @@ def test_asked_early_or_late_the_readings_are_the_same(
 ) -> None:
     """And who computes remotely is asked about each pair once."""
     screens = Screens(steps, RESIZE)
-    engines = [ByScreen(lambda _: Failure("not asked"), elsewhere=elsewhere) for elsewhere in places]
+    engines = [ByScreen(lambda _: Failure("not asked"), remote=remote) for remote in places]
     grounders = {str(i): Grounder(e, screens, "compact", Space.RESIZED, 8) for i, e in enumerate(engines)}
     with GrounderPool(grounders) as pool:
         for part in early:
@@ -173,9 +173,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_its_readings_are_wanted(ste
         def generate(self, *_: object) -> list[list[Generation | Failure]]:
             raise RuntimeError("the disk is full")
 
-    broken = Grounder(
-        Broken(lambda _: Failure(""), elsewhere=True), Screens(steps, RESIZE), "compact", Space.RESIZED, 8
-    )
+    broken = Grounder(Broken(lambda _: Failure(""), remote=True), Screens(steps, RESIZE), "compact", Space.RESIZED, 8)
     with GrounderPool({"far": broken}) as pool:
         pool.query(PAIRS[:1])
         with pytest.raises(RuntimeError, match="the disk is full"):
@@ -194,7 +192,7 @@ def test_who_leaves_waits_for_nobody_and_nobody_is_asked_any_more(steps: pa.Tabl
             assert answer.wait(20)
             return super().generate(requests, sampling)
 
-    engine = Slow(lambda _: Failure(""), elsewhere=True)
+    engine = Slow(lambda _: Failure(""), remote=True)
     started = time.monotonic()
     with (
         pytest.raises(MemoryError),

@@ -154,7 +154,7 @@ def test_grounders_elsewhere_are_asked_at_the_same_time(steps: pa.Table) -> None
     engines = {"a": Away, "here": Scripted, "b": Away}
     grounders = {
         name: Grounder(
-            kind(lambda _, x=str(10 + i): generation("(", x, ",", "7", ")"), elsewhere=kind is Away),
+            kind(lambda _, x=str(10 + i): generation("(", x, ",", "7", ")"), remote=kind is Away),
             screens,
             "compact",
             Space.RESIZED,

@@ -98,7 +98,7 @@ def test_a_table_gives_back_the_rewards_of_its_own_variant_to_the_last_bit(rows:
     facts = summary(made)
     assert (facts["same_reward"], facts["same_advantage"], facts["same_sign"]) == (100, 100, 100)
     assert facts["largest_difference"] == 0
-    assert facts["groups_without_spread"] == facts["groups_without_spread_logged"]
+    assert facts["frac_reward_zero_std"] == facts["frac_reward_zero_std_logged"]
 
 
 @given(rollouts(), st.sampled_from(get_args(Variant)))

@@ -233,7 +233,7 @@ def test_the_policy_moves_and_its_vision_tower_does_not(run: Run) -> None:
 def test_figures_and_log(run: Run) -> None:
     assert run.figures["optimizer_steps"] == 3
     assert run.figures["prompts"] == 6
-    assert 0 <= run.figures["groups_without_spread"] <= 100
+    assert 0 <= run.figures["frac_reward_zero_std"] <= 1
     log = [json.loads(line) for line in (run.out / "training_log.jsonl").read_text().splitlines()]
     rows = run.rows
     for step in range(3):
@@ -310,7 +310,7 @@ def test_a_policy_that_wants_vision_tokens_and_groups_without_spread(
     assert run.trl_advantages[8:] == [0.0] * 4
     assert run.trl_advantages[4:8] == pytest.approx(advantages([0.0, 0.35, 0.0, 0.7], 4), abs=1e-4)
     assert [row["advantage"] for row in run.rows] == pytest.approx(run.trl_advantages, abs=1e-4)
-    assert run.figures["groups_without_spread"] == pytest.approx(100 * 2 / 3)
+    assert run.figures["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
 def obsess(folder: Path, steps: pa.Table) -> None:
@@ -430,7 +430,7 @@ def test_votes_that_are_asked_for_early_change_no_reward_and_no_row(steps: pa.Ta
 
     def scored(elsewhere: list[bool], early: list[list[int]]) -> tuple[list[float], list[dict[str, Any]]]:
         engines = {
-            name: Scripted(lambda plan, name=name: answers[name, plan], elsewhere=away)
+            name: Scripted(lambda plan, name=name: answers[name, plan], remote=away)
             for name, away in zip(NAMES, elsewhere, strict=True)
         }
         grounders = {name: Grounder(e, screens, "compact", Space.RESIZED, 8) for name, e in engines.items()}
@@ -511,7 +511,7 @@ def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
             patch.setattr(GRPOTrainer, "_generate_single_turn", sampled)
             patch.setattr(CdremReward, "ask", named)
             if not early:
-                patch.setattr(CdremReward, "elsewhere", False)
+                patch.setattr(CdremReward, "remote", False)
             grounder, others = path, {"far": far}
             train_grpo(grpo_job(out, (dataset, steps, models), run.init, grounder, config, others), quiet)
         rows = untimed(pq.read_table(out / "rollouts.parquet").to_pylist())

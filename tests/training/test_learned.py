@@ -40,7 +40,7 @@ def figures(train: dict[str, Any] | None, sampled: dict[str, Any] | None = None,
         "steps": {"train": 256, "validation": 0},
         "judge": "grounder_1",
     }
-    return {"optimizer_steps": steps, "prompts": 1066, "groups_without_spread": 60.0, "probe": probe}
+    return {"optimizer_steps": steps, "prompts": 1066, "frac_reward_zero_std": 0.6, "probe": probe}
 
 
 @given(st.integers(0, 60), st.integers(0, 40))

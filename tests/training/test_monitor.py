@@ -25,7 +25,7 @@ Line = dict[str, float]
 
 
 def grpo(reward: float, spreadless: float = 0.1, kl: float = 0.01) -> Line:
-    return {"loss": 0.0, "reward": reward, "groups_without_spread": spreadless, "kl": kl}
+    return {"loss": 0.0, "reward": reward, "frac_reward_zero_std": spreadless, "kl": kl}
 
 
 # real trainers

@@ -237,7 +237,7 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
         return log_probabilities(self, *args, **settings)
 
     monkeypatch.setattr(CdremReward, "ask", asked)
-    monkeypatch.setattr(CdremReward, "elsewhere", True)
+    monkeypatch.setattr(CdremReward, "remote", True)
     monkeypatch.setattr(CdremTrainer, "_get_per_token_logps_and_entropies", computed)
     out, data, used = tmp_path / "out", (dataset, steps, models), (random_checkpoint(0), random_checkpoint(1))
     figures = train_grpo(grpo_job(out, data, *used, CONFIG, serving=Serving(context=512)), quiet)
