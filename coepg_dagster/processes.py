@@ -22,10 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+import psutil
+
 from coepg_dagster.refusal import Refusal
 
 GRACE_SECONDS: Final = 20
 """How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
+STARTER: Final = "COEPG_STARTER"
+"""Environment variable with the id of the process that a job must not outlive."""
 LAST_WORDS: Final = "COEPG_LAST_WORDS"
 """Environment variable with the file in which the processes of a job leave why they end."""
 WORDS_AT_MOST: Final = 16_000
@@ -126,16 +130,32 @@ def words_left(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
+def started_here() -> dict[str, str]:
+    """The environment by which a process that is to be started, and what it starts, knows this one (`end_with_parent`)."""
+    return {STARTER: str(os.getpid())}
+
+
 def end_with_parent() -> None:
-    """From now on this process and its group are killed when the process that started it is gone."""
-    parent = os.getppid()
+    """From now on this process and its group are killed when its parent, or the starter that its environment names, is gone.
+
+    The parent may have ended before this call, while libraries were imported: then only the environment tells.
+    """
+    parent, starter = os.getppid(), os.environ.get(STARTER)
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and (starter is None or is_alive(int(starter))):
             time.sleep(1)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def keep(command: list[str]) -> int:

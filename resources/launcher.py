@@ -19,7 +19,7 @@ from coepg_dagster.resources import worker
 from coepg_dagster.resources.warm import WarmProcess
 
 from coepg_dagster.jobs import Job
-from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended, tail, words_left
+from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended, started_here, tail, words_left
 
 
 def job_environment(threads: int) -> dict[str, str]:
@@ -28,13 +28,17 @@ def job_environment(threads: int) -> dict[str, str]:
     Args:
         threads: CPU threads of the process (more than 1 slows tiny models on few cores).
     """
-    return os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONHASHSEED": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return (
+        os.environ
+        | started_here()
+        | {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONHASHSEED": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def run_process(

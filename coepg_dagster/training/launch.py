@@ -18,7 +18,7 @@ import yaml
 
 from coepg_dagster.experiment import Grpo, Sft
 from coepg_dagster.jobs import Placement
-from coepg_dagster.processes import ended, leave_words
+from coepg_dagster.processes import ended, leave_words, started_here
 from coepg_dagster.progress import Ended
 
 
@@ -113,7 +113,7 @@ def launch_ranks(placement: Placement, scratch: Path, module: str, arguments: li
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, wait_on)
     command = [sys.executable, "-m", "coepg_dagster.training.launch", "--config_file", str(config), "-m", module]
-    return subprocess.Popen([*command, *arguments]).wait()
+    return subprocess.Popen([*command, *arguments], env=os.environ | started_here()).wait()
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from coepg_dagster.assets.build import LIGHT
 
+from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.light import plant, steps_log
-from tests.deployment import Deployment, alive
+from tests.deployment import Deployment
 from tests.project import run as coepg
 
 pytestmark = pytest.mark.slow
@@ -74,10 +75,10 @@ def test_two_runs_of_one_partition_exclude_each_other(deployment: Deployment, be
 def test_a_cancelled_run_leaves_no_process_and_no_half_result(deployment: Deployment, begun: Begun) -> None:
     store = deployment.project.store
     worker, child = json.loads((store / ".scratch" / "hanging" / "pids.json").read_text())
-    assert alive(worker) and alive(child)
+    assert is_alive(worker) and is_alive(child)
     deployment.terminate(begun.hanging)
     assert deployment.wait_run(begun.hanging, "CANCELED")
-    deployment.wait(lambda: not alive(worker) and not alive(child), "the worker and its child to be gone")
+    deployment.wait(lambda: not is_alive(worker) and not is_alive(child), "the worker and its child to be gone")
     assert not (store / "other" / "s1").exists()
     assert [path for path in (store / ".drafts").iterdir() if path.name.startswith("other-s1")] == []
 

@@ -14,7 +14,7 @@ import pytest
 
 from coepg_dagster.inference import vllm_server
 from coepg_dagster.inference.vllm_server import ServerFailed, free_port, started, visible
-from tests.deployment import alive
+from coepg_dagster.processes import is_alive
 from tests.project import REPOSITORY
 
 SERVER = """
@@ -40,7 +40,7 @@ def command(port: int, pids: Path, before: str = "", slow: float = 0) -> list[st
 def gone(pids: Path) -> bool:
     """Whether neither the server nor its child lives, after some time to go."""
     end = time.monotonic() + 5
-    while any(alive(int(pid)) for pid in pids.read_text().split()):
+    while any(is_alive(int(pid)) for pid in pids.read_text().split()):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -51,7 +51,7 @@ def test_a_slow_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) 
     port, pids = free_port(), tmp_path / "pids"
     with started(command(port, pids, slow=0.5), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30) as server:
         assert server.exit_report() == ""
-        assert all(alive(int(pid)) for pid in pids.read_text().split())
+        assert all(is_alive(int(pid)) for pid in pids.read_text().split())
     assert gone(pids)
 
 

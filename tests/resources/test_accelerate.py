@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.jobs import Placement, SftJob, Strategy
+from coepg_dagster.processes import is_alive
 from coepg_dagster.running import run
-from tests.deployment import alive
 from tests.project import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -118,10 +118,10 @@ def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftJob]) -> 
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
     for _ in range(150):
-        if not any(map(alive, family)):
+        if not any(map(is_alive, family)):
             break
         time.sleep(0.2)
-    left = [pid for pid in family if alive(pid)]
+    left = [pid for pid in family if is_alive(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left

@@ -15,10 +15,10 @@ import dagster as dg
 import pytest
 from coepg_dagster.resources import warm
 
+from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_project, plant
-from tests.deployment import alive
 from tests.project import REPOSITORY
 
 RUN = """
@@ -99,16 +99,16 @@ def test_nothing_survives_its_run_and_who_ended_it_cancelled_it(
     pids = project.store / ".scratch" / "hanging" / "pids.json"
     until(lambda: pids.exists() and pids.read_text(), run, root)
     worker, child = json.loads(pids.read_text())
-    assert alive(worker) and alive(child)
+    assert is_alive(worker) and is_alive(child)
     for number in numbers:
         os.killpg(run.pid, number)  # as a terminal does it
         time.sleep(0.3)
     assert run.wait(timeout=120) == code
     for _ in range(200):
-        if not alive(worker) and not alive(child):
+        if not is_alive(worker) and not is_alive(child):
             break
         time.sleep(0.1)
-    assert not alive(worker) and not alive(child)
+    assert not is_alive(worker) and not is_alive(child)
     assert not (project.store / "light" / "s1" / "planner_sft").exists()
     assert statuses(root) == [("light_s1_unpartitioned", "SUCCESS"), ("light_s1_iteration", status)]
     if status == "CANCELED":
@@ -147,7 +147,7 @@ def test_a_job_that_takes_too_long_is_ended_and_says_what_to_do(
     assert "took more than 0.08 minutes: raise `timeout_minutes`" in why
     pids = light.project.store / ".scratch" / "hanging" / "pids.json"
     if pids.exists():
-        assert not any(alive(pid) for pid in json.loads(pids.read_text()))
+        assert not any(is_alive(pid) for pid in json.loads(pids.read_text()))
 
 
 def test_a_worker_that_fails_shows_the_end_of_its_output(light: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:

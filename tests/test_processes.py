@@ -1,0 +1,60 @@
+"""No process outlives who started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from coepg_dagster.processes import is_alive
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1]).write_text(str(os.getpid()))
+while not Path(sys.argv[2]).exists():  # libraries are imported
+    time.sleep(0.05)
+from coepg_dagster.processes import end_with_parent
+end_with_parent()
+time.sleep(60)
+"""
+STARTER = """
+import os, subprocess, sys
+from coepg_dagster.processes import started_here
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=os.environ | started_here(), start_new_session=True).wait()
+"""
+
+
+def wait(condition: object, what: str) -> None:
+    assert callable(condition)
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def test_a_process_ends_whose_starter_died_while_it_imported(tmp_path: Path) -> None:
+    """Its parent is another one by the time it asks: only its environment knows who started it."""
+    born, go = tmp_path / "born", tmp_path / "go"
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, CHILD, str(born), str(go)])
+    wait(lambda: born.exists() and born.read_text(), "the child starts")
+    child = int(born.read_text())
+    starter.kill()
+    starter.wait()
+    assert is_alive(child)
+    go.touch()
+    try:
+        wait(lambda: not is_alive(child), "the child ends with its starter")
+    finally:
+        if is_alive(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_that_ended_and_was_not_waited_for_is_not_alive() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    wait(lambda: not is_alive(process.pid), "a zombie is not alive")
+    assert process.wait() == 0 and not is_alive(process.pid)
+    assert is_alive(os.getpid())
