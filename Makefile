@@ -13,8 +13,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: setup  ## D_0 and two iterations of co-evolution on MiniWoB++, on the CPU
-	$(VENV)/bin/coepg evolve sandbox --through 2
+demo: setup  ## D_0 and one iteration of co-evolution on MiniWoB++, on the CPU
+	$(VENV)/bin/coepg evolve sandbox --through 1
 	$(VENV)/bin/coepg results sandbox
 
 ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000

@@ -48,6 +48,7 @@ LOOKS: Final = (1_024, 2_048, 4_096, 8_192, 12_288, 16_384, 24_576, 49_152, 98_3
 """Rollouts after which the planner is looked at."""
 FIGURE: Final = ROOT / "docs" / "images" / "results" / "grpo-curve.png"
 LONG: Final = "constant 3e-4"
+SHIPPED: Final = "as shipped"
 START: Final = "start"
 """The run that ends before GRPO."""
 BATCH: Final = 512
@@ -241,7 +242,7 @@ def one(seed: int, name: str, options: argparse.Namespace) -> None:
     loop, start = start_of(seed, options)
     change = settings_of(options.steps)[name]
     if options.device == "cuda":
-        change |= {"micro_batch_size": BATCH}
+        change = {"micro_batch_size": BATCH} | change
     if options.quick:
         change |= {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 16, "max_steps": 2}
     config = Grpo.model_validate(loop.experiment.grpo.model_dump() | {"num_train_epochs": 1000} | change)
@@ -260,8 +261,9 @@ def settings_of(steps: int) -> dict[str, dict[str, Any]]:
     small = {"prompts_per_step": 8, "micro_batch_size": 64, "max_steps": 16, "learning_rate": 1e-5, "kl_beta": 0.04}
     return {
         LONG: {"max_steps": steps, "learning_rate": 3e-4, **constant},
-        "as shipped": {},
-        "peak 5e-4": {"learning_rate": 5e-4, "max_steps": 48},
+        SHIPPED: {},
+        "40 steps": {"max_steps": 40},
+        "48 steps to 5e-4": {"learning_rate": 5e-4, "max_steps": 48},
         "1,024 rollouts at 1e-5": {**small, "lr_scheduler_type": "cosine", "temperature": 0.9},
     }
 
@@ -302,39 +304,39 @@ def collect(folder: Path) -> None:
         ratio=None,
         repetitions=table,
         settings={run["name"]: run["settings"] for run in runs},
-        device=runs[0]["device"],
+        device=max(run["device"] for run in runs if run["name"] == LONG),
+        devices={run["name"]: run["device"] for run in runs},
         seeds=seeds,
         seconds=seconds,
     )
 
 
 def draw(table: dict[str, Any]) -> None:
-    """Step SR over rollouts, one line a seed."""
+    """Step SR over rollouts: each seed thin, the mean of the seeds thick."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    shown = {LONG: ("C0", "constant 3e-4"), SHIPPED: ("C1", "as shipped: 1e-3 falling to a tenth")}
     for axis, split in zip(axes, ("validation", "unused"), strict=True):
-        looks = table[LONG][split]
-        rollouts = sorted(map(int, looks))
-        seeds = len(looks["0"])
-        for seed in range(seeds):
-            line = [looks[str(n)][seed]["after"] for n in rollouts if len(looks[str(n)]) > seed]
-            axis.plot([max(n, 512) for n in rollouts[: len(line)]], line, color="0.7", lw=1)
-        rollouts = [n for n in rollouts if len(looks[str(n)]) == seeds]  # a run may have been ended by its time
-        mean = [float(np.mean([change["after"] for change in looks[str(n)]])) for n in rollouts]
-        axis.plot([max(n, 512) for n in rollouts], mean, color="C0", lw=2, marker="o", label="mean of the seeds")
-        axis.axhline(mean[0], color="0.5", ls=":", lw=1)
+        for name, (color, label) in shown.items():
+            looks = table[name][split]
+            rollouts = sorted(map(int, looks))
+            after = np.array([[change["after"] for change in looks[str(n)]] for n in rollouts])
+            at = [max(n, 512) for n in rollouts]
+            axis.plot(at, after, color=color, lw=0.8, alpha=0.4)
+            axis.plot(at, after.mean(1), color=color, lw=2, marker="o", ms=4, label=label)
+        axis.axhline(after.mean(1)[0], color="0.5", ls=":", lw=1)
         axis.set_xscale("log")
-        ticks = [n for n in LOOKS if n & (n - 1) == 0 and n <= max(map(int, looks))]
+        ticks = [n for n in LOOKS if n & (n - 1) == 0] + [n for n in LOOKS if n > 32_768]
         axis.set_xticks([512, *ticks], ["0", *(f"{n // 1024}k" for n in ticks)])
         axis.minorticks_off()
         axis.set_title({"validation": "validation", "unused": "training steps that no model saw"}[split])
         axis.set_xlabel("rollouts")
     axes[0].set_ylabel("Step SR with ϕ₁, %")
-    axes[0].legend(frameon=False)
+    axes[1].legend(frameon=False, loc="lower right")
     figure.tight_layout()
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURE, dpi=160)

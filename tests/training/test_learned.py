@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,18 @@ def figures(train: dict[str, Any] | None, sampled: dict[str, Any] | None = None,
 def test_grpo_is_red_unless_the_whole_interval_is_above_0(better: int, worse: int) -> None:
     found = change(better, worse)
     assert (grpo_warning(figures(found), OLD.model_dump()) is None) == (found["ci95"][0] > 0)
+
+
+@pytest.mark.parametrize("name, learned", [("1,024 rollouts at 1e-5", False), ("as shipped", True)])
+def test_measured_runs_of_the_sandbox_are_red_where_too_small_and_green_as_shipped(name: str, learned: bool) -> None:
+    """Before and after of whole runs, measured by benchmarks/grpo_curve.py on training steps that no model had seen."""
+    curve = json.loads((Path(__file__).parents[2] / "benchmarks/baselines/grpo_curve.json").read_text())
+    looks = curve["repetitions"][name]["unused"]
+    settings = curve["settings"][name]
+    assert len(looks["0"]) >= 2, "a run says nothing of other seeds"
+    for measured in looks[max(looks, key=int)]:
+        warning = grpo_warning(figures(measured, steps=settings["max_steps"]), settings)
+        assert (warning is None) == learned, (measured, warning)
 
 
 def test_a_run_that_learns_by_5_points_is_green_and_one_that_flips_answers_is_red() -> None:
