@@ -153,7 +153,7 @@ def end_with_parent() -> None:
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and that nobody has waited for does not."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
