@@ -158,9 +158,8 @@ def materialize(
 ) -> dg.MaterializeResult[None]:
     """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
     started = time.monotonic()
-    source = (
-        {SOURCE: loop.source(asset)} if asset in SHARED else {}
-    )  # computed first: a change while it is read makes it stale
+    # computed first: a change during the read makes the artifact stale
+    source = {SOURCE: loop.source(asset)} if asset in SHARED else {}
     with stage_context(context, loop, asset) as work:
         outcome = make(work)
         seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
