@@ -1,4 +1,4 @@
-"""What the pages of the assets say in Dagster's web UI: description with its equation, kinds, owners, columns, links."""
+"""What Dagster's web UI shows of each asset: description with its equation, kinds, owners, columns, links."""
 
 import os
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, V
 PAGES = "COEPG_PAGES"
 """Environment variable with the address of the page server that `coepg ui` starts; unset where there is none."""
 DEFAULT_PAGES = "http://127.0.0.1:3001"
-"""Where `coepg ui` serves them unless it is told otherwise."""
+"""Where `coepg ui` serves them by default."""
 
 ABOUT: dict[Asset, str] = {
     "benchmark_steps": """Every labelled step of the benchmark: screenshot, task, history, label action, target box, split.
 
-`train` makes D_k, `validation` is for every choice, the test splits are read by `evaluation` only.""",
+`train` makes D_k, `validation` is for model and setting choices, the test splits are read by `evaluation` only.""",
     "open_models": """The base pair M_0 and the open members of the planner pool Π and the verifier pool Φ, each with the hash
 of its weights.""",
     "planner_sft": """**π_k**, the planner after supervised fine-tuning of the base planner on D_{k-1}. Partition 0 is the base
@@ -44,12 +44,12 @@ the open verifiers. Partition 0 is π_0.
 paper's Table 3): supervised fine-tuning on the labels of the steps in D_{k-1}, then GRPO where it is on. Partition 0 is the
 base as it is.""",
     "candidate_plans": """Plans for every training step by every member of the planner pool Π: the open planners, π'_k, and
-π'_{k-1} from k = 2 on. Each is kept with what the gate (Eq. 7, 8) says of its action type and value.""",
-    "verdicts": """Where every member of the verifier pool Φ (the open verifiers, ϕ_k, and ϕ_{k-1} from k = 2 on) finds every
+π'_{k-1} from k = 2 on. Each is kept with the result of the gate (Eq. 7, 8) on its action type and value.""",
+    "verdicts": """Where every member of the verifier pool Φ (the open verifiers, ϕ_k, and ϕ_{k-1} from k = 2 on) points for every
 candidate, with its confidence.
 
 Eq. 3: `Acc_j = 1` if the point lies in the target box. Eq. 6: the mean log-probability of the coordinate tokens. Every
-verdict is kept, so that each selection rule is another way to read the same table.""",
+verdict is kept, so that any selection rule can be applied to the same table.""",
     "dataset": """**D_k**: rows (o, h, p, a) whose plan was verified, a being the *label* action; and for every other candidate
 the reason why it was dropped. D_0 comes from open models only. Iteration k + 1 trains on it.""",
     "data_quality": """Purity, diversity and coverage of D_k (the paper's Fig. 6), the reasons of its drops, agreement of its
@@ -108,12 +108,12 @@ COLUMNS: dict[Asset, pa.Schema] = {
 
 COLUMN_TEXTS = {
     "step_id": "unique over the whole benchmark",
-    "split": "train makes D_k, validation is for every choice, test splits are read by `evaluation` only",
+    "split": "train makes D_k, validation is for model and setting choices, test splits are read by `evaluation` only",
     "episode_id": "the task, by which averages are macro and intervals clustered",
     "step_index": "position in the episode, from 0",
     "family": "MiniWoB++ task, website or app",
     "seed": "of the episode, where the benchmark has one",
-    "goal": "Q, what the agent was asked to do",
+    "goal": "Q, the task in words",
     "history": "h_t, what was done before, oldest first",
     "screenshot": "o_t, an encoded PNG or JPEG",
     "width": "of the screenshot, px",
@@ -127,21 +127,21 @@ COLUMN_TEXTS = {
     "text": "the model's answer, as generated",
     "plan": "p, what to do, in words; null: the answer is no plan",
     "gate": "passed, or why type and value are not the label's (Eq. 7, 8)",
-    "duplicate_of": "the candidate of this step that says the same",
-    "verifier": "the pool member that was asked",
+    "duplicate_of": "the candidate of this step with the same plan",
+    "verifier": "the pool member that gave the verdict",
     "hit": "Acc_j (Eq. 3): its point lies in a target box",
     "x": "its point, px of the screenshot; null: no coordinates in the answer",
     "y": "its point, px of the screenshot; null: no coordinates in the answer",
     "mean_logprob": "Eq. 6: mean log-probability of the coordinate tokens",
     "tokens": "L of Eq. 6, the number of coordinate tokens",
-    "failure": "set: the verifier gave no answer, which is not a no",
+    "failure": "why the verifier gave no answer (not counted as a miss); null: it answered",
     "box": "the target that the plan was verified against, px; null: the action has no target",
     "made_in": "the iteration whose pools made the row",
     "hits": "how many verifiers found the target",
     "answered": "how many verifiers gave an answer",
     "prompt_hash": "of the messages that the planner was given",
-    "sampling_seed": "of the generator that drew this chunk of plans",
-    "row_id": "lasts: when D_k is made again with this content, and when the row is carried over; `coepg trace` takes it",
+    "sampling_seed": "of the generator that sampled this chunk of plans",
+    "row_id": "stays the same when D_k is made again with this content, and when the row is carried over; for `coepg trace`",
     "screenshot_hash": "SHA-256 (16 digits) of the screenshot that planner and verifiers saw",
     "score": "orders the plans of a step: share of hits, then confidence",
 }
@@ -150,7 +150,7 @@ COLUMN_TEXTS = {
 
 @dataclass(frozen=True)
 class About:
-    """The arguments of `dg.asset` that people read."""
+    """The arguments of `dg.asset` that the UI shows."""
 
     group: str
     description: str
@@ -161,14 +161,14 @@ class About:
 
 
 def about(loop: Loop, asset: Asset) -> About:
-    """What the page of an asset says."""
+    """The description, group, tags and columns of an asset."""
     metadata: dict[str, Any] = {}
     if asset in COLUMNS:
         metadata["dagster/column_schema"] = table_schema(COLUMNS[asset])
     tags = {"coepg/experiment": loop.experiment.name, "coepg/role": ROLES[asset]}
     if asset not in SHARED:
         tags["coepg/seed"] = str(loop.seed)
-    # a node of Dagster's graph shows the last part of its key only: a group for each seed tells them apart
+    # Dagster's graph shows only the last part of a key: a group for each seed tells them apart
     group = loop.experiment.name if asset in SHARED else f"{loop.experiment.name}_s{loop.seed}"
     return About(
         group, f"{ABOUT[asset]}\n\n{_links(loop, asset)}", KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata

@@ -1,7 +1,7 @@
-"""Sensors and schedules of a loop. All are off until somebody turns them on, in the UI or in a deployment.
+"""Sensors and schedules of a loop. All are off by default; turn them on in the UI or in a deployment.
 
 `refresh` makes whatever is stale or missing, one run at a time; `evolve` starts iteration k + 1 when D_k has landed; a nightly
-schedule evaluates again, a weekly one regenerates the newest D_k; `alert` tells a webhook about failed runs.
+schedule evaluates again, a weekly one regenerates the newest D_k; `alert` posts failed runs to a webhook.
 """
 
 import logging
@@ -19,7 +19,7 @@ from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usabl
 from coepg_dagster.refusal import Refusal
 
 WEBHOOK = "COEPG_ALERT_WEBHOOK"
-"""Environment variable with the address that `alert` posts to; whoever knows it can post, so it is never written down."""
+"""Environment variable with the address that `alert` posts to. The address is a secret: it is never logged or stored."""
 WHY_AT_MOST = 2000
 """Characters of a reason in an alert."""
 REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
@@ -33,14 +33,14 @@ class Todo:
 
     iteration: int | None
     assets: tuple[Asset, ...]
-    lost: tuple[str, ...] = ()  # those that were there and are gone, and which files
+    lost: tuple[str, ...] = ()  # artifacts whose files are gone from the store, and which files
 
 
 def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0) -> Todo | None:
-    """The first run that is needed to have iterations `first`..`through` there and current; None: they are.
+    """The next run that is needed to make iterations `first`..`through` current; None: nothing is missing or stale.
 
-    In order: the benchmark and the open models, whose files are looked at too; the iterations from the first stale one; the
-    report.
+    In order: the benchmark and the open models (a change of their source files counts too); the iterations, from the first
+    stale one; the report.
     """
     records = loop.records(instance)
     stale = loop.stale(records)
@@ -60,7 +60,7 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int
 
 
 def failed_inputs(instance: dg.DagsterInstance, loop: Loop) -> list[str]:
-    """What the next iteration of `coepg evolve` would read and must not, since a blocking check failed on it."""
+    """Inputs of the next iteration of `coepg evolve` that cannot be used, for example after a failed blocking check."""
     todo, records = next_todo(instance, loop, loop.experiment.iterations), loop.records(instance)
     if todo is None or todo.iteration is None:
         return []
@@ -76,18 +76,18 @@ def failed_inputs(instance: dg.DagsterInstance, loop: Loop) -> list[str]:
 
 
 def running(instance: dg.DagsterInstance, loop: Loop, iteration: int | None = None) -> str | None:
-    """A run that is queued or going on and makes something of the loop (of one iteration, where it is given); its id."""
+    """Id of a queued or running run that makes artifacts of the loop (of `iteration`, if given); None: there is none."""
     keys = {loop.key(asset) for asset in loop.made}
     for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES)):
-        here = run.tags.get("dagster/partition")
+        partition = run.tags.get("dagster/partition")
         mine = loop.name in run.tags.get(EXPERIMENT_TAG, "").split(",") or bool(keys & (run.asset_selection or set()))
-        if mine and (iteration is None or here == str(iteration)):
+        if mine and (iteration is None or partition == str(iteration)):
             return run.run_id
     return None
 
 
 def prefix(loop: Loop) -> str:
-    """The beginning of the names of a loop's jobs, sensors and schedules."""
+    """Prefix of the names of a loop's jobs, sensors and schedules."""
     return f"{loop.experiment.name}_s{loop.seed}"
 
 
@@ -120,7 +120,7 @@ def automation(loop: Loop, nightly: str, weekly: str, seconds: int) -> dg.Defini
 
     Args:
         nightly, weekly: cron strings.
-        seconds: between two looks of a sensor.
+        seconds: between two ticks of a sensor.
     """
     made = jobs(loop)
     writes_data = "dataset" in loop.made
@@ -135,7 +135,7 @@ def automation(loop: Loop, nightly: str, weekly: str, seconds: int) -> dg.Defini
 
 
 def refresh(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.SensorDefinition:
-    """Makes, in order, whatever is stale or missing; one run at a time, and a run that failed only once."""
+    """Makes whatever is stale or missing, in order, one run at a time; does not repeat a failed run until something changes."""
 
     @dg.sensor(
         name=f"{prefix(loop)}_refresh",
@@ -161,12 +161,12 @@ def refresh(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.S
 
 
 def _request(instance: dg.DagsterInstance, loop: Loop, made: dict[str, dg.JobDefinition], todo: Todo) -> dg.RunRequest:
-    """A run whose key changes with everything that is there, so that the same attempt is not made twice."""
+    """A run whose key covers all current records, code and sources, so that the same attempt is not made twice."""
     records = loop.records(instance)
-    there = [[str(ref), record.run_id] for ref, record in records.items()]
+    current = [[str(ref), record.run_id] for ref, record in records.items()]
     sources = [loop.source(asset) for asset in SHARED]
     return dg.RunRequest(
-        run_key=fingerprint([todo.iteration, todo.assets, there, loop.code_versions(), sources]),
+        run_key=fingerprint([todo.iteration, todo.assets, current, loop.code_versions(), sources]),
         job_name=made["unpartitioned" if todo.iteration is None else "iteration"].name,
         partition_key=None if todo.iteration is None else str(todo.iteration),
         asset_selection=[loop.key(asset) for asset in todo.assets],
@@ -291,7 +291,7 @@ def alert(seconds: int) -> dg.SensorDefinition:
 
 
 def why_failed(event: dg.DagsterEvent) -> str:
-    """Why a step failed, in the first paragraph; then the end of its log, where it ran in a process of its own."""
+    """Why a step failed, in the first paragraph; then the end of its log, if it ran in its own process."""
     data = event.step_failure_data
     if data.user_failure_data and data.user_failure_data.description:
         return data.user_failure_data.description.strip()
@@ -300,18 +300,18 @@ def why_failed(event: dg.DagsterEvent) -> str:
 
 
 class AlertFailed(Refusal, RuntimeError):
-    """The webhook did not take an alert; the message does not name its address."""
+    """The webhook did not accept an alert. The message never contains its address."""
 
 
 def post(message: dict[str, object]) -> None:
-    """Posts `message` as JSON to the webhook. Raises AlertFailed, which never holds the address."""
+    """Posts `message` as JSON to the webhook. Raises AlertFailed."""
     address = os.environ.get(WEBHOOK)
     if not address:
         raise AlertFailed(f"{WEBHOOK} is not set: set it where the daemon and the code server run, or turn `alert` off")
     try:
         status = httpx.post(address, json=message, timeout=10).status_code
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        raise AlertFailed(f"{WEBHOOK} is no http or https address: correct it") from None
+        raise AlertFailed(f"{WEBHOOK} is not an http or https address: correct it") from None
     except httpx.HTTPError as error:
         raise AlertFailed(f"the address in {WEBHOOK} cannot be reached: {type(error).__name__}") from None
     if status >= 300:

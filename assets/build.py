@@ -29,8 +29,8 @@ DEPS: dict[Asset, tuple[str, ...]] = {
     "evaluation": ("planner", "grounder", "benchmark_steps", "open_models"),
     "end_to_end": ("previous/dataset", "benchmark_steps", "open_models"),
 }
-"""What Dagster is told. The edges to the unpartitioned assets make "materialize all" run those first, then one whole run
-per iteration; provenance.inputs_of says what is read, which is less at iterations 0 and 1."""
+"""The edges of Dagster's asset graph. Those to the unpartitioned assets make "materialize all" run these first, then one
+whole run per iteration. What is really read is in `provenance.inputs_of`: less than this at iterations 0 and 1."""
 
 CHECKS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": (WEIGHTS,),
@@ -39,7 +39,7 @@ CHECKS: dict[Asset, tuple[str, ...]] = {
     "end_to_end": (WEIGHTS,),
     "dataset": BLOCKING,
 }
-"""Blocking checks: iteration k + 1 refuses an artifact on which one failed."""
+"""Blocking checks: iteration k + 1 refuses an artifact that failed one."""
 
 LIGHT: frozenset[Asset] = frozenset({"dataset", "data_quality"})
 """Partitioned assets that run no model: they take no slot of the pool."""
@@ -64,11 +64,11 @@ def loop_assets(loop: Loop, makers: Mapping[Asset, StageFunction]) -> list[Any]:
 
 
 LEFT_OUT = "left_out"
-"""Asset group of the experiment files that cannot be used."""
+"""Asset group of experiment files that cannot be used."""
 
 
 def left_out(name: str, why: str) -> dg.AssetSpec:
-    """What the asset graph shows in the place of an experiment whose file cannot be used."""
+    """Placeholder in the asset graph for an experiment whose file cannot be used."""
     return dg.AssetSpec(dg.AssetKey([name, LEFT_OUT]), description=why, group_name=LEFT_OUT, kinds={"error"})
 
 
@@ -108,7 +108,7 @@ def _deps(loop: Loop, asset: Asset) -> tuple[str, ...]:
 def _dep(loop: Loop, name: str) -> dg.AssetDep:
     before, _, asset = name.rpartition("/")
     key = loop.twin(asset) if before else loop.key(asset)  # type: ignore[arg-type]
-    # a parent lives in another code location and may have more iterations
+    # a parent may be in another code location and have more iterations
     same_partition = asset in loop.experiment.taken and asset not in SHARED
     return dg.AssetDep(key, partition_mapping=dg.IdentityPartitionMapping() if same_partition else None)
 
@@ -129,9 +129,9 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
 
 
 def record_checks(loop: Loop) -> dg.AssetChecksDefinition:
-    """What the records say of each asset of an iteration, as warnings.
+    """Checks that warn, computed from the records of an iteration.
 
-    Is every version that it read still the current one, all the way up? Do its numbers hold against the iteration before?
+    Is every version that an asset read still current, up to D_0? Are its numbers no worse than those of iteration k - 1?
     """
 
     def spec(name: str, asset: Asset, description: str) -> dg.AssetCheckSpec:
@@ -143,7 +143,7 @@ def record_checks(loop: Loop) -> dg.AssetChecksDefinition:
         name=f"{loop.experiment.name}_s{loop.seed}_{RECORD_CHECKS}",
         specs=[
             *(
-                spec(INPUTS_CURRENT, asset, "Every version that was read is still the current one, up to D_0.")
+                spec(INPUTS_CURRENT, asset, "Every version that was read is still current, up to D_0.")
                 for asset in loop.made
             ),
             *(spec(name, asset, what) for asset in loop.made for name, what in WARNINGS.get(asset, {}).items()),

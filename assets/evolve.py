@@ -1,4 +1,4 @@
-"""Driving the loop from the command line: one run per iteration, in order, with its progress in the terminal."""
+"""`coepg evolve`: runs the loop from the command line, one run per iteration, in order, with its progress in the terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def evolve_through(
 ) -> int:
     """Makes what is missing or stale in iterations `first`..`through`, and the report; returns the number of runs.
 
-    Iterations before `first` are left as they are: what is read of them must be there and current.
+    Iterations before `first` are left as they are: inputs from them must exist and be current.
     `place` says where the heavy steps run.
     """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
@@ -71,7 +71,7 @@ def evolve_through(
 
 
 def make_inputs(defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, console: Console) -> None:
-    """Makes the unpartitioned inputs of an experiment where they are missing or stale: its seeds share them."""
+    """Makes the unpartitioned inputs of an experiment, which its seeds share, if they are missing or stale."""
     todo = next_todo(instance, loop, -1)
     if todo is not None and (shared := tuple(asset for asset in todo.assets if asset in loop.shared)):
         _run(defs, instance, loop, Todo(None, shared), console)
@@ -120,12 +120,12 @@ def _run(
 
 
 class InThisProcess(InProcessExecutor):
-    """Steps one after the other in this process, whose interruption cancels the run; Dagster would call it a failure."""
+    """Runs the steps one after the other in this process. An interrupt cancels the run; Dagster's executor would fail it."""
 
     def execute(
         self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan
     ) -> Iterator[dg.DagsterEvent]:
-        # what Dagster starts to copy our output to the terminal must not die of the Ctrl-C that the terminal sends to it too
+        # a Ctrl-C reaches Dagster's log-copying processes too: they inherit this mask, so that it does not kill them
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for event in _interruptible(super().execute(plan_context, execution_plan)):
@@ -140,7 +140,7 @@ class InThisProcess(InProcessExecutor):
 
 
 def _interruptible(events: Iterator[dg.DagsterEvent]) -> Iterator[dg.DagsterEvent]:
-    """The events, which can be interrupted between steps too: Dagster waits for a slot of the pool whatever comes."""
+    """The events, interruptible between steps too: Dagster alone would ignore interrupts while it waits for a pool slot."""
     with contextlib.closing(events):  # type: ignore[type-var]
         while True:
             with dg.raise_execution_interrupts():
@@ -157,9 +157,9 @@ def in_this_process(_: dg.InitExecutorContext) -> InThisProcess:
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM while it is open: the first one raises KeyboardInterrupt, those after it do not disturb the end.
+    """Handles Ctrl-C and SIGTERM while open: the first one raises KeyboardInterrupt, later ones are ignored.
 
-    Dagster takes both over while a run goes on, without a word of which it was; Python tells us all the same.
+    Dagster replaces both handlers during a run and does not report which signal came; the wakeup file descriptor does.
     """
 
     def __init__(self) -> None:
@@ -173,23 +173,23 @@ class Interrupts:
         return signal.Signals(self._numbers[0]) if self._numbers else None
 
     def __enter__(self) -> Interrupts:
-        self._told, self._tells = socket.socketpair()
-        self._told.setblocking(False)
-        self._tells.setblocking(False)
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
         if self._main:
-            self._others = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-            self._fd = signal.set_wakeup_fd(self._tells.fileno(), warn_on_full_buffer=False)
-            for number, _ in self._others:
+            self._handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+            self._fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            for number, _ in self._handlers:
                 signal.signal(number, self._interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._main:
-            for number, handler in self._others:  # after one of them this process ends, in its own time
+            for number, handler in self._handlers:  # after a signal the process ends; later ones must not disturb that
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
             signal.set_wakeup_fd(self._fd)
-        self._told.close()
-        self._tells.close()
+        self._receiver.close()
+        self._sender.close()
 
     def _interrupt(self, *_: object) -> None:
         self._read()
@@ -198,12 +198,12 @@ class Interrupts:
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            news = self._told.recv(1 << 10)
-            self._numbers += bytes(number for number in news if number in (signal.SIGINT, signal.SIGTERM))
+            received = self._receiver.recv(1 << 10)
+            self._numbers += bytes(number for number in received if number in (signal.SIGINT, signal.SIGTERM))
 
 
 def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:
-    """Marks an interrupted run as cancelled, wherever it was interrupted, and frees its slots."""
+    """Marks an interrupted run as cancelled, whatever it was doing, and frees its pool slots."""
     run = instance.get_run_by_id(run_id)
     if run is not None and not run.is_finished:
         instance.report_run_canceled(run)
@@ -213,11 +213,11 @@ def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:
 def place_of(
     device: str | None, train_device: str | None = None, processes: int | None = None, ray: str | None = None
 ) -> Place:
-    """What a person says of where the heavy steps run, by resource; what is None is left as it is.
+    """Where the heavy steps run, by resource; None: the default of the resource.
 
     Args:
         device: `cpu` or `cuda`; `train_device` the same for training alone.
-        processes: that share inference.
+        processes: number that share inference.
         ray: address of a Ray cluster.
     """
     place = {}
@@ -281,10 +281,10 @@ class Watch:
                 continue
             event = entry.dagster_event
             if event is None:
-                found = _PROGRESS.fullmatch(entry.user_message)
-                if found and step in self._bars:
+                match = _PROGRESS.fullmatch(entry.user_message)
+                if match and step in self._bars:
                     self._progress.update(
-                        self._bars[step], completed=int(found[1]), total=int(found[2]), figures=found[3]
+                        self._bars[step], completed=int(match[1]), total=int(match[2]), figures=match[3]
                     )
             elif event.is_step_start:
                 name = step.rpartition("__")[2]

@@ -1,7 +1,6 @@
-"""What the Dagster instance knows of a loop's artifacts: reading records, and who may write an iteration.
+"""The records of a loop's artifacts in the Dagster instance, and which run may write an iteration.
 
-The event log is the one place that says which version of an artifact is current; its record is in the metadata of the
-materialization.
+Only the event log decides which version of an artifact is current; the record is in the metadata of the materialization.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ EVOLVE_TAG = "coepg/evolve"
 RECORD = "record"
 """Metadata key of the record."""
 REPORTED: Final[tuple[Asset, ...]] = ("evaluation", "data_quality")
-"""What the report reads, of every iteration."""
+"""Assets that the report reads, of every iteration."""
 CANNOT_OPEN: Final = (dg.DagsterError, SQLAlchemyError, YAMLError)
-"""What Dagster raises for an instance that it cannot open."""
+"""Errors that Dagster raises for an instance that it cannot open."""
 
 
 def open_instance(project: Project) -> dg.DagsterInstance:
@@ -78,7 +77,7 @@ def open_instance(project: Project) -> dg.DagsterInstance:
 
 
 def make_databases(instance: dg.DagsterInstance) -> None:
-    """Makes the databases of a fresh instance now: daemon and web server, started together, would race to make them."""
+    """Creates the databases of a fresh instance: daemon and web server, started together, would race to create them."""
     instance.get_runs_count()
     instance.all_asset_keys()
     instance.all_instigator_state()
@@ -90,21 +89,21 @@ class Loop:
 
     experiment: Experiment
     seed: int
-    root: Path  # of the project, where relative paths of the experiment start
+    root: Path  # of the project; the experiment's relative paths start here
 
     @property
     def name(self) -> str:
-        """As people refer to it: EXPERIMENT/sSEED."""
+        """EXPERIMENT/sSEED, as in commands and messages."""
         return f"{self.experiment.name}/s{self.seed}"
 
     @property
     def made(self) -> tuple[Asset, ...]:
-        """The partitioned assets that are this loop's own, in an order in which one iteration can be made."""
+        """The partitioned assets that this loop makes itself, in the order in which one iteration is made."""
         return self.experiment.made
 
     @property
     def shared(self) -> tuple[Asset, ...]:
-        """The unpartitioned inputs that are this experiment's own."""
+        """The unpartitioned inputs that this experiment makes itself."""
         return tuple(asset for asset in SHARED if asset not in self.experiment.taken)
 
     @cached_property
@@ -112,15 +111,15 @@ class Loop:
         """The loop with the same seed from which artifacts are taken; None where none are."""
         if not self.experiment.take:
             return None
-        found = Project(self.root).all_experiments().named(str(self.experiment.parent))
-        return Loop(found, self.seed, self.root)
+        parent = Project(self.root).all_experiments().named(str(self.experiment.parent))
+        return Loop(parent, self.seed, self.root)
 
     def owner(self, asset: Asset) -> str:
-        """The experiment whose artifact `asset` is: this one, or the parent from which it is taken."""
+        """Name of the experiment that makes `asset`: this one, or the parent from which it is taken."""
         return str(self.experiment.parent) if asset in self.experiment.taken else self.experiment.name
 
     def key(self, asset: Asset) -> dg.AssetKey:
-        """Benchmarks and open models are shared by the seeds of an experiment."""
+        """The asset key; the seeds of an experiment share that of benchmarks and open models."""
         if asset in SHARED:
             return dg.AssetKey([self.owner(asset), asset])
         return dg.AssetKey([self.owner(asset), f"s{self.seed}", asset])
@@ -130,7 +129,7 @@ class Loop:
         return dg.AssetKey([self.owner(asset), f"s{self.seed}", "previous", asset])
 
     def inputs_of(self, ref: Ref) -> list[Ref]:
-        """What is read to make `ref`."""
+        """The artifacts that are read to make `ref`."""
         return inputs_of(ref, self.experiment.agent)
 
     def partition(self, ref: Ref) -> str | None:
@@ -140,26 +139,26 @@ class Loop:
     def record(self, instance: dg.DagsterInstance, ref: Ref) -> Record | None:
         """The record of the current version of `ref`; None where it was never materialized."""
         partition = self.partition(ref)
-        found = instance.fetch_materializations(
+        events = instance.fetch_materializations(
             dg.AssetRecordsFilter(self.key(ref.asset), asset_partitions=[partition] if partition else None), limit=1
         ).records
-        return _record_of(ref, found[0]) if found else None
+        return _record_of(ref, events[0]) if events else None
 
     def records(self, instance: dg.DagsterInstance, store: Path | None = None) -> Records:
-        """The records of everything that was made, but for the report; those of what is taken are the parent's.
+        """The current records of all artifacts but the report; those of taken assets are the parent's.
 
-        `store` is the folder of all artifacts, where it is not the project's.
+        `store` is the folder of all artifacts; None: the project's.
         """
         records = Records()
         if self.parent is not None:
-            above = self.parent.records(instance, store)
+            parent_records = self.parent.records(instance, store)
             records.stale_where_taken = {
                 ref: Stale(ref, ref, f"in {self.parent.name}: {why}", why.spreads)
-                for ref, why in self.parent.stale(above).items()
+                for ref, why in self.parent.stale(parent_records).items()
             }
             records |= {
                 ref: record
-                for ref, record in above.items()
+                for ref, record in parent_records.items()
                 if ref.asset in self.experiment.taken and (ref.iteration or 0) <= self.experiment.iterations
             }
         for shared in self.shared:
@@ -170,14 +169,14 @@ class Loop:
                 self.key(asset), dg.DagsterEventType.ASSET_MATERIALIZATION
             )
             if latest:
-                found = instance.fetch_materializations(
+                events = instance.fetch_materializations(
                     dg.AssetRecordsFilter(self.key(asset), storage_ids=sorted(latest.values())), limit=len(latest)
                 ).records
-                for event in found:
+                for event in events:
                     if event.partition_key is not None and int(event.partition_key) <= self.experiment.iterations:
                         ref = Ref(asset, int(event.partition_key))
                         records[ref] = _record_of(ref, event)
-        records.look(Store(store or Project(self.root).store))
+        records.note_lost(Store(store or Project(self.root).store))
         return records
 
     def report(self, instance: dg.DagsterInstance) -> Record | None:
@@ -185,7 +184,7 @@ class Loop:
         return self.record(instance, Ref("evolution_report"))
 
     def report_is_current(self, instance: dg.DagsterInstance, records: Mapping[Ref, Record]) -> bool:
-        """Whether the report is there and shows exactly the numbers that are there now."""
+        """Whether the report exists and was made from exactly the current records."""
         report = self.report(instance)
         if report is None or report.code_version != code_version(self.experiment, "evolution_report"):
             return False
@@ -195,11 +194,11 @@ class Loop:
         return shown == {ref: record.data_version for ref, record in records.items() if ref.asset in REPORTED}
 
     def lost(self, record: Record) -> str | None:
-        """What to say where files of an artifact are gone from the store; None: all are there."""
+        """Message about the files of an artifact that are gone from the store; None: all are there."""
         return _lost(Store(Project(self.root).store), record)
 
     def code_versions(self) -> dict[Asset, str]:
-        """What each asset's code and configuration are now."""
+        """The current version of each asset's code and configuration."""
         return {asset: code_version(self.experiment, asset) for asset in (*SHARED, *self.made)}
 
     @property
@@ -208,14 +207,14 @@ class Loop:
         return Project(self.root).store / ".imports"
 
     def source(self, asset: Asset) -> str:
-        """A fingerprint of the files that an unpartitioned asset is read from. Hub models have none."""
+        """Fingerprint of the files that an unpartitioned asset is made from; those of hub models do not count."""
         experiment = self.experiment
         if asset == "benchmark_steps":
             return benchmark_version(experiment.benchmark, self.root, self.imports, experiment.models.prompts)
         return files_version(self.root, [Path(name) for name in experiment.models.checkpoints()])
 
     def source_changed(self, record: Record) -> bool:
-        """Whether the files of an unpartitioned asset are others than those it was made from."""
+        """Whether the files that an unpartitioned asset was made from have changed since."""
         return bool(record.figures.get(SOURCE) != self.source(record.asset))
 
     def stale(self, records: Records) -> dict[Ref, Stale]:
@@ -224,11 +223,11 @@ class Loop:
         return staleness(records, self.code_versions(), taken, records.stale_where_taken, records.lost)
 
     def to_make(self, records: Records, stale: Mapping[Ref, Stale], through: int) -> dict[int, list[Asset]]:
-        """Iteration → the own assets that are missing, stale, or follow one of these, for the iterations 0..`through`."""
+        """Iteration → the assets to make there: missing, stale, or downstream of one of these, for iterations 0..`through`."""
         return to_make(records, stale, through, self.made, self.experiment.agent)
 
     def shared_to_make(self, records: Records, stale: Mapping[Ref, Stale]) -> tuple[Asset, ...]:
-        """The own unpartitioned inputs that are missing or stale, or whose files, which are looked at, are others now."""
+        """The unpartitioned inputs to make: missing, stale, or their source files have changed."""
         return tuple(
             asset
             for asset in self.shared
@@ -236,11 +235,11 @@ class Loop:
         )
 
     def in_one_run(self, assets: Sequence[Asset], iteration: int) -> list[Asset]:
-        """Those first ones of `assets` of an iteration that one run can make."""
+        """The first of `assets` of an iteration: as many as one run can make."""
         return in_one_run(assets, iteration, self.made, self.experiment.agent)
 
     def awaited(self, records: Records, stale: Mapping[Ref, Stale], iteration: int | None) -> list[Ref]:
-        """What the own assets of an iteration read of the parent and cannot: it is missing there, or stale."""
+        """Parent artifacts that this iteration needs and that are missing or stale."""
         read = [used for asset in self.made for used in self.inputs_of(Ref(asset, iteration or 0))]
         taken = [used for used in read if used.asset in self.experiment.taken]
         return [used for used in dict.fromkeys(taken) if used not in records or used in stale]
@@ -248,45 +247,45 @@ class Loop:
     def require(
         self, context: dg.AssetExecutionContext, refs: list[Ref], iteration: int, accept_stale_input: bool, store: Path
     ) -> dict[Ref, Record]:
-        """The records of what iteration `iteration` is about to read. Raises NotUsable, which ends with the remedy."""
+        """The records of `refs`, the inputs of iteration `iteration`. Raises NotUsable, whose message ends with the remedy."""
         records = self.records(context.instance, store)
         stale = self.stale(records)
         usable = {}
         for ref in refs:
             record = records.get(ref)
             crosses = ref.iteration is not None and ref.iteration < iteration
-            elsewhere = self._failed_in_backfill(context, ref, record) if crosses else None
+            not_made = self._failed_in_backfill(context, ref, record) if crosses else None
             try:
                 lost = records.lost.get(ref)
-                usable[ref] = assert_usable(ref, record, stale.get(ref), elsewhere, accept_stale_input, lost)
+                usable[ref] = assert_usable(ref, record, stale.get(ref), not_made, accept_stale_input, lost)
             except NotUsable as why:
                 more = []
                 if self.parent is not None and ref.asset in self.experiment.taken:
                     through = f" --through {max(iteration, 0)}"
                     more.append(f"it is taken from {self.parent.name}: run `coepg evolve {self.parent.name}{through}`")
                 if record is None:
-                    more += self._where_it_was_looked_for(context.instance, ref)
+                    more += self._about_the_instance(context.instance, ref)
                 raise NotUsable(f"{why} ({'; '.join(more)})" if more else str(why)) from None
         return usable
 
-    def _where_it_was_looked_for(self, instance: dg.DagsterInstance, ref: Ref) -> list[str]:
-        """What to say of a missing artifact if this is not the project's own Dagster instance."""
+    def _about_the_instance(self, instance: dg.DagsterInstance, ref: Ref) -> list[str]:
+        """Hints about a missing artifact if `instance` is not that of the project."""
         home = Project(self.root).dagster_home
         if Path(instance.root_directory).resolve() == home.resolve():
             return []
-        where = [f"this is the Dagster instance in {instance.root_directory}"]
+        hints = [f"this is the Dagster instance in {instance.root_directory}"]
         if not home.is_dir():
-            return where
+            return hints
         try:
-            with dg.DagsterInstance.from_config(str(home)) as own:
-                if self.record(own, ref) is not None:
-                    where.append(f"the project's own, {home}, has it: set DAGSTER_HOME={home}")
+            with dg.DagsterInstance.from_config(str(home)) as of_project:
+                if self.record(of_project, ref) is not None:
+                    hints.append(f"the project's own, {home}, has it: set DAGSTER_HOME={home}")
         except (NotUsable, *CANNOT_OPEN):
-            where.append(f"the project's own, {home}, cannot be opened")
-        return where
+            hints.append(f"the project's own, {home}, cannot be opened")
+        return hints
 
     def _failed_in_backfill(self, context: dg.AssetExecutionContext, ref: Ref, record: Record | None) -> str | None:
-        """What to say if the running backfill contains `ref` and yet did not make `record`."""
+        """Message if the running backfill contains `ref` but `record` comes from another run; else None."""
         backfill = context.run.tags.get(BACKFILL_TAG)
         if backfill is None or record is None:
             return None
@@ -299,7 +298,7 @@ class Loop:
 
 
 class Records(dict[Ref, Record]):
-    """The current records of a loop, by artifact; of which the files are gone, and what of a parent's is stale there."""
+    """The current records of a loop, by artifact; `lost`: files gone; `stale_where_taken`: stale in the parent."""
 
     stale_where_taken: dict[Ref, Stale]
     lost: dict[Ref, str]
@@ -308,12 +307,12 @@ class Records(dict[Ref, Record]):
         super().__init__()
         self.stale_where_taken, self.lost = {}, {}
 
-    def look(self, store: Store) -> None:
-        """Notes what is not in the store any more."""
+    def note_lost(self, store: Store) -> None:
+        """Fills `lost`: the artifacts whose files are missing in the store."""
         for ref, record in self.items():
             gone = _lost(store, record)
             if gone is None and ref.asset == "planner" and ref.iteration != 0 and BASE in record.files:
-                # without GRPO it stands for the model that it read
+                # without GRPO it refers to the model of planner_sft
                 model = self.get(Ref("planner_sft", ref.iteration))
                 if model is not None and model.folder == record.input("planner_sft").folder:
                     gone = _lost(store, model)
@@ -327,8 +326,8 @@ def _lost(store: Store, record: Record) -> str | None:
 
 
 def archive(project: Project, instance: dg.DagsterInstance) -> Archive:
-    """Every version that the event log knows of, of all experiments."""
-    found: list[tuple[int, Record]] = []
+    """Every version in the event log, of all experiments."""
+    records: list[tuple[int, Record]] = []
     for key in instance.all_asset_keys():
         cursor, more = None, True
         while more:
@@ -336,26 +335,26 @@ def archive(project: Project, instance: dg.DagsterInstance) -> Archive:
             for event in page.records:
                 value = event.asset_materialization and event.asset_materialization.metadata.get(RECORD)
                 if isinstance(value, dg.JsonMetadataValue):
-                    found.append((event.storage_id, Record.model_validate(value.value)))
+                    records.append((event.storage_id, Record.model_validate(value.value)))
             cursor, more = page.cursor, page.has_more
-    return Archive((record for _, record in sorted(found, key=lambda one: one[0])), project.store, project.root)
+    return Archive((record for _, record in sorted(records, key=lambda one: one[0])), project.store, project.root)
 
 
 def unfinished_runs(instance: dg.DagsterInstance) -> list[str]:
-    """The ids of all runs that are queued or going on."""
+    """The ids of all queued or running runs."""
     return [run.run_id for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES))]
 
 
 def finished_jobs(project: Project, instance: dg.DagsterInstance) -> set[str]:
-    """EXPERIMENT-sSEED-ASSET-K of every artifact that is there and current, as scratch folders begin."""
-    found = set()
+    """EXPERIMENT-sSEED-ASSET-K of every current artifact: how the names of scratch folders begin."""
+    names = set()
     for experiment in project.all_experiments().values():
         for seed in experiment.seeds:
             loop = Loop(experiment, seed, project.root)
             records = loop.records(instance)
             current = records.keys() - loop.stale(records).keys()
-            found |= {f"{experiment.name}-s{seed}-{r.asset}-{r.iteration}" for r in current if r.asset in loop.made}
-    return found
+            names |= {f"{experiment.name}-s{seed}-{r.asset}-{r.iteration}" for r in current if r.asset in loop.made}
+    return names
 
 
 def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:
@@ -378,9 +377,9 @@ def _targets(instance: dg.DagsterInstance, backfill_id: str, key: dg.AssetKey) -
 
 
 def claim(context: dg.AssetExecutionContext, folder: Path, iteration: int) -> None:
-    """Makes the running run the one that may write `iteration` of a loop, whose locks lie in `folder`.
+    """Gives this run the exclusive right to write `iteration` of a loop, whose locks are in `folder`.
 
-    A claim ends with its run, however that ends. Raises NotUsable while another run that is not finished holds it.
+    A claim ends with its run, however that ends. Raises NotUsable while another unfinished run holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     holder_file = folder / f"{iteration}.json"
@@ -398,7 +397,7 @@ def claim(context: dg.AssetExecutionContext, folder: Path, iteration: int) -> No
 
 
 def tag_run(context: dg.AssetExecutionContext) -> None:
-    """Gives the running run its tags where it has none: those of a backfill or of the UI's buttons come without.
+    """Tags this run if it has no tags yet: runs of a backfill or of the UI's buttons have none.
 
     A run that makes several seeds of one iteration names them all.
     """
@@ -415,7 +414,7 @@ def tag_run(context: dg.AssetExecutionContext) -> None:
 
 @contextmanager
 def living_run(store: Path, run_id: str) -> Iterator[None]:
-    """Shows others, while it is open, that the process of the run is alive; a lock ends with its process."""
+    """Holds a lock while the process of the run is alive, for `end_dead_runs`; a lock ends with its process."""
     folder = store / ".claims" / "evolve"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / run_id):

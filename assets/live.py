@@ -1,6 +1,6 @@
-"""`coepg play`: the models of one iteration, found in the store, act live; what they did is kept in the store.
+"""`coepg play`: runs the models of one iteration live in a browser and keeps the result in the store.
 
-No asset: nothing of the loop reads it. The playing itself is `coepg_dagster.sandbox.miniwob.play`.
+Not an asset, since nothing of the loop reads it. The episodes are played by `coepg_dagster.sandbox.miniwob.play`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from coepg_dagster.store import Store
 
 @dataclass(frozen=True)
 class Games:
-    """What is played, and where the models answer.
+    """Which episodes are played, and on which device the models run.
 
-    The first `per_family` episodes of each family of `split`, as scored offline, or, from `first_seed` on, fresh ones of the
-    same families; `families`: only these. The page shows `shown` of each.
+    The first `per_family` episodes of each family of `split`, as scored offline; with `first_seed`: fresh episodes of the same
+    families, from this seed on. `families`: only these. The page shows `shown` episodes of each.
     """
 
     split: str
@@ -47,9 +47,9 @@ class Games:
 def play_iteration(
     loop: Loop, instance: dg.DagsterInstance, k: int, games: Games, out: Path | None, report: Report
 ) -> dict[str, Any]:
-    """Plays with M_k and writes the result to `out`, or else below the store; returns its summary.
+    """Plays with M_k and writes the result to `out` (None: below the store); returns its summary.
 
-    Raises NotUsable where there are no models or no such split or family, and BrowserMissing.
+    Raises NotUsable if the models, the split or the family do not exist, and BrowserMissing.
     """
     project = Project(loop.root)
     if loop.experiment.benchmark.reader != "miniwob":

@@ -1,6 +1,6 @@
 """The partitioned assets of the loop, for one experiment and seed: what each is made from, and by which job.
 
-Keys carry the prefix EXPERIMENT/sSEED. Whatever crosses into the next iteration is read through its twin under
+Keys have the prefix EXPERIMENT/sSEED. An asset that the next iteration reads is read there through its twin under
 previous/, since Dagster refuses the cycle D_k → π_{k+1} → D_{k+1} even though it is acyclic over partitions.
 """
 
@@ -120,8 +120,8 @@ def planner(work: StageContext) -> Outcome:
 def end_to_end(work: StageContext) -> Outcome:
     """The end-to-end agent of Table 3, from the steps and labels of D_{k-1}. Iteration 0: its base.
 
-    The base is the base planner, which knows tasks; it learns to point. On the sandbox's validation split it does better than
-    the base grounder, which knows where things are (Step SR 56.7 against 47.0 after SFT on one D_1).
+    Its base is the base planner, which knows tasks and learns to point. On the sandbox's validation split this does better
+    than to start from the base grounder, which knows positions (Step SR 56.7 against 47.0 after SFT on one D_1).
     """
     experiment = work.loop.experiment
     if work.k == 0:
@@ -162,7 +162,7 @@ def candidate_plans(work: StageContext) -> Outcome:
 
 
 def verdicts(work: StageContext) -> Outcome:
-    """Where every member of Φ (the open verifiers, ϕ_k and ϕ_{k-1}) finds every candidate, with its confidence (Eq. 3, 6)."""
+    """The point of every member of Φ (the open verifiers, ϕ_k, ϕ_{k-1}) for every candidate, with its confidence (Eq. 3, 6)."""
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
@@ -182,7 +182,7 @@ def verdicts(work: StageContext) -> Outcome:
 
 
 def dataset(work: StageContext) -> Outcome:
-    """D_k: the verified plans (o, h, p, a) with the label's action, and why every other candidate was dropped."""
+    """D_k: the verified plans (o, h, p, a) with the label's action, and why each other candidate was dropped."""
     experiment = work.loop.experiment
     config = work.context.resources.regeneration.resolve(experiment.regeneration)
     steps_file = work.read_by("verdicts", "benchmark_steps") / STEPS
@@ -277,7 +277,7 @@ MAKERS: dict[Asset, StageFunction] = {
 
 
 def headlines(scores: dict[str, Any]) -> dict[str, float]:
-    """`step_sr/test_seed` → the macro value, for each metric and split: what is plotted over k."""
+    """`step_sr/test_seed` → macro value, for each metric and split; plotted over k in the UI."""
     return {
         f"{metric}/{split}": values["macro"]
         for split, score in scores.items()
@@ -304,7 +304,7 @@ def _trained_members(work: StageContext, asset: Asset) -> dict[str, Member]:
 
 
 def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Member]:
-    """The members that a run asked for; all where it asked for none."""
+    """The members that the Launchpad names; all if it names none."""
     unknown = sorted(set(names or ()) - set(members))
     if unknown:
         raise ExperimentError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
@@ -312,7 +312,7 @@ def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Me
 
 
 def _recorded(members: dict[str, Member], pool: str, models: dict[str, Any]) -> dict[str, Member]:
-    """The members of a pool as the list `models` of an `open_models` artifact has them."""
+    """The members of a pool, pinned to the versions in `models`, the list of an `open_models` artifact."""
     return {name: as_recorded(member, models[f"{pool}/{name}"]) for name, member in members.items()}
 
 
@@ -339,7 +339,7 @@ def _trained(work: StageContext, result: dict[str, Any], config: Strict, base: S
 
 
 Source = tuple[str, str, str]
-"""What a model was made from, for its card: what for, name, version."""
+"""What a model was made from, for its card: (purpose, name, version)."""
 
 
 def _artifact(why: str, record: Record) -> Source:

@@ -1,6 +1,6 @@
 """The pages of a project: written below its store or into a folder, and served on the loopback address beside Dagster's web UI.
 
-`/` lists the loops; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when what it shows has
+`/` lists the loops; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when its data have
 changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate.
 """
 
@@ -42,7 +42,7 @@ _HEADERS = {
 
 
 def view_of(loop: Loop, instance: dg.DagsterInstance) -> LineageView:
-    """A loop as it is now."""
+    """The current state of a loop."""
     records = loop.records(instance)
     times = {ref: made for ref in records if (made := _made_at(loop, instance, ref)) is not None}
     return LineageView(loop.experiment, loop.seed, records, loop.stale(records), times)
@@ -50,21 +50,21 @@ def view_of(loop: Loop, instance: dg.DagsterInstance) -> LineageView:
 
 def _made_at(loop: Loop, instance: dg.DagsterInstance, ref: Ref) -> float | None:
     partition = loop.partition(ref)
-    found = instance.fetch_materializations(
+    events = instance.fetch_materializations(
         dg.AssetRecordsFilter(loop.key(ref.asset), asset_partitions=[partition] if partition else None), limit=1
     ).records
-    return found[0].timestamp if found else None
+    return events[0].timestamp if events else None
 
 
 def pages_folder(project: Project, loop: Loop) -> Path:
-    """Where the pages of a loop lie."""
+    """The folder of the pages of a loop."""
     return project.store / "pages" / loop.experiment.name / f"s{loop.seed}"
 
 
 def site_of(
     project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path | None = None, dagster: str | None = None
 ) -> Site:
-    """The pages of a loop in `folder`, or below the store; `dagster`: address of the web UI where they are served."""
+    """The pages of a loop in `folder` (None: below the store); `dagster`: address of the web UI if they are served."""
     experiments = _family(project, loop)
     return Site(
         folder or pages_folder(project, loop),
@@ -78,22 +78,22 @@ def site_of(
 
 
 def _family(project: Project, loop: Loop) -> list[Experiment]:
-    """The experiment that this one goes back to, and all that say only how they differ from it, or from one that does."""
+    """All experiments with the same root as this one, following `parent`; the root included."""
     known = project.all_experiments()
 
     def root(experiment: Experiment) -> str:
-        above = known.get(experiment.parent or "")
-        return root(above) if above else experiment.name
+        parent = known.get(experiment.parent or "")
+        return root(parent) if parent else experiment.name
 
     return [experiment for experiment in known.values() if root(experiment) == root(loop.experiment)]
 
 
 def _made(experiments: list[Experiment], loop: Loop, instance: dg.DagsterInstance) -> list[ShownLoop]:
-    """What those of them that descend from this one's experiment have measured at its seed."""
-    below = {loop.experiment.name}
-    for _ in experiments:  # as deep as it can be
-        below |= {experiment.name for experiment in experiments if experiment.parent in below}
-    loops = [Loop(of, loop.seed, loop.root) for of in experiments if loop.seed in of.seeds and of.name in below]
+    """The results, at this loop's seed, of those `experiments` that descend from its experiment."""
+    family = {loop.experiment.name}
+    for _ in experiments:  # no chain of parents is longer
+        family |= {experiment.name for experiment in experiments if experiment.parent in family}
+    loops = [Loop(of, loop.seed, loop.root) for of in experiments if loop.seed in of.seeds and of.name in family]
     return [
         ShownLoop(one.experiment, one.records(instance))
         for one in loops
@@ -103,13 +103,13 @@ def _made(experiments: list[Experiment], loop: Loop, instance: dg.DagsterInstanc
 
 
 def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path) -> list[Path]:
-    """Writes every page of a loop into `folder`; they stand alone as files."""
+    """Writes every page of a loop into `folder`, as files that need no server."""
     site = site_of(project, loop, instance, folder)
     return [site.make(page) for page in site.pages()]
 
 
 def lineage_of(loop: Loop, instance: dg.DagsterInstance, dagster: str | None = None) -> str:
-    """The lineage map of a loop as it is now, alone; `dagster` is the address of the web UI, for links."""
+    """The lineage map of a loop as one HTML page; `dagster` is the address of the web UI, for links."""
     return lineage_page(view_of(loop, instance), dagster)
 
 
@@ -132,11 +132,11 @@ def serve_pages(project: Project, instance: dg.DagsterInstance, port: int, dagst
 
 def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None) -> Starlette:
     """The project's pages; `dagster` is the address of the web UI, for links."""
-    one_at_a_time = threading.Lock()  # a page is made by one request, the others wait for it
+    one_at_a_time = threading.Lock()  # one request makes a page, the others wait
 
     def loops(request: Request) -> Response:
         experiments = project.all_experiments()
-        names = [f"{name}/s{seed}" for name, found in experiments.items() for seed in found.seeds]
+        names = [f"{name}/s{seed}" for name, experiment in experiments.items() for seed in experiment.seeds]
         crumbs = [("Dagster", dagster)] if dagster else []
         text = render("loops.html", loops=names, left_out=list(experiments.left_out.values()), crumbs=crumbs)
         return HTMLResponse(text, headers=_HEADERS)
@@ -161,7 +161,7 @@ def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None
     def missing(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404, _HEADERS)
 
-    # another name that leads to this machine is an attack on the browser
+    # any other host name is an attack on the browser (DNS rebinding)
     trusted = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     paths = ("/{name}", "/{name}/{seed}", "/{name}/{seed}/{page:path}")
     return Starlette(
@@ -171,10 +171,10 @@ def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None
     )
 
 
-def _trace(found: Archive, loop: Loop, query: Mapping[str, str]) -> str:
+def _trace(versions: Archive, loop: Loop, query: Mapping[str, str]) -> str:
     if not query.get("k", "").isdecimal() or "row" not in query:
         raise NotFound(
-            f"a trace is asked for as {TRACE}?k=ITERATION&row=ROW: a number from 0, a row id, or a candidate id"
+            f"give a trace as {TRACE}?k=ITERATION&row=ROW, where ROW is a number from 0, a row id, or a candidate id"
         )
     owner = f"{loop.owner('dataset')}/s{loop.seed}"
-    return trace_page(found, owner, int(query["k"]), query["row"])
+    return trace_page(versions, owner, int(query["k"]), query["row"])

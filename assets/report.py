@@ -18,7 +18,7 @@ REPORT = "report.html"
 
 
 def evolution_report(loop: Loop) -> dg.AssetsDefinition:
-    """The report asset of one experiment and seed; it reads every iteration that is there."""
+    """The report asset of one experiment and seed, over all iterations made so far."""
     page = about(loop, "evolution_report")
 
     @dg.asset(
@@ -43,7 +43,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
             raise dg.Failure("there is no evaluation yet: materialize iteration 0 first", allow_retries=False)
         table = results(loop.experiment, loop.seed, records, loop.stale(records))
         with store.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
-            # the loop's own results and nothing else, so that the version follows from what was read
+            # only this loop's results, so that the version depends on its inputs alone
             cases = case_study_of(store.root, loop.experiment, records)
             evolution = Evolution(loop.experiment, loop.seed, table, [ShownLoop(loop.experiment, records)], cases=cases)
             preview = write_report(evolution, draft / REPORT)

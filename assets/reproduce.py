@@ -1,7 +1,7 @@
-"""`coepg reproduce`: every loop of a study, each iteration a process of its own, many at a time.
+"""`coepg reproduce`: runs every loop of a study, each iteration in its own process, many at a time.
 
-A study is an experiment with all its seeds and every overlay that descends from it. Nothing here makes an artifact: each
-process is the ordinary `coepg evolve`, so a study that was interrupted goes on where it was, and so does a loop of it.
+A study is an experiment with all its seeds and every overlay that descends from it. Each process is the ordinary
+`coepg evolve`, which makes the artifacts, so an interrupted study continues where it stopped.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ from coepg_dagster.results import TRAIN, Row, headline, rows_of
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""
-
-
 VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class StudyLoops:
-    """The loops of a study, in order of their importance, and those that cannot run here, with the reason."""
+    """The loops of a study, most important first, and the experiments that cannot run here, with the reason."""
 
     root: Experiment
     loops: tuple[Loop, ...]
@@ -58,9 +56,9 @@ class StudyLoops:
 
 
 def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) -> StudyLoops:
-    """The experiment `name` and its overlays, with their seeds, or with `seeds`. Raises ExperimentError.
+    """The experiment `name` and its overlays, with all their seeds or only `seeds`. Raises ExperimentError.
 
-    First the experiment itself, then its ablations, then the overlays that are experiments of their own.
+    First the experiment itself, then its ablations, then the overlays that count as separate experiments.
     """
     mains, overlays = project.experiments(), project.experiments(ABLATIONS)
     root, known = mains.named(name), mains | overlays
@@ -93,7 +91,7 @@ def _rank(experiment: Experiment, root: Experiment) -> tuple[bool, bool, str]:
 
 
 def missing_checkpoints(root: Path, experiment: Experiment) -> list[str]:
-    """The local checkpoint folders that an experiment names and that are not there."""
+    """The local checkpoint folders that an experiment names and that do not exist."""
     named = experiment.models.checkpoints()
     return [path for path in named if is_local(root, path) and not (root / path).is_dir()]
 
@@ -104,7 +102,7 @@ class LoopTask:
 
     loop: Loop
     k: int
-    after: list[tuple[str, int]]  # (loop, iteration) that must be done before
+    after: list[tuple[str, int]]  # (loop, iteration) that must be done first
     attempts: int = 0
     started: float = 0.0
     why: str = ""
@@ -125,7 +123,7 @@ class LoopTask:
 
 
 def loop_tasks(study: StudyLoops, instance: dg.DagsterInstance) -> list[LoopTask]:
-    """What is to be made, in order of importance: whatever is missing or stale.
+    """The iterations that are missing or stale, most important first.
 
     A loop that takes its data from its parent is made at the last iteration only, where it is compared: none of its
     iterations depends on another.
@@ -139,13 +137,13 @@ def loop_tasks(study: StudyLoops, instance: dg.DagsterInstance) -> list[LoopTask
         alone = takes_its_data(loop)
         for k in sorted(k for k in todo if k >= first_of(loop)):
             before = [(loop.name, k - 1)] if k and not alone else []
-            above = [(loop.parent.name, k)] if loop.parent is not None and alone else []
-            tasks.append(LoopTask(loop, k, before + above))
+            of_parent = [(loop.parent.name, k)] if loop.parent is not None and alone else []
+            tasks.append(LoopTask(loop, k, before + of_parent))
     return tasks
 
 
 def takes_its_data(loop: Loop) -> bool:
-    """Whether D_{k-1} is the parent's, so that no iteration of the loop depends on another."""
+    """Whether D_{k-1} is the parent's: then no iteration of the loop depends on another."""
     return "dataset" in loop.experiment.taken
 
 
@@ -171,7 +169,7 @@ class Reproduction:
         """Makes what is missing or stale; returns the tasks that could not be made, each with the reason.
 
         Args:
-            definitions: of the code location that holds an experiment.
+            definitions: experiment → the code location that contains it.
         """
         for name, why in study.left_out.items():
             self.console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
@@ -207,14 +205,14 @@ class Reproduction:
         return failed
 
     def _inputs(self, study: StudyLoops, definitions: Callable[[Experiment], dg.Definitions]) -> None:
-        """The inputs that seeds share, before they start side by side."""
+        """Makes the inputs that seeds share, before the seeds start in parallel."""
         for name in dict.fromkeys(loop.experiment.name for loop in study.loops):
             loop = next(loop for loop in study.loops if loop.experiment.name == name)
             if loop.shared:
                 make_inputs(definitions(loop.experiment), self.instance, loop, self.console)
 
     def _start(self, waiting: list[LoopTask], failed: list[LoopTask]) -> None:
-        """Starts what can start; what waits for something that failed has failed."""
+        """Starts the tasks whose inputs are made, up to `jobs`; a task that depends on a failed one fails."""
         lost = {task.key for task in failed}
         open_keys = {task.key for task in waiting} | set(self.running)
         for task in list(waiting):
@@ -246,7 +244,7 @@ class Reproduction:
         )
 
     def _free_gpu(self) -> dict[str, str]:
-        """The GPU that the fewest iterations use, as environment."""
+        """Environment that selects the GPU with the fewest running iterations; empty without GPUs."""
         taken = [task.gpu.get(VISIBLE_GPUS) for task, _ in self.running.values()]
         return {VISIBLE_GPUS: min(self._gpus, key=taken.count)} if self._gpus else {}
 
@@ -256,8 +254,8 @@ class Reproduction:
             return ()
         import torch
 
-        told = os.environ.get(VISIBLE_GPUS)
-        return tuple(told.split(",")) if told else tuple(map(str, range(torch.cuda.device_count())))
+        visible = os.environ.get(VISIBLE_GPUS)
+        return tuple(visible.split(",")) if visible else tuple(map(str, range(torch.cuda.device_count())))
 
     def _log(self, task: LoopTask) -> Path:
         name = f"{task.loop.experiment.name}-s{task.loop.seed}-{task.k}.log"
@@ -267,7 +265,7 @@ class Reproduction:
         return self._log(task).with_suffix(".why")
 
     def _why(self, task: LoopTask, code: int) -> str:
-        """Why an iteration was not made, in a line."""
+        """Why an iteration was not made, in one line."""
         why = words_left(self._words(task)).partition("\n\n")[0] or f"it {ended(code)}"
         return f"{' '.join(why.split())[:600]} (log: {self._log(task)})"
 
@@ -279,7 +277,7 @@ class Reproduction:
                 yield task, code
 
     def _score(self, task: LoopTask) -> str:
-        """The iteration's result on validation; the test splits are for the end."""
+        """The iteration's result on validation; test splits are shown by `collect` only."""
         experiment = task.loop.experiment
         record = task.loop.record(self.instance, Ref("evaluation", task.k))
         if record is None:
@@ -290,7 +288,7 @@ class Reproduction:
         return "" if value is None else f", validation {name} {value:.1f}"
 
     def _stop(self) -> None:
-        """Ends what still runs; each process ends its workers."""
+        """Ends the running processes; each ends its workers."""
         for _, process in self.running.values():
             process.send_signal(signal.SIGINT)
         try:
@@ -298,14 +296,14 @@ class Reproduction:
                 process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # also where somebody does not want to wait so long
+        finally:  # also after a second Ctrl-C
             for _, process in self.running.values():
                 process.send_signal(signal.SIGKILL)
 
 
 @contextmanager
 def pool_slots(instance: dg.DagsterInstance, pools: set[str], slots: int) -> Iterator[None]:
-    """While it is open, `slots` steps of each pool may run at once, in all processes; then as many as before."""
+    """While open, at least `slots` steps of each pool may run at once, over all processes; restores the limits afterwards."""
     storage = instance.event_log_storage
     before = {pool.name: pool.limit for pool in storage.get_pool_limits() if not pool.from_default}
     for pool in pools:
@@ -322,7 +320,7 @@ def pool_slots(instance: dg.DagsterInstance, pools: set[str], slots: int) -> Ite
 
 @contextmanager
 def one_at_a_time(project: Project) -> Iterator[None]:
-    """Two of these would start the same iterations. Raises ExperimentError where one goes on."""
+    """Locks the project: two reproductions would start the same iterations. Raises ExperimentError if one is running."""
     folder = project.store / ".claims"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -330,14 +328,14 @@ def one_at_a_time(project: Project) -> Iterator[None]:
             yield
     except Timeout:
         raise ExperimentError(
-            f"{project.root}: another `coepg reproduce` goes on here; wait for it, or end it"
+            f"{project.root}: another `coepg reproduce` is running here; wait for it, or end it"
         ) from None
 
 
 def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, out: Path) -> Path:
-    """Writes results.json, results.md and figures of what is there of a study into `out`; returns the page's path.
+    """Writes results.json, results.md and figures of a study, as far as it is made, into `out`; returns the page's path.
 
-    What is stale is shown too, and named on the page with its root cause.
+    Stale results are shown too; the page names them with their root cause.
     """
     benchmark = study.root.benchmark
     runs, wanted = [], {}
@@ -346,17 +344,17 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
         wanted[loop.name] = (experiment.table, experiment.variant, loop.seed, first_of(loop))
         runs.append(_measured(project, instance, loop))
     numbers = Study(runs, study.root.name, benchmark.test, study.root.iterations)
-    found = findings(numbers)
+    claims = findings(numbers)
     out.mkdir(parents=True, exist_ok=True)
-    content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [one.to_json() for one in found]}
+    content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [claim.to_json() for claim in claims]}
     lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in content.items()]
     (out / "results.json").write_text("{" + ",\n".join(lists) + "}\n")  # a row per line
     missing = missing_runs(numbers, wanted, study.root.iterations)
-    return write_page(numbers, found, missing, study.left_out, out)
+    return write_page(numbers, claims, missing, study.left_out, out)
 
 
 def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run:
-    """What one loop measured, from the newest artifacts."""
+    """The measurements of one loop, from its current artifacts."""
     experiment = loop.experiment
     benchmark = experiment.benchmark
     run = Run(experiment.table, experiment.variant, loop.seed, loop.name)
@@ -367,8 +365,8 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
     def folder(record: Record) -> Path:
         return project.store / record.folder
 
-    there = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
-    mine = {ref: records[ref] for ref in there if ref.asset in loop.made}
+    in_store = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
+    mine = {ref: records[ref] for ref in in_store if ref.asset in loop.made}
     run.rows = list(rows_of(experiment, loop.seed, mine))
     for k in range(experiment.iterations + 1):
         made = {ref.asset: record for ref, record in mine.items() if ref.iteration == k}
@@ -408,7 +406,7 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
 
 
 def _calls(made: Mapping[Asset, Record], folder: Callable[[Record], Path], evaluated: int) -> int:
-    """How often a model was asked in an iteration: samples of planners, answers of grounders."""
+    """Number of model calls in an iteration: samples of planners plus answers of grounders."""
     calls = evaluated * (1 if "end_to_end" in made else 2)
     pools: tuple[Asset, ...] = ("candidate_plans", "verdicts")
     trained: tuple[Asset, ...] = ("planner", "end_to_end")

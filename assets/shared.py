@@ -25,7 +25,7 @@ WEIGHTS = "weights_are_whole"
 
 
 def benchmark_steps(work: StageContext) -> Outcome:
-    """Every split's labelled steps in one table, train, validation and test disjoint by episode."""
+    """The labelled steps of every split in one table; train, validation and test are disjoint by episode."""
     config: Benchmark = work.loop.experiment.benchmark
     table, counted = read_benchmark(config, work.loop.root, work.loop.imports, work.models.prompts)
     counts = {row["values"]: row["counts"] for row in pc.value_counts(table["split"]).to_pylist()}
@@ -49,19 +49,19 @@ def benchmark_steps(work: StageContext) -> Outcome:
 
 
 def open_models(work: StageContext) -> Outcome:
-    """The base pair and the open members of both pools: whole, and each with the hash of its weights or its commit."""
+    """The base pair and the open members of both pools, each checked to be complete, with its weights' hash or its commit."""
     models = work.models
-    found = identities(work.loop.root, models)
-    (work.draft / MODELS).write_text(json.dumps(found, indent=1, sort_keys=True))
+    entries = identities(work.loop.root, models)
+    (work.draft / MODELS).write_text(json.dumps(entries, indent=1, sort_keys=True))
     return Outcome(
         [MODELS],
-        {"models": len(found)},
+        {"models": len(entries)},
         config=models.model_dump(mode="json"),
-        metadata={"open models": _models_table(found)},
+        metadata={"open models": _models_table(entries)},
     )
 
 
-def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
+def _models_table(entries: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
     columns = ("model", "checkpoint", "version", "version is the")
     return dg.MetadataValue.table(
         [
@@ -75,7 +75,7 @@ def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
                             model["version"],
                             "hash of the weights"
                             if "files" in model
-                            else "name at the endpoint, hash of what that says of it"
+                            else "name at the endpoint, hash of the endpoint's description"
                             if "server" in model
                             else "hub revision",
                         ),
@@ -83,46 +83,46 @@ def _models_table(found: dict[str, dict[str, Any]]) -> dg.TableMetadataValue:
                     )
                 )
             )
-            for name, model in found.items()
+            for name, model in entries.items()
         ],
         dg.TableSchema([dg.TableColumn(name) for name in columns]),
     )
 
 
 def identities(root: Path, models: Models) -> dict[str, dict[str, Any]]:
-    """Which model each one is. Raises dg.Failure with everything that is wrong with any: nothing was computed yet."""
-    found: dict[str, dict[str, Any]] = {}
+    """Name → `identity` of each model. Raises dg.Failure that lists what is wrong with all of them."""
+    entries: dict[str, dict[str, Any]] = {}
     wrong: dict[str, list[str]] = {}
     for name, member in models.named().items():
         try:
-            found[name] = identity(root, member)
+            entries[name] = identity(root, member)
         except IncompleteCheckpoint as error:
             wrong.setdefault(str(error), []).append(name)
     if wrong:
         raise dg.Failure(
             "\n".join(f"models: {', '.join(names)}: {why}" for why, names in wrong.items()), allow_retries=False
         )
-    return found
+    return entries
 
 
 def identity(root: Path, member: Member) -> dict[str, Any]:
-    """Which model a member is: the version of its weights, or of what its endpoint says of them, since those are unseen.
+    """Checkpoint and version of a member: of its weights, or, where these are remote, of its endpoint's description.
 
-    Raises IncompleteCheckpoint where its files are not whole.
+    Raises IncompleteCheckpoint if files are missing or damaged.
     """
     if member.engine == "openai":
-        told = served_model(endpoint_of(member))
-        found = {"checkpoint": member.model, "version": served_version(told), "server": told}
+        server = served_model(endpoint_of(member))
+        entry = {"checkpoint": member.model, "version": served_version(server), "server": server}
         processor = identify(root, member.checkpoint, weights=False)
-        return found | {"engine": member.engine, "processor": pinned(processor)}
-    found = dict[str, Any](identify(root, member.model))
-    if is_local(root, member.model):  # of a hub model the commit says it all
-        found["files"] = digests(root / member.model)
-    return found if member.engine is None else found | {"engine": member.engine}
+        return entry | {"engine": member.engine, "processor": pinned(processor)}
+    entry = dict[str, Any](identify(root, member.model))
+    if is_local(root, member.model):  # the commit of a hub model fixes its files
+        entry["files"] = digests(root / member.model)
+    return entry if member.engine is None else entry | {"engine": member.engine}
 
 
 def as_recorded(member: Member, entry: dict[str, Any]) -> Member:
-    """A member as jobs load it: at the commit that `open_models` found."""
+    """A member as jobs load it: pinned to the commit in `entry`, its entry of `open_models`."""
     if member.engine == "openai":
         return member.model_copy(update={"processor": entry.get("processor", member.processor)})
     return member.model_copy(update={"model": pinned(entry)})
@@ -135,12 +135,12 @@ def register_base(work: StageContext, model: str) -> Outcome:
 
 
 def copy_base(work: StageContext, folder: Path) -> Outcome:
-    """An artifact that is the same base model as the one in `folder`."""
+    """An artifact that refers to the same base model as the one in `folder`."""
     return _base(work, json.loads((folder / BASE).read_text()))
 
 
 def same_model(work: StageContext, asset: Asset, config: Strict) -> Outcome:
-    """An artifact that is the model of the input `asset` as it is: nothing is trained, nothing is copied."""
+    """An artifact that refers to the model of the input `asset`: nothing is trained or copied."""
     record = work.record(asset)
     folder = work.store.root / record.folder
     checkpoint = str(folder.relative_to(work.loop.root) if folder.is_relative_to(work.loop.root) else folder)
@@ -160,6 +160,6 @@ def _base(work: StageContext, entry: dict[str, str]) -> Outcome:
 
 
 def checkpoint_of(folder: Path) -> str:
-    """What to load for a model artifact: its own folder, or the base model that it stands for."""
+    """The checkpoint to load for a model artifact: its folder, or the model that it refers to."""
     base = folder / BASE
     return pinned(json.loads(base.read_text())) if base.exists() else str(folder)

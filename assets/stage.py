@@ -1,4 +1,4 @@
-"""The making of one artifact: claim, inputs, draft, job, record; shared by all assets of the loop."""
+"""How one artifact is made: claim, inputs, draft, job, record; the same for all assets of the loop."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ RESOURCES: dict[Asset, str] = {
     "dataset": "regeneration",
     "evaluation": "regeneration",
 }
-"""Which resource an asset's process and hyper-parameters come from; none: no process."""
+"""The resource that gives an asset its process and hyper-parameters; assets that are not listed start no process."""
 
 
 @dataclass
 class Outcome:
-    """What an asset's function made in its draft."""
+    """The result of an asset's function, whose files are in the draft."""
 
     content: list[str]  # files whose hash is the data version
     figures: dict[str, Any]  # kept in the record
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class StageContext:
-    """The making of `ref`: where its inputs lie, and an empty draft for its content."""
+    """What the function of an asset needs to make `ref`: its inputs, and an empty draft for its content."""
 
     context: dg.AssetExecutionContext
     loop: Loop
@@ -74,20 +74,20 @@ class StageContext:
         return self.loop.experiment.models
 
     def record(self, asset: Asset) -> Record:
-        """The input `asset` of this iteration."""
+        """The record of the input `asset` of this iteration."""
         return self.inputs[Ref(asset, self.ref.iteration)] if Ref(asset) not in self.inputs else self.inputs[Ref(asset)]
 
     def folder(self, asset: Asset) -> Path:
-        """Where the input `asset` of this iteration lies."""
+        """The folder of the input `asset` of this iteration."""
         return self.store.root / self.record(asset).folder
 
     def previous_folder(self, asset: Asset) -> Path | None:
-        """Where the input `asset` of iteration k - 1 lies; None where there is nothing to read."""
+        """The folder of the input `asset` of iteration k - 1; None if it is not an input."""
         record = self.inputs.get(Ref(asset, self.k - 1))
         return self.store.root / record.folder if record else None
 
     def read_by(self, reader: Asset, asset: Asset) -> Path:
-        """Where the version of `asset` lies that the input `reader` was made from. Raises NotUsable where it is gone."""
+        """The folder of the version of `asset` that the input `reader` was made from. Raises NotUsable if it is gone."""
         used = self.record(reader).input(asset)
         now = self.loop.record(self.context.instance, used.ref)
         files, sizes = (now.files, now.sizes) if now and now.folder == used.folder else ({}, {})
@@ -98,9 +98,9 @@ class StageContext:
         return self.store.root / used.folder
 
     def run_job(self, resource: Processes, kind: type[Job], **settings: Any) -> dict[str, Any]:
-        """Runs a job that fills the draft; {"figures", "device", "seconds"}.
+        """Runs a job that fills the draft; returns {"figures", "device", "seconds"}.
 
-        Its scratch folder is found again by a re-run with the same inputs and settings, and goes when the job is done.
+        A re-run with the same inputs and settings uses the same scratch folder, which is deleted when the job is done.
         """
         experiment = self.loop.experiment
         common: dict[str, Any] = {
@@ -109,12 +109,12 @@ class StageContext:
             "batch_size": experiment.batch_size,
             "seed": seed_of(self.loop.seed, str(self.ref)),
         }
-        # where an endpoint is decides nothing: a job goes on after its server has moved
+        # the address of an endpoint changes no result: a job continues after its server has moved
         decides = common | {"models": self.models.without_places().model_dump(mode="json")}
-        named = kind.__name__.replace("Job", "Work")  # scratch folders are found by this name
+        named = kind.__name__.replace("Job", "Work")  # part of the name of scratch folders
         key = fingerprint([named, decides, {name: _plain(value) for name, value in settings.items()}])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
-        settings |= resource.placement(kind)  # how many processes share the work does not change what it finds
+        settings |= resource.placement(kind)  # not in the key: the number of processes changes no result
         serving = self.context.resources.engines.serving()
         job = kind(**common, **settings, serving=serving, visual=self.store.visual, out=self.draft, scratch=scratch)
         result = resource.launch(self.context, job, self.loop.root)
@@ -136,9 +136,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[StageContext]:
-    """Claims the iteration, asserts that the inputs may be read, and opens a draft."""
+    """Claims the iteration, checks that the inputs may be used, and opens a draft."""
     resource: StoreResource = context.resources.store
-    # one run may make an iteration and, before it, unpartitioned assets
+    # a run of an iteration may make unpartitioned assets too
     ref = Ref(asset, None if asset in SHARED else int(context.partition_key))
     store = resource.store(loop.root)
     tag_run(context)
@@ -158,7 +158,8 @@ def materialize(
 ) -> dg.MaterializeResult[None]:
     """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
     started = time.monotonic()
-    source = {SOURCE: loop.source(asset)} if asset in SHARED else {}  # before it is read: a later change is noticed
+    # computed first: a change during the read makes the artifact stale
+    source = {SOURCE: loop.source(asset)} if asset in SHARED else {}
     with stage_context(context, loop, asset) as work:
         outcome = make(work)
         seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
@@ -179,13 +180,13 @@ def materialize(
         seed=loop.seed,
         seconds=round(seconds, 3),
         device=outcome.device,
-        figures=source | outcome.figures,  # an import knows better what it read
+        figures=source | outcome.figures,  # an import's fingerprint of its source takes precedence
         files=dict(artifact.files),
         sizes=artifact.sizes,
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
         accepted_stale_input=context.resources.store.accept_stale_input,
     )
-    if asset in CROSSING and is_read_next(loop, work.ref):  # the last iteration too: K can be raised
+    if asset in CROSSING and is_read_next(loop, work.ref):  # after the last iteration too: K may be raised later
         hand_over(context, loop, record)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
@@ -226,14 +227,14 @@ def _row_count(folder: Path, content: list[str]) -> dict[str, int]:
 
 
 def _overrides(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, dg.MetadataValue[Any]]:
-    """What this run replaced of the experiment file, from the Launchpad."""
+    """The settings of the experiment file that the Launchpad replaced in this run."""
     resource: Processes | None = getattr(context.resources, RESOURCES[asset]) if asset in RESOURCES else None
-    found = resource.overrides() if resource is not None else {}
-    return {"overrides": dg.MetadataValue.json(found)} if found else {}
+    overrides = resource.overrides() if resource is not None else {}
+    return {"overrides": dg.MetadataValue.json(overrides)} if overrides else {}
 
 
 def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> None:
-    """Emits the observation of the twin that iteration k + 1 reads, before k materializes; a sensor would be too late."""
+    """Records an observation of the twin that iteration k + 1 reads, before k materializes; a sensor would be too late."""
     assert record.iteration is not None
     context.log_event(
         dg.AssetObservation(
@@ -250,7 +251,7 @@ def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> 
 
 
 def numbers(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers among nested figures, under names like `test_seed/step_sr`, for Dagster's plots."""
+    """The numbers in nested figures, under names like `test_seed/step_sr`, for Dagster's plots."""
     flat: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Performance benchmarks: each one command, `python -m benchmarks.NAME`, that leaves benchmarks/baselines/NAME.json."""
+"""Performance benchmarks: `python -m benchmarks.NAME` writes benchmarks/baselines/NAME.json."""

@@ -1,8 +1,8 @@
 """The audit page of 100,000 rows of D_k: how long it takes to write, how much memory, and how fast Chromium opens it.
 
-25,000 steps with a screenshot of their own and six candidates each, of which four are in D_k, by three verifiers: 150,000
+25,000 steps, each with a different screenshot and six candidates, of which four are in D_k, by three verifiers: 150,000
 cards. The limits are two minutes, 2 GB and two seconds; opening ends when the first card's screenshot is drawn. The page is
-written in a process of its own, whose peak of memory counts, the tables included.
+written in a separate process, whose peak memory is measured, the tables included.
 """
 
 from __future__ import annotations
@@ -117,18 +117,18 @@ def make(folder: Path, rows: int) -> None:
 
 
 def write(tables: Path, out: Path) -> dict[str, float]:
-    """Writes the page; seconds and peak of memory of this process."""
+    """Writes the page; returns seconds, and peak memory of this process in bytes."""
     started = time.monotonic()
     read = [pq.read_table(tables / file) for file in (CANDIDATES, VERDICTS, DECISIONS, DATASET)]
     write_audit(out, AuditOf("made/s1", 1, CONFIG), all_steps(tables / STEPS), *read)
-    # not ru_maxrss, which starts from that of the process that started this one
+    # not ru_maxrss, which is inherited from the parent process
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     peak = int(status["VmHWM"].split()[0]) * 1024
     return {"seconds": time.monotonic() - started, "bytes": float(peak)}
 
 
 def opens(page: Path) -> dict[str, float]:
-    """Seconds until the first screenshot is drawn, to filter by a column, and to search for the first time."""
+    """Seconds until the first screenshot is drawn, of the first filter by a column, and of the first search."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:

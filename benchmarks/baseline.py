@@ -1,8 +1,8 @@
-"""What a benchmark leaves behind: benchmarks/baselines/NAME.json, with its log beside it.
+"""The result of a benchmark: benchmarks/baselines/NAME.json, with its log beside it.
 
-Runs on a bare machine: the standard library, and torch where it is installed. A benchmark measures `value`, in `unit`,
-and in the same process what it is compared with, `against`; `ratio` says how many times better than that the value is
-(above 1 is better, whatever the unit). What could not be run has the value null and a reason.
+Needs only the standard library, and torch if it is installed. A benchmark measures `value`, in `unit`, and in the same
+process the alternative, `against`; `ratio` says how many times better the value is (above 1 is better, whatever the unit).
+A benchmark that could not run has the value null and a reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "baselines"
 COMMIT = "COEPG_COMMIT"
-"""Names the commit where a copy of the tree without its git history is measured."""
+"""Environment variable with the commit, for a copy of the tree without its git history."""
 
 _PACKAGES = ("torch", "transformers", "trl", "vllm", "accelerate", "deepspeed", "pillow")
 
@@ -44,9 +44,9 @@ def write(
     """Writes the baseline `name` and returns its file.
 
     Args:
-        against: what `value` is compared with: a number in the same unit, or words. `more` says what it is.
+        against: what `value` is compared with: a number in the same unit, or words; `more` describes it.
         repetitions: the raw measurements, all of them.
-        device: as a person would name it; default: the GPUs if there are any, else the CPU.
+        device: its common name; default: the GPUs if there are any, else the CPU.
         log: default: NAME.log beside the baseline, if it is there.
         reason: why there is no value; required where `value` is None, and only there.
     """
@@ -71,13 +71,13 @@ def write(
         **more,
     }
     file = folder / f"{name}.json"
-    # NaN and infinity are not JSON: better no baseline than one that nobody can read
+    # NaN and infinity are not JSON: better no baseline than an unreadable one
     file.write_text(json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return file
 
 
 def write_none(name: str, unit: str, reason: str, **more: Any) -> Path:
-    """The baseline of what could not be measured, with the reason; `more`: as `write`."""
+    """Writes the baseline of a benchmark that could not run, with the reason; `more`: as in `write`."""
     return write(
         name,
         command=command_line(),
@@ -92,7 +92,7 @@ def write_none(name: str, unit: str, reason: str, **more: Any) -> Path:
 
 
 def write_scaling(name: str, one: float, together: float, many: int, **more: Any) -> Path:
-    """The baseline of a throughput `together` of `many` devices, against `many` times that of `one`; `more`: as `write`."""
+    """Writes the baseline of a throughput `together` of `many` devices, against `many` times `one`; `more`: as in `write`."""
     return write(
         name,
         command=command_line(),
@@ -104,7 +104,7 @@ def write_scaling(name: str, one: float, together: float, many: int, **more: Any
 
 
 class Log:
-    """Prints lines and keeps them in NAME.log beside the baseline."""
+    """Prints lines and appends them to NAME.log beside the baseline."""
 
     def __init__(self, name: str, folder: Path = FOLDER) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class Log:
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """What each run measures, `repetitions` times, in turns: noise of the machine meets all of them alike."""
+    """What each run measures, `repetitions` times, in turns, so that noise of the machine affects all of them alike."""
     measured: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repetitions):
         for name, run in runs.items():
@@ -131,17 +131,17 @@ def median(values: Sequence[float]) -> float:
 
 
 def commit() -> str | None:
-    """The commit that is measured, with `-dirty` where tracked files differ from it; None outside of git."""
+    """The measured commit, with `-dirty` if tracked files differ from it; None outside of git."""
     if given := os.environ.get(COMMIT):
         return given
     root = Path(__file__).parents[1]
     try:
-        found = _git(root, "rev-parse", "HEAD")
-        # a benchmark's own baseline and log change while it runs
+        head = _git(root, "rev-parse", "HEAD")
+        # baselines and logs change while a benchmark runs
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/baselines")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found + ("-dirty" if changed else "")
+    return head + ("-dirty" if changed else "")
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -179,14 +179,14 @@ def device_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of those packages that decide speed, where they are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the installed packages that affect speed."""
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _relative(path: Path) -> str:

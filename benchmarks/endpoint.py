@@ -1,7 +1,7 @@
-"""Grounders behind OpenAI-compatible endpoints, in a process of their own: `python -m benchmarks.endpoint ROWS MODEL=PORT …`.
+"""Grounders behind OpenAI-compatible endpoints, in one process: `python -m benchmarks.endpoint ROWS MODEL=PORT …`.
 
-As servers of language models do, each answers what waits for it in batches of up to ROWS requests, and those of a batch that have
-the same image share its prefix.
+As servers of language models do, each answers waiting requests in batches of up to ROWS; requests of a batch with the same
+image share its prefix.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Answers = list[list[Generation | Failure]]
 
 
 class Batched(TransformersEngine):
-    """An engine that answers requests of several threads together, up to `rows` of them."""
+    """An engine that answers requests of several threads in batches of up to `rows`."""
 
     def __init__(self, checkpoint: str, rows: int) -> None:
         super().__init__(checkpoint, dtype="float32", device="cpu", batch_size=rows)
@@ -36,7 +36,7 @@ class Batched(TransformersEngine):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
         answers: Future[Answers] = Future()
-        # greedy answers do not depend on the seed, which is another one for each request
+        # each request has another seed; greedy answers do not depend on it
         self._waiting.put((requests, replace(sampling, seed=0), answers))
         return answers.result()
 
@@ -49,8 +49,10 @@ class Batched(TransformersEngine):
 
     def _answer(self, part: Sequence[tuple[Sequence[Request], Sampling, Future[Answers]]], sampling: Sampling) -> None:
         images: dict[bytes, Image.Image] = {}
-        asked = [replace(r, image=images.setdefault(r.image.tobytes(), r.image)) for some, _, _ in part for r in some]
-        answers = iter(super().generate(asked, sampling))
+        requests = [
+            replace(r, image=images.setdefault(r.image.tobytes(), r.image)) for some, _, _ in part for r in some
+        ]
+        answers = iter(super().generate(requests, sampling))
         for some, _, future in part:
             future.set_result([next(answers) for _ in some])
 

@@ -1,14 +1,14 @@
-"""Where the time of a GRPO step goes: rollouts, rewards, update; 3B-sized Qwen2.5-VL, G = 8, two grounders, one GPU.
+"""Time of a GRPO step by stage: rollouts, rewards, update; 3B-sized Qwen2.5-VL, G = 8, two grounders, one GPU.
 
-Through `train_grpo` as the loop runs it, once with rollouts from transformers and once, where vLLM can be imported, from vLLM
-on the same GPU, which sleeps during the update. Weights are random, so the planner's answers are replaced by made plans that
-pass the gate, all different, before they are rewarded: every rollout costs a call of every grounder, and every answer of
-planner and grounders is as long as it may be. Trained in full where the estimate says that the card holds it, else by LoRA.
+Runs `train_grpo` as the loop does, once with rollouts from transformers and once, if vLLM can be imported, from vLLM on the
+same GPU, which sleeps during the update. Weights are random, so the planner's answers are replaced by made plans that pass the
+gate, all different, before they are rewarded: every rollout costs a call of every grounder, and every answer of planner and
+grounders has the maximum length. Trained in full if the card can hold it by estimate, else by LoRA.
 
 `value` is the seconds of a step until its rewards are known (prompts, weight sync, wake, sleep included), `against` those of
 the update (reference and old log-probabilities, forward and backward passes, optimizer); `ratio` above 1: the update takes
-longer. `--size tiny` proves the code on a CPU. A run that is ended by its time limit leaves the steps that it has done, and
-says where it was. With `--rollouts` for one kind, what the baseline says of the other stays, where the device is the same.
+longer. `--size tiny` tests the code on a CPU. A run that is ended by its time limit leaves its finished steps and prints its
+stacks. With `--rollouts` for one kind, the baseline keeps its results of the other, if the device is the same.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from coepg_dagster.training import grpo
 NAME: Final = "grpo_breakdown"
 KINDS: Final = ("transformers", "vllm")
 LIMITS: Final = {"transformers": 150.0, "vllm": 330.0}
-"""Seconds of a run, its start included."""
+"""Time limit of a run in seconds, its start included."""
 SLOW: Final = 5.0
-"""Seconds after which a stage is worth a line before its step ends."""
+"""A stage that takes more seconds is printed before its step ends."""
 COLLECT: Final = ("prompts", "rollouts", "weight sync", "wake", "sleep", "rewards")
 UPDATE: Final = ("log-probabilities", "forward and backward", "optimizer and the rest")
 SERVING: Final = Serving(context=4096, rollout_memory=0.3)
@@ -73,7 +73,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Stages(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each stage of each step, what is nested counted once; written to a file after each step."""
+    """Seconds of each stage of each step, nested stages counted once; written to a file after each step."""
 
     def __init__(self, about: dict[str, Any], file: Path) -> None:
         self._about, self._file = about, file
@@ -91,7 +91,7 @@ class Stages(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What happens within it, but within no stage of its own, belongs to `name`."""
+        """Counts the time within it for `name`, without that of nested stages."""
         began = self.now()
         self._inner.append(0.0)
         try:
@@ -119,8 +119,8 @@ class Stages(TrainerCallback):  # type: ignore[misc]
         total = self.now() - self._began
         self._step["optimizer and the rest"] = total - sum(self._step.values())
         self.steps.append(dict(self._step))
-        said = ", ".join(f"{name} {self._step[name]:.2f}" for name in (*COLLECT, *UPDATE) if name in self._step)
-        print(f"step {state.global_step}: {total:.2f} s: {said}", flush=True)
+        stages = ", ".join(f"{name} {self._step[name]:.2f}" for name in (*COLLECT, *UPDATE) if name in self._step)
+        print(f"step {state.global_step}: {total:.2f} s: {stages}", flush=True)
         self.write()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -130,13 +130,13 @@ class Stages(TrainerCallback):  # type: ignore[misc]
 
     def write(self) -> None:
         memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-        found = {"steps": self.steps, "sampling_logp_difference": self.differences, "memory_gb": memory}
+        figures = {"steps": self.steps, "sampling_logp_difference": self.differences, "memory_gb": memory}
         with whole(self._file) as draft:
-            draft.write_text(json.dumps(self._about | found))
+            draft.write_text(json.dumps(self._about | figures))
 
 
 def how_trained(size: sized.Size, config: Grpo) -> str:
-    """`full` where the card holds it with the engine and two grounders, else `lora`."""
+    """`full` if the card can hold it with the engine and two grounders, else `lora`."""
     if not torch.cuda.is_available():
         return "full"
     model, card = sized.architecture_of(size), float(torch.cuda.get_device_properties(0).total_memory)
@@ -163,7 +163,7 @@ def config_of(options: argparse.Namespace, kind: str) -> Grpo:
 
 
 def run(options: argparse.Namespace, kind: str, file: Path) -> dict[str, Any]:
-    """Trains with rollouts from `kind`; what is in `file` after the last step."""
+    """Trains with rollouts from `kind`; returns the content of `file` after the last step."""
     began = time.perf_counter()
     small = options.size == "tiny"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -226,12 +226,12 @@ def run(options: argparse.Namespace, kind: str, file: Path) -> dict[str, Any]:
                 serving=SERVING,
             )
             grpo.train_grpo(job, lambda done, of, figures: None)
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
 
 
 def checkpoint_of(size: sized.Size) -> Path:
-    """The checkpoint, made where it is not there yet; in memory, so that loading it is quick."""
+    """The checkpoint, made if it does not exist; in memory (/dev/shm), so that it loads fast."""
     if size == "tiny":
         return sized.SOURCE
     shared = Path("/dev/shm")  # noqa: S108
@@ -241,9 +241,9 @@ def checkpoint_of(size: sized.Size) -> Path:
     return folder
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the measured steps: seconds by stage, until the rewards and of the update; all but the first step."""
-    measured = found["steps"][1:] or found["steps"]
+def summary(figures: dict[str, Any]) -> dict[str, Any]:
+    """Medians over all steps but the first: seconds by stage, until the rewards, and of the update."""
+    measured = figures["steps"][1:] or figures["steps"]
     stages = {
         name: baseline.median([step.get(name, 0.0) for step in measured])
         for name in (*COLLECT, *UPDATE)
@@ -251,29 +251,31 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     }
     collect = baseline.median([sum(step.get(name, 0.0) for name in COLLECT) for step in measured])
     update = baseline.median([sum(step.get(name, 0.0) for name in UPDATE) for step in measured])
-    differences = found["sampling_logp_difference"]
+    differences = figures["sampling_logp_difference"]
     return {
         "measured_steps": len(measured),
-        "warmed_up": len(found["steps"]) > 1,
+        "warmed_up": len(figures["steps"]) > 1,
         "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
         "collect_seconds": round(collect, 3),
         "update_seconds": round(update, 3),
         "ratio": round(update / collect, 4),
-        "memory_gb": round(found["memory_gb"], 1),
+        "memory_gb": round(figures["memory_gb"], 1),
         **({"sampling_logp_difference": round(sum(differences) / len(differences), 4)} if differences else {}),
     }
 
 
-def record(found: dict[str, dict[str, Any]], failed: dict[str, str], folder: Path) -> Path:
-    """Writes the baseline from what is there: the kind of rollouts with the highest ratio is its value."""
+def record(figures: dict[str, dict[str, Any]], failed: dict[str, str], folder: Path) -> Path:
+    """Writes the baseline; its value is of the kind of rollouts with the highest ratio."""
     before = earlier(folder)
-    kinds = before.get("kinds", {}) | {kind: summary(of) | {"commit": baseline.commit()} for kind, of in found.items()}
-    configurations = before.get("configurations", {}) | {kind: of["config"] for kind, of in found.items()}
+    kinds = before.get("kinds", {}) | {
+        kind: summary(of) | {"commit": baseline.commit()} for kind, of in figures.items()
+    }
+    configurations = before.get("configurations", {}) | {kind: of["config"] for kind, of in figures.items()}
     best = max(kinds, key=lambda kind: float(kinds[kind]["ratio"]), default=None)
     common: dict[str, Any] = {
         "command": baseline.command_line(),
         "unit": "s/step until the rewards are known",
-        "repetitions": before.get("repetitions", {}) | {kind: of["steps"] for kind, of in found.items()},
+        "repetitions": before.get("repetitions", {}) | {kind: of["steps"] for kind, of in figures.items()},
         "folder": folder,
         "kinds": kinds,
         "failed": failed,
@@ -295,7 +297,7 @@ def record(found: dict[str, dict[str, Any]], failed: dict[str, str], folder: Pat
 
 
 def earlier(folder: Path) -> dict[str, Any]:
-    """The baseline that is there already, if this device made it and it has a value."""
+    """The existing baseline, if it was measured on this device and has a value; else empty."""
     file = folder / f"{NAME}.json"
     facts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if facts.get("value") is None or facts["device"] != baseline.device_name():
@@ -306,14 +308,14 @@ def earlier(folder: Path) -> dict[str, Any]:
 
 
 def without_bars(output: str) -> list[str]:
-    """Lines that say something: progress bars, which are written again and again, and empty lines left out."""
+    """The lines of `output` without progress bars and empty lines."""
     return [line for line in output.splitlines() if line.strip() and not line.rstrip().endswith(("it/s]", "s/it]"))]
 
 
 def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: baseline.Log) -> dict[str, Any]:
-    """A run in a process of its own. Raises RuntimeError with the end of what it said where no step was done."""
+    """A run in a separate process. Raises RuntimeError with the end of its output if no step was done."""
     with tempfile.TemporaryDirectory(prefix="grpo-breakdown-") as folder:
-        file, log = Path(folder) / "found.json", Path(folder) / "log"
+        file, log = Path(folder) / "figures.json", Path(folder) / "log"
         arguments = ["benchmarks.grpo_breakdown", *given, "--rollouts", kind, "--run", str(file)]
         code = limited.run(arguments, log, LIMITS[kind])
         end = f"its time limit of {LIMITS[kind]:.0f} s" if code is None else f"code {code}"
@@ -327,8 +329,8 @@ def measure(options: argparse.Namespace, given: Sequence[str], kind: str, say: b
             say(
                 "\n".join([f"{kind}: ended by {end}; the steps before count", *(f"    {line}" for line in lines[-60:])])
             )
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        figures: dict[str, Any] = json.loads(file.read_text())
+        return figures
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -343,20 +345,20 @@ def main(given: Sequence[str] | None = None) -> None:
         raise SystemExit("no GPU here: use --size tiny")
     say = baseline.Log(NAME, options.folder)
     checkpoint = checkpoint_of(options.size)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     for kind in options.rollouts or KINDS:
         if kind == "vllm" and (not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None):
             failed[kind] = "vLLM and a GPU are not both here"
         else:
             try:
-                found[kind] = measure(options, given, kind, say)
-                say(f"{kind}: {json.dumps(summary(found[kind]))}")
+                figures[kind] = measure(options, given, kind, say)
+                say(f"{kind}: {json.dumps(summary(figures[kind]))}")
             except RuntimeError as error:
                 failed[kind] = str(error)[-6000:]
         if kind in failed:
             say(f"{kind} failed: {failed[kind]}")
-        record(found, failed, options.folder)
+        record(figures, failed, options.folder)
     if checkpoint != sized.SOURCE:
         shutil.rmtree(checkpoint)
 

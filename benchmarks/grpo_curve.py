@@ -1,10 +1,9 @@
-"""How many rollouts GRPO with C-DREM takes to show: greedy Step SR of the sandbox's π_1 over the rollouts of one run, by seed.
+"""How many rollouts GRPO with C-DREM needs for an effect: greedy Step SR of the sandbox's planner over the rollouts of a run.
 
-Each seed gets its own D_0, π_1 and ϕ_1 as `coepg evolve sandbox` makes them (the same jobs, on the device of this run), then
-GRPO runs from there, the runs side by side: a long one at a constant rate that is looked at on the way, and short ones that a
-laptop has time for.
-What is looked at is Step SR (macro over episodes) with ϕ_1 on `validation` and on the training steps beyond `max_train_steps`,
-which no model of the loop has seen. Test splits are not read.
+Each seed gets D_0, π_1 and ϕ_1 as `coepg evolve sandbox` makes them (the same jobs, on the device of this run). From there
+GRPO runs in parallel: a long run at a constant learning rate, evaluated on the way, and short ones that fit a laptop.
+Evaluated is Step SR (macro over episodes) with ϕ_1 on `validation` and on the training steps beyond `max_train_steps`, which no
+model of the loop has seen. Test splits are not read.
 
     python -m benchmarks.grpo_curve --seeds 13,42,1234 --out FOLDER     # writes FOLDER/curve-SEED-RUN.json
     python -m benchmarks.grpo_curve --collect FOLDER                    # the baseline and docs/images/results/grpo-curve.png
@@ -44,8 +43,8 @@ from coepg_dagster.training import grpo
 
 NAME: Final = "grpo_curve"
 ROOT: Final = Path(__file__).parents[1]
-LOOKS: Final = (1_024, 2_048, 4_096, 8_192, 12_288, 16_384, 24_576, 49_152, 98_304)
-"""Rollouts after which the planner is looked at."""
+EVALUATED_AT: Final = (1_024, 2_048, 4_096, 8_192, 12_288, 16_384, 24_576, 49_152, 98_304)
+"""Rollouts after which the planner is evaluated."""
 FIGURE: Final = ROOT / "docs" / "images" / "results" / "grpo-curve.png"
 LONG: Final = "constant 3e-4"
 SHIPPED: Final = "as shipped"
@@ -55,7 +54,7 @@ BATCH: Final = 512
 
 
 def quiet(done: int, of: int, figures: Any) -> None:
-    """A report that nobody reads."""
+    """A reporter that drops its input."""
 
 
 class Loop:
@@ -66,18 +65,18 @@ class Loop:
         folder.mkdir(parents=True, exist_ok=True)
         table = load_snapshot(ROOT / experiment.benchmark.path)
         splits = [experiment.benchmark.train, experiment.benchmark.validation]
-        if not (folder / STEPS).exists():  # its other runs read it
+        if not (folder / STEPS).exists():  # the runs of a seed share it
             write_steps(table, folder / STEPS, splits)
         train = steps_of(folder / STEPS, splits[0])
         most = experiment.benchmark.max_eval_steps
         used = steps_of(folder / STEPS, splits[0], experiment.benchmark.max_train_steps)
         names = pa.array(used["step_id"].to_pylist())
         unused = train.filter(pa.compute.invert(pa.compute.is_in(train["step_id"], names)))
-        self.looked_at = {"validation": steps_of(folder / STEPS, splits[1], most), "unused": unused.slice(0, most)}
+        self.evaluated = {"validation": steps_of(folder / STEPS, splits[1], most), "unused": unused.slice(0, most)}
         self.used = used
 
     def common(self, asset: str) -> dict[str, Any]:
-        """What every job of the loop has."""
+        """The fields that all jobs of the loop share."""
         scratch = self.folder / "scratch" / asset
         scratch.mkdir(parents=True, exist_ok=True)
         return {
@@ -91,7 +90,7 @@ class Loop:
         }
 
     def done(self, kind: Any, asset: str, **settings: Any) -> Path:
-        """Runs a job of the loop; the folder of what it made."""
+        """Runs a job of the loop, unless it is done already; returns its output folder."""
         out = self.folder / asset.replace("[", "-").rstrip("]")
         if out.exists():
             return out
@@ -102,7 +101,7 @@ class Loop:
         return out
 
     def start(self) -> tuple[Path, Path, Path]:
-        """(D_0, π_1, ϕ_1)."""
+        """Makes (D_0, π_1, ϕ_1); returns their paths."""
         experiment = self.experiment
         pools = experiment.regeneration
         written = self.done(
@@ -147,8 +146,8 @@ class Loop:
         return data, models[0], models[1]
 
 
-class Looks(TrainerCallback):  # type: ignore[misc]
-    """Asks the policy greedily about all steps that are looked at, before the first step and after so many rollouts."""
+class CurveCallback(TrainerCallback):  # type: ignore[misc]
+    """Evaluates the policy greedily, before the first optimizer step and after each number of rollouts in EVALUATED_AT."""
 
     def __init__(
         self, loop: Loop, config: Grpo, grounder: TransformersEngine, processor: Any, keep: Callable[[Any], None]
@@ -161,22 +160,22 @@ class Looks(TrainerCallback):  # type: ignore[misc]
         self.seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        self.look(0, model)
+        self.evaluate(0, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         rollouts = state.global_step * self.per_step
-        if rollouts in LOOKS or state.global_step >= state.max_steps:
-            self.look(rollouts, model)
+        if rollouts in EVALUATED_AT or state.global_step >= state.max_steps:
+            self.evaluate(rollouts, model)
 
-    def look(self, rollouts: int, model: Any) -> None:
+    def evaluate(self, rollouts: int, model: Any) -> None:
         started, training = time.perf_counter(), model.training
         engine = TransformersEngine.of(model.eval(), self.processor, batch_size=BATCH)
         limits = self.config.max_plan_tokens, self.loop.experiment.regeneration.max_point_tokens
         self.right[rollouts] = {}
-        for split, steps in self.loop.looked_at.items():
+        for split, steps in self.loop.evaluated.items():
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-                said = predict(engine, self.grounder, steps, self.loop.experiment.models, *limits)
-            self.right[rollouts][split] = right(steps, said, self.loop)
+                predictions = predict(engine, self.grounder, steps, self.loop.experiment.models, *limits)
+            self.right[rollouts][split] = right(steps, predictions, self.loop)
         model.train(training)
         self.seconds += time.perf_counter() - started
         self.keep(
@@ -199,18 +198,18 @@ def right(steps: pa.Table, predictions: pa.Table, loop: Loop) -> list[bool]:
 
 
 def train(loop: Loop, config: Grpo, start: tuple[Path, Path, Path], keep: Callable[[Any], None]) -> None:
-    """One GRPO run from π_1 with all graders; `keep` gets what is known after each look."""
+    """One GRPO run from π_1 with all graders; `keep` gets the results so far after each evaluation."""
     data, planner, grounder = start
     models = loop.experiment.models
     plain_init = grpo.CdremTrainer.__init__
     engine = TransformersEngine(grounder, dtype=models.dtype, device=loop.device, batch_size=BATCH)
 
-    def with_looks(self: Any, *args: Any, **settings: Any) -> None:
-        looks = Looks(loop, config, engine, settings["processing_class"], keep)
-        settings["callbacks"] = [*settings["callbacks"], looks]
+    def with_callback(self: Any, *args: Any, **settings: Any) -> None:
+        callback = CurveCallback(loop, config, engine, settings["processing_class"], keep)
+        settings["callbacks"] = [*settings["callbacks"], callback]
         plain_init(self, *args, **settings)
 
-    grpo.CdremTrainer.__init__ = with_looks  # type: ignore[method-assign]
+    grpo.CdremTrainer.__init__ = with_callback  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         job = GrpoJob(
             **loop.common("planner[1]") | {"scratch": Path(folder) / "scratch"},
@@ -228,7 +227,7 @@ def train(loop: Loop, config: Grpo, start: tuple[Path, Path, Path], keep: Callab
 
 
 def start_of(seed: int, options: argparse.Namespace) -> tuple[Loop, tuple[Path, Path, Path]]:
-    """A seed's loop with (D_0, π_1, ϕ_1), made where they are not there yet."""
+    """A seed's loop with (D_0, π_1, ϕ_1), made if they do not exist."""
     experiment = Project(ROOT).experiments()["sandbox"]
     if options.quick:
         few = experiment.benchmark.model_copy(update={"max_train_steps": 40, "max_eval_steps": 40})
@@ -238,7 +237,7 @@ def start_of(seed: int, options: argparse.Namespace) -> tuple[Loop, tuple[Path, 
 
 
 def one(seed: int, name: str, options: argparse.Namespace) -> None:
-    """One run of one seed; its file is written after each look."""
+    """One run of one seed; its file is written after each evaluation."""
     loop, start = start_of(seed, options)
     change = settings_of(options.steps)[name]
     if options.device == "cuda":
@@ -256,7 +255,7 @@ def one(seed: int, name: str, options: argparse.Namespace) -> None:
 
 
 def settings_of(steps: int) -> dict[str, dict[str, Any]]:
-    """What is tried: one long run at a constant rate, what the experiment has, and a run that is far too small."""
+    """Run → its changes to the experiment: a long run at a constant rate, the shipped settings, and runs that are too small."""
     constant = {"lr_scheduler_type": "constant_with_warmup"}
     small = {"prompts_per_step": 8, "micro_batch_size": 64, "max_steps": 16, "learning_rate": 1e-5, "kl_beta": 0.04}
     return {
@@ -269,11 +268,11 @@ def settings_of(steps: int) -> dict[str, dict[str, Any]]:
 
 
 def episodes(loop: Loop) -> dict[str, list[str]]:
-    return {split: table["episode_id"].to_pylist() for split, table in loop.looked_at.items()}
+    return {split: table["episode_id"].to_pylist() for split, table in loop.evaluated.items()}
 
 
 def collect(folder: Path) -> None:
-    """The baseline and the figure from the curves of all seeds."""
+    """Writes the baseline and the figure from the curves of all seeds."""
     say = baseline.Log(NAME)
     runs = [json.loads(file.read_text()) for file in sorted(folder.rglob("curve-*.json"))]
     table: dict[str, dict[str, dict[str, list[Any]]]] = {}
@@ -283,8 +282,8 @@ def collect(folder: Path) -> None:
                 change = change_of(run["right"]["0"][split], values[split], of)
                 table.setdefault(run["name"], {}).setdefault(split, {}).setdefault(rollouts, []).append(change)
     for name, splits in table.items():
-        for split, looks in splits.items():
-            for rollouts, changes in looks.items():
+        for split, by_rollouts in splits.items():
+            for rollouts, changes in by_rollouts.items():
                 say(f"{name}, {split}, {rollouts} rollouts: " + "; ".join(map(change_text, changes)))
     draw(table)
     last = table[LONG]["unused"]
@@ -330,7 +329,7 @@ def draw(table: dict[str, Any]) -> None:
             axis.plot(at, after.mean(1), color=color, lw=2, marker="o", ms=4, label=label)
         axis.axhline(after.mean(1)[0], color="0.5", ls=":", lw=1)
         axis.set_xscale("log")
-        ticks = [n for n in LOOKS if n & (n - 1) == 0] + [n for n in LOOKS if n > 32_768]
+        ticks = [n for n in EVALUATED_AT if n & (n - 1) == 0] + [n for n in EVALUATED_AT if n > 32_768]
         axis.set_xticks([512, *ticks], ["0", *(f"{n // 1024}k" for n in ticks)])
         axis.minorticks_off()
         axis.set_title({"validation": "validation", "unused": "training steps that no model saw"}[split])
@@ -347,7 +346,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="13,42,1234")
     parser.add_argument("--out", type=Path, required=False)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=LOOKS[-1] // 512, help="updates of the long run")
+    parser.add_argument("--steps", type=int, default=EVALUATED_AT[-1] // 512, help="updates of the long run")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one run of one seed, in this process
     parser.add_argument("--collect", type=Path)
     parser.add_argument("--quick", action="store_true", help="a few steps of one seed; proves the code path")
@@ -355,7 +354,7 @@ def main() -> None:
     if options.collect:
         return collect(options.collect)
     if options.out is None:
-        parser.error("--out: where the models and curves are to lie")
+        parser.error("--out: give the folder for models and curves")
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     if options.run == START:
@@ -369,7 +368,7 @@ def main() -> None:
 
 
 def side_by_side(options: argparse.Namespace, seeds: list[int], runs: list[str]) -> None:
-    """Each seed and run in a process of its own, all at the same time."""
+    """Runs each seed and run in a separate process, all at the same time."""
     command = [sys.executable, "-m", "benchmarks.grpo_curve", "--out", str(options.out), "--device", options.device]
     command += ["--steps", str(options.steps), *(["--quick"] if options.quick else [])]
     running = [

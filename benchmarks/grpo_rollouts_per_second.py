@@ -1,13 +1,13 @@
-"""Rollouts per second of whole GRPO optimizer steps on a CPU, as the sandbox takes them, against this project before.
+"""Rollouts per second of whole GRPO optimizer steps on a CPU, with the sandbox's settings, against an earlier commit.
 
-64 prompts × 8 rollouts, three grounders and the sandbox's settings, from the base planner and the base grounder, which need no
-training first. BEFORE is this repository's last commit that computed a row for each rollout, encoded screenshots in each step and
-asked graders again in each step; its tree is unpacked, and this module runs there with that tree's trainer. Steps take turns,
-one of each side at a time, each side in a process of its own on one thread. The rewards of the first step are asserted to be the
-same; later ones differ, since the sides draw from other random states. Loading is not counted.
+64 prompts × 8 rollouts, three grounders, from the base planner and the base grounder, which need no training first. BEFORE is
+the last commit that computed a row for each rollout, and encoded screenshots and queried graders again in each step; its tree
+is unpacked, and this module runs there with that tree's trainer. The sides take turns, one step at a time, each in a separate
+process on one thread. The rewards of the first step are asserted to be the same; later ones differ, since the sides draw from
+other random states. Loading is not counted.
 
-Two steps see new prompts and three see them again, as 16 and 24 of the sandbox's 40 do. What frozen towers make of the
-screenshots is in the store, as SFT and verdicts of the same iteration leave it; a third side starts with an empty store.
+Two steps see new prompts and three see them again, as 16 and 24 of the sandbox's 40 do. The visual embeddings of frozen towers
+are in the store, as SFT and verdicts of the same iteration leave them; a third side starts with an empty store.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ BEFORE: Final = "87cc44b1161ba9b315b94149ba825a88082a8685"
 TREE: Final = ("benchmarks", "coepg_dagster", "data/miniwob", "models")
 PROMPTS, STEPS, SEED = 128, 5, 11
 SETTINGS: Final = ("prompts_per_step", "group_size", "micro_batch_size", "learning_rate", "kl_beta", "max_plan_tokens")
-"""Of the sandbox's GRPO. Not its schedule: before, there was only the cosine, which is still the default."""
+"""Settings taken from the sandbox's GRPO. Not its schedule: BEFORE has only the cosine, which is the default here too."""
 FILLED, EMPTY, OLD = SIDES = ("embeddings in the store", "an empty store", "before")
 
 Step = dict[str, Any]
-"""What a side says of a step: its seconds, on the clock and of the core, and figures of TRL's log."""
+"""What a side reports of a step: wall seconds, CPU seconds, and figures of TRL's log."""
 
 
 def keep_in(store: Path) -> None:
-    """Has this process find and leave visual embeddings in `store`; what is imported was not there before."""
+    """Makes this process read and write visual embeddings in `store`; imported here, since BEFORE has no such module."""
     from coepg_dagster.inference import visual
 
     visual.keep_in(store)
 
 
 def train(settings: Mapping[str, Any], store: Path | None) -> None:
-    """A side: prints a line when it is loaded and after each step, and goes on when it gets one."""
+    """A side: prints a line when it is loaded and after each step, then waits for a line of input."""
     if store is not None:
         keep_in(store)
     tiny.one_thread()
     plain, began = Trainer.train, (time.perf_counter(), time.process_time())
 
-    def turn(**said: Any) -> None:
+    def turn(**figures: Any) -> None:
         nonlocal began
         seconds, core = time.perf_counter() - began[0], time.process_time() - began[1]
-        print(json.dumps({"seconds": seconds, "core_seconds": core} | said), flush=True)
+        print(json.dumps({"seconds": seconds, "core_seconds": core} | figures), flush=True)
         input()
         began = time.perf_counter(), time.process_time()
 
@@ -108,12 +108,12 @@ def side(tree: Path, settings: Mapping[str, Any], store: Path | None, scratch: P
 
 
 def heard(process: subprocess.Popen[str]) -> Step:
-    """What a side says next of itself."""
+    """The next report of a side."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
-            said: Step = json.loads(line)
-            return said
+            figures: Step = json.loads(line)
+            return figures
     raise RuntimeError(f"a side ended with code {process.wait()}; its traceback is above")
 
 
@@ -126,7 +126,7 @@ def step(process: subprocess.Popen[str]) -> Step:
 
 
 def unpack(commit: str, folder: Path) -> None:
-    """The part of `commit` that trains, with this module beside it."""
+    """Unpacks the training code of `commit` into `folder`, with this module added."""
     packed = subprocess.run(["git", "archive", commit, *TREE], cwd=tiny.ROOT, capture_output=True)
     if packed.returncode:
         raise SystemExit(f"{commit} is not in this clone: fetch its whole history ({packed.stderr.decode().strip()})")
@@ -136,14 +136,14 @@ def unpack(commit: str, folder: Path) -> None:
 
 
 def fill(store: Path) -> None:
-    """Encodes the screenshots with all towers, as training these models and asking them does before GRPO."""
+    """Encodes the screenshots with all towers, as SFT and verdicts do before GRPO."""
     keep_in(store)
     steps = tiny.train_steps(PROMPTS)
     for checkpoint in (Path(tiny.PLANNER), *tiny.GROUNDERS.values()):
         engine = TransformersEngine(checkpoint, dtype="float32", device="cpu", batch_size=64)
         screens = Screens(steps, engine.resize)
-        asked = [Request(screens.image(task.step_id), task.messages("compact")) for task in planner_inputs(steps)]
-        engine.generate(asked, Sampling(max_tokens=1))
+        requests = [Request(screens.image(task.step_id), task.messages("compact")) for task in planner_inputs(steps)]
+        engine.generate(requests, Sampling(max_tokens=1))
 
 
 def measure() -> None:
@@ -172,7 +172,7 @@ def measure() -> None:
 
 
 def conclude(log: baseline.Log, settings: Mapping[str, Any], taken: Mapping[str, Sequence[Step]]) -> None:
-    """Writes the baseline: rollouts per second over all steps, and by which steps."""
+    """Writes the baseline: rollouts per second over all steps, and ratios by kind of step."""
     rollouts = settings["prompts_per_step"] * settings["group_size"]
     new = PROMPTS // settings["prompts_per_step"]
     parts = {
@@ -183,7 +183,7 @@ def conclude(log: baseline.Log, settings: Mapping[str, Any], taken: Mapping[str,
     }
 
     def total(name: str, part: str, clock: str = "seconds") -> float:
-        return float(sum(said[clock] for said in taken[name][parts[part]]))
+        return float(sum(figures[clock] for figures in taken[name][parts[part]]))
 
     ratios = {
         clock: {
@@ -194,10 +194,10 @@ def conclude(log: baseline.Log, settings: Mapping[str, Any], taken: Mapping[str,
     }
     rates = {name: rollouts * STEPS / total(name, "all steps") for name in taken}
     for name, rate in rates.items():
-        seconds = ", ".join(f"{said['seconds']:.1f}" for said in taken[name])
+        seconds = ", ".join(f"{figures['seconds']:.1f}" for figures in taken[name])
         log(f"{name}: {rate:.1f} rollouts/s, steps of {seconds} s")
-    for clock, found in ratios.items():
-        log(f"times the rollouts before, by {clock.replace('_', ' ')}: {json.dumps(found)}")
+    for clock, by_side in ratios.items():
+        log(f"times the rollouts before, by {clock.replace('_', ' ')}: {json.dumps(by_side)}")
     baseline.write(
         NAME,
         command=baseline.command_line(),
@@ -220,7 +220,7 @@ def conclude(log: baseline.Log, settings: Mapping[str, Any], taken: Mapping[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", type=json.loads, help="be a side, with these settings of GRPO")
+    parser.add_argument("--settings", type=json.loads, help="run as a side, with these settings of GRPO")
     parser.add_argument("--store", type=Path, help="of a side: the folder of visual embeddings")
     options = parser.parse_args()
     if options.settings:

@@ -1,9 +1,9 @@
-"""GRPO's update of an optimizer step with a group as one row, against a row for each rollout: seconds of forward and backward.
+"""Update of a GRPO step with one row per group, against one row per rollout: seconds of forward and backward passes.
 
-The same rollouts, model and log-probabilities through the model's own forward pass, in turns, as the trainer calls it: groups
-of 8, completions of up to 35 tokens (tiny) or 80 (3B), the vision tower frozen and its embeddings known to both. `--size tiny` on
-a CPU, on one thread; `--size 3B` on a GPU with bf16 weights, recomputed activations, and as many rollouts a pass as are fastest
-for each. The baseline is `grpo_update_tiny` or `grpo_update_3B`; how far their log-probabilities lie apart is in it.
+The same rollouts and model through the model's forward pass, in turns, as the trainer calls it: groups of 8, completions of up
+to 35 tokens (tiny) or 80 (3B), the vision tower frozen and its embeddings cached for both. `--size tiny` runs on a CPU, on one
+thread; `--size 3B` on a GPU with bf16 weights, recomputed activations, and the fastest number of rollouts per pass for each.
+The baseline is `grpo_update_tiny` or `grpo_update_3B`; it has the largest difference of their log-probabilities, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP = 8
 
 
 def rollouts(processor: Any, size: sized.Size, groups: int, answer: int, shown: Screenshots) -> dict[str, torch.Tensor]:
-    """Rollouts of as many prompts, as TRL makes them, with keys in place of pixels."""
+    """Rollouts of `groups` prompts, as TRL makes them, with keys of the vision cache in place of pixels."""
     draw = torch.Generator().manual_seed(3)
     words = [t for t in range(1000) if t not in processor.tokenizer.all_special_ids][:400]
     texts, images = [], []
@@ -87,8 +87,8 @@ def main() -> None:
     def rows(part: dict[str, Any]) -> torch.Tensor:
         labels = part["input_ids"].masked_fill(part["attention_mask"] == 0, -100)
         labels[:, :-answer] = -100
-        found: torch.Tensor = model(**part, labels=labels, fused_lm_head=True).log_probs[:, -answer:]
-        return found
+        logps: torch.Tensor = model(**part, labels=labels, fused_lm_head=True).log_probs[:, -answer:]
+        return logps
 
     def packed(part: dict[str, Any]) -> torch.Tensor:
         of_groups = pack(model, completion=answer, **part)
@@ -96,20 +96,20 @@ def main() -> None:
         return of_groups.unpack(output.log_probs)
 
     def update(compute: Callable[[dict[str, Any]], torch.Tensor], each: int) -> tuple[float, torch.Tensor]:
-        """(seconds, log-probabilities) of all rollouts, `each` a pass."""
+        """(seconds, log-probabilities) of all rollouts, `each` per pass."""
         model.zero_grad(set_to_none=True)
         if cuda:
             torch.cuda.synchronize()
-        began, found = time.perf_counter(), []
+        began, parts = time.perf_counter(), []
         for start in range(0, len(weights), each):
             chosen = range(start, min(len(weights), start + each))
             with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
                 logps = compute(select_rows(batch, chosen))
             (logps * weights[start : start + each]).sum().backward()
-            found.append(logps.detach())
+            parts.append(logps.detach())
         if cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - began, torch.cat(found)
+        return time.perf_counter() - began, torch.cat(parts)
 
     sizes = {"rows": [64] if small else [8, 16], "groups": [64] if small else [8, 16, 32, 48]}
     kinds = {"rows": rows, "groups": packed}

@@ -1,7 +1,7 @@
 """GRPO with a three-grounder reward on the tiny planner: optimizer steps per second, against MS-SWIFT.
 
-The paper trained with MS-SWIFT. It wants other versions of transformers and TRL than ours, so it lives in an environment of
-its own, whose Python is given (`pip install ms-swift qwen-vl-utils decord msgspec`, and what this package needs):
+The paper trained with MS-SWIFT. It needs other versions of transformers and TRL than ours, and so a separate environment, whose
+Python is given (`pip install ms-swift qwen-vl-utils decord msgspec`, and what this package needs):
 
     python -m benchmarks.grpo_vs_swift --python /tmp/swift/bin/python
 
@@ -31,7 +31,7 @@ REPETITIONS = 2
 
 
 def write_data(steps: pa.Table, folder: Path) -> Path:
-    """The prompts as MS-SWIFT reads them: chats with an image tag, and the step's id for the reward."""
+    """Writes the prompts as MS-SWIFT reads them: chats with an image tag, and the step's id for the reward."""
     file = folder / "train.jsonl"
     with file.open("w") as out:
         for i, (task, screenshot) in enumerate(
@@ -123,8 +123,8 @@ def main() -> None:
     log = baseline.Log(NAME)
     packages = ("ms-swift", "trl", "transformers")
     script = f"import importlib.metadata as m; print(*(m.version(p) for p in {packages}))"
-    found = subprocess.run([str(python), "-c", script], capture_output=True, text=True, check=True)
-    theirs = dict(zip(packages, found.stdout.split(), strict=True))
+    printed = subprocess.run([str(python), "-c", script], capture_output=True, text=True, check=True)
+    theirs = dict(zip(packages, printed.stdout.split(), strict=True))
     log(f"MS-SWIFT's environment: {theirs}")
     steps = tiny.train_steps(CONFIG.prompts_per_step * (CONFIG.max_steps or 1))
     rates: dict[str, list[float]] = {"ours": [], "ms-swift": []}

@@ -1,7 +1,7 @@
 """GRPO with a three-grounder reward on the tiny planner: optimizer steps per second, against plain TRL.
 
 Ours is `train_grpo`, as the sandbox runs it. Plain is TRL's GRPOTrainer with the reward written the obvious way: a function
-that asks every grounder about every completion with one call of `generate` each. The same prompts, seed, optimizer and number
+with one call of `generate` per completion and grounder. The same prompts, seed, optimizer and number
 of steps; the first rewards of both are asserted to be the same. Runs take turns, on one thread; loading and the first step
 are not counted.
 """
@@ -74,7 +74,7 @@ def ours(steps: pa.Table) -> Clock:
 
 
 def plain(steps: pa.Table) -> Clock:
-    """TRL alone. Vision tokens are kept out of its completions, since it breaks on them."""
+    """TRL alone. Vision tokens are suppressed in its completions, since it fails on them."""
     clock = Clock()
     set_seed(SEED)
     model, processor = load_for_training(tiny.PLANNER, "cpu", "float32", CONFIG)

@@ -1,4 +1,4 @@
-"""A process that a benchmark measures: in a session of its own, ended after a limit, with the stacks of all its processes."""
+"""Runs a measured process in its own session; at its time limit, all its processes print their stacks and are ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Final
 import psutil
 
 ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""With faulthandler, SIGABRT makes a process print where each of its threads is."""
+"""With faulthandler, a process prints the stacks of its threads on SIGABRT."""
 
 
 def run(arguments: Sequence[str], output: Path, limit: float, **environment: str) -> int | None:
-    """The exit code of `python -m ARGUMENTS…`, whose output is in a file; None where it was ended after `limit` seconds."""
+    """The exit code of `python -m ARGUMENTS…`, whose output goes to a file; None if it was ended after `limit` seconds."""
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -39,28 +39,28 @@ def run(arguments: Sequence[str], output: Path, limit: float, **environment: str
 
 
 def _end(process: psutil.Process) -> None:
-    """Ends a process and all that it started, in other sessions too, the last first; each prints its stacks."""
+    """Ends a process and its descendants, in other sessions too, the last first; each prints its stacks."""
     processes = [*reversed(process.children(recursive=True)), process]
-    _tell(processes, signal.SIGSTOP)
-    # one at a time, while the others stand still: their lines stay apart, and who sees another end cannot leave before it speaks
+    _send(processes, signal.SIGSTOP)
+    # one at a time, while the others are stopped: stacks do not mix, and none ends early because another one ended
     for each in processes:
-        _tell([each], signal.SIGABRT)
-        _tell([each], signal.SIGCONT)
+        _send([each], signal.SIGABRT)
+        _send([each], signal.SIGCONT)
         end = time.monotonic() + 5
         while not _ended(each) and time.monotonic() < end:
             time.sleep(0.02)
-    _tell(processes, signal.SIGKILL)
+    _send(processes, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=5)
 
 
 def _ended(process: psutil.Process) -> bool:
     try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)  # its parent stands still, and fetches nobody
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # its parent is stopped and does not reap it
     except psutil.NoSuchProcess:
         return True
 
 
-def _tell(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for each in processes:
         with suppress(psutil.NoSuchProcess):
             each.send_signal(number)

@@ -3,8 +3,8 @@
 The experiment is experiments/web_3b.yaml with few steps. Its planner and grounder are Qwen2.5-VL-3B with random weights, of
 true width and with the whole vision tower, and with `--layers` of 36 layers. The other planners and the verifiers are the
 tiny models, since random weights never write a plan: they make D_0. The data are Parquet files in the format of
-Multimodal-Mind2Web, made from MiniWoB++ screens, with the whole page as the target. The baseline is written anew with each
-artifact that is made, so that a run that is cut short leaves what it did. `--quick` takes the tiny models for all, on a CPU,
+Multimodal-Mind2Web, made from MiniWoB++ screens, with the whole page as the target. The baseline is written anew after each
+artifact, so that a run that is cut short leaves a partial result. `--quick` takes the tiny models for all, on a CPU,
 and writes no baseline.
 """
 
@@ -75,7 +75,7 @@ def write_data(folder: Path, size: tuple[int, int]) -> None:
 
 
 def experiment(*, dtype: str) -> dict[str, Any]:
-    """experiments/web_3b.yaml with few steps and models that are here."""
+    """experiments/web_3b.yaml with few steps and local models."""
     full: dict[str, Any] = yaml.safe_load((ROOT / "experiments" / "web_3b.yaml").read_text())
     full["benchmark"] |= {"path": "data/mind2web", "max_train_steps": 32, "max_eval_steps": 4}
     full["sft"] |= {"epochs": 1, "max_steps": 4, "batch_size": 8, "micro_batch_size": 2}
@@ -116,21 +116,19 @@ def make_project(folder: Path, *, dtype: str, page: tuple[int, int]) -> Path:
 
 
 def made_after(project: Path, began: float) -> dict[str, float]:
-    """Seconds from `began` until each artifact of the experiment was whole, in the order in which they were made."""
-    found = {}
+    """Artifact → seconds from `began` until it was complete, in the order in which they were made."""
+    times = {}
     for folder in (project / "store" / EXPERIMENT).glob("s*/*/*/*"):
         if folder.is_dir():
-            found[f"{folder.parts[-3]}@{folder.parts[-2]}"] = round(folder.stat().st_mtime - began, 1)
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+            times[f"{folder.parts[-3]}@{folder.parts[-2]}"] = round(folder.stat().st_mtime - began, 1)
+    return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny models on a CPU; proves the code path")
     parser.add_argument("--layers", type=int, default=8, help="of the language model; 36 is the true size")
-    parser.add_argument(
-        "--timeout", type=float, default=380, help="seconds, after which `coepg evolve` is asked to end"
-    )
+    parser.add_argument("--timeout", type=float, default=380, help="seconds, after which `coepg evolve` is interrupted")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     if not cuda and not options.quick:

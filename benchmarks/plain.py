@@ -1,7 +1,7 @@
 """The reward written the obvious way, for comparison: one plan, one grounder, one call of `generate` at a time.
 
-Every grounder is asked about every plan, also of rollouts whose type or value is wrong; every call decodes its screenshot,
-writes its prompt and encodes its image. The same answers, weights and gate as C-DREM's, so the same rewards.
+Every grounder answers every plan, even of rollouts whose type or value is wrong; every call decodes its screenshot, renders
+its prompt and encodes its image. Answers, weights and gate are those of C-DREM, so the rewards are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coepg_dagster.rewards.cdrem import token_f1
 
 
 class PlainGrounder:
-    """A checkpoint that is asked with `generate`, greedily."""
+    """A grounder that calls `generate` of transformers once per plan, greedily."""
 
     def __init__(self, checkpoint: Path, max_tokens: int) -> None:
         self._processor = AutoProcessor.from_pretrained(checkpoint)
@@ -34,7 +34,7 @@ class PlainGrounder:
 
     @torch.inference_mode()
     def ask(self, screenshot: bytes, plan: str) -> tuple[tuple[float, float] | None, float]:
-        """(point in pixels of the image that the model sees, mean log-probability of its digits or of all tokens)."""
+        """(point in pixels of the image that the model sees, mean log-probability of its coordinate tokens, or of all tokens)."""
         image = Image.open(io.BytesIO(screenshot)).convert("RGB")
         chat = grounder_messages(plan, "compact")
         prompt = self._processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

@@ -1,11 +1,10 @@
 """What `coepg plan` estimates against what is measured: memory and time of each kind of stage, 3B-sized, one GPU.
 
-SFT, a planner's candidates and a verifier's verdicts are run here, through the loop's own work; GRPO is the step that
-`grpo_breakdown` measured on the same device, and compiled SFT the runs of `sft_mfu`. Rates and lengths of texts are given to
-the estimate as `coepg plan` has them; memory is the most that tensors took. `ratio` is the estimate over the measurement, of
-the one that is farthest off; a stage with a `note` was measured before its code changed, and is in no ratio. The baseline is
-written anew after each stage. `--again` measures nothing: it estimates anew what the baseline has. `--quick` runs the tiny
-model; its ratios say nothing.
+SFT, a planner's candidates and a verifier's verdicts are run here, as jobs of the loop; GRPO is the step that `grpo_breakdown`
+measured on the same device, and compiled SFT the runs of `sft_mfu`. The estimate gets rates and lengths of texts as in
+`coepg plan`; memory is the peak of tensors. `ratio` is estimate over measurement, of the stage that is farthest off; a stage
+with a `note` was measured with other code and is in no ratio. The baseline is written anew after each stage. `--again`
+measures nothing: it estimates anew what is in the baseline. `--quick` runs the tiny model; its ratios mean nothing.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ POINT: Final = 12
 
 
 def off(ratio: float) -> float:
-    """How far a ratio is from 1, either way."""
+    """How far a ratio is from 1, in either direction."""
     return max(ratio, 1 / ratio) if ratio > 0 else float("inf")
 
 
 def estimated(stage: dict[str, Any], rates: Rates, card: float) -> tuple[Memory, float]:
-    """(memory, seconds) that `coepg plan` says of a measured stage; what was run stands in the stage."""
+    """(memory, seconds) that `coepg plan` estimates for a measured stage, whose settings are in `stage`."""
     model, kind = sized.architecture_of(stage["size"]), stage["kind"]
     image = sized.SCREENS[stage["size"]]
     if kind == "sft":
@@ -132,7 +131,7 @@ def candidates(options: argparse.Namespace, size: sized.Size, checkpoint: Path, 
 
 
 def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkpoint: Path, folder: Path) -> Any:
-    """The loop's work: one verifier on `plans` plans of each of `screens` screenshots."""
+    """A VerdictsJob in chunks: one verifier on `plans` plans of each of `screens` screenshots."""
     steps, dataset = sized.tables(size, screens * plans, screens=screens)
     shown = steps.slice(0, screens)
     write_steps(shown, folder / "steps.arrow", ["train"])
@@ -203,7 +202,7 @@ def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdicts(options: argparse.Namespace, checkpoint: Path, say: Log) -> dict[str, Any]:
-    """`verdicts_here` in a process of its own."""
+    """`verdicts_here` in a separate process."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "stage.json", Path(temporary) / "log"
         arguments = ["benchmarks.plan_estimates", "--verdicts", str(file), "--checkpoint", str(checkpoint)]
@@ -216,8 +215,8 @@ def verdicts(options: argparse.Namespace, checkpoint: Path, say: Log) -> dict[st
         return stage
 
 
-def measured_elsewhere(device: str) -> dict[str, dict[str, Any]]:
-    """What other benchmarks measured on such a device: steps of GRPO by who sampled the rollouts, compiled runs of SFT."""
+def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
+    """Stages that other benchmarks measured on such a device: GRPO steps by source of the rollouts, compiled SFT runs."""
     stages: dict[str, dict[str, Any]] = {}
     steps = baseline_of(grpo_breakdown.NAME, device)
     for kind, of in steps.get("kinds", {}).items():
@@ -240,25 +239,25 @@ def measured_elsewhere(device: str) -> dict[str, dict[str, Any]]:
 
 
 def baseline_of(name: str, device: str) -> dict[str, Any]:
-    """A baseline with a value from such a device, else nothing."""
+    """The baseline `name` if it has a value from such a device; else empty."""
     file = FOLDER / f"{name}.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found if found.get("value") is not None and found["device"] == device else {}
+    facts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return facts if facts.get("value") is not None and facts["device"] == device else {}
 
 
 def known_stages(device: str) -> dict[str, dict[str, Any]]:
-    """What was measured before on such a device: here, and by other benchmarks where they measured again since."""
+    """Stages measured on such a device: those in the baseline, replaced by newer ones of other benchmarks."""
     stages: dict[str, dict[str, Any]] = baseline_of(NAME, device).get("stages", {})
     newer = {
         name: stage
-        for name, stage in measured_elsewhere(device).items()
+        for name, stage in measured_by_others(device).items()
         if stage["from"] != stages.get(name, {}).get("from")
     }
     return stages | newer
 
 
 def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, log: Path, **more: Any) -> None:
-    """Writes the baseline of the stages that are there, with what is estimated of each now; `more`: as `write`."""
+    """Writes the baseline of `stages` with the current estimate of each; `more`: as in `write`."""
     rates = rates_of(CARDS[card], FOLDER)
     ratios = {}
     for name, stage in stages.items():
@@ -287,12 +286,12 @@ def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str,
 
 
 def estimate_again() -> None:
-    """The baseline with what is estimated now; commit, date and versions stay those of what was measured."""
-    found = json.loads((FOLDER / f"{NAME}.json").read_text())
-    of_measured = {key: found[key] for key in ("device", "commit", "date", "versions")}
-    stages, log = known_stages(found["device"]), FOLDER / f"{NAME}.log"
+    """Writes the baseline with current estimates; commit, date and versions stay those of the measurements."""
+    facts = json.loads((FOLDER / f"{NAME}.json").read_text())
+    of_measured = {key: facts[key] for key in ("device", "commit", "date", "versions")}
+    stages, log = known_stages(facts["device"]), FOLDER / f"{NAME}.log"
     note = "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
-    record(stages, found["failed"], found["card"], log, note=note, **of_measured)
+    record(stages, facts["failed"], facts["card"], log, note=note, **of_measured)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Plans of a pool on several GPUs: candidates per second of a 3B-sized planner, against as many times those on one.
+"""Plans of a pool on n GPUs: candidates per second of a 3B-sized planner, against n times those on one.
 
-The work is the loop's own (CandidatesJob): cut into chunks, a process for each GPU, each chunk kept as it is done.
-Rates are those after the first chunk of each process, since loading a model is paid once per run; the seconds with it are
-reported too. Weights are random, so answers never end before their limit. The baseline is `pool_scaling_4gpu`, with `--gpus 2`
+Runs the loop's CandidatesJob: cut into chunks, one process per GPU, each chunk saved when it is done. Rates are those after
+the first chunk of each process, since loading a model is paid once per run; the seconds with it are reported too. Weights
+are random, so answers never end before their limit. The baseline is `pool_scaling_4gpu`, with `--gpus 2`
 it is `pool_scaling_2gpu`. A run that is ended after `--timeout` seconds counts with the chunks that it made. `--quick` runs
 the tiny model in two processes on a CPU.
 """
@@ -29,12 +29,12 @@ from coepg_dagster.jobs import CandidatesJob
 from coepg_dagster.running import Chunked, chunked
 
 CHUNK: Final = "COEPG_BENCHMARK_CHUNK"
-if CHUNK in os.environ:  # here, so that processes that the work starts anew read it too
+if CHUNK in os.environ:  # at import, so that the processes that the job spawns read it too
     running.CHUNK = int(os.environ[CHUNK])
 
 
 def work_of(options: argparse.Namespace) -> Chunked[CandidatesJob]:
-    """The work in `options.folder`, which is written where it is not there yet."""
+    """The job in `options.folder`, whose input files are written if they do not exist."""
     # smaller chunks than in a real run: a minute's work is enough for several per process
     running.CHUNK = options.chunk
     os.environ[CHUNK] = str(options.chunk)
@@ -62,7 +62,7 @@ def work_of(options: argparse.Namespace) -> Chunked[CandidatesJob]:
 
 
 def one_run(options: argparse.Namespace) -> None:
-    """Does the work on the visible devices and leaves its chunks; writes how much memory it took."""
+    """Runs the job on the visible devices; writes its chunks and its peak memory."""
     work = work_of(options)
     (options.folder / "started").touch()
     work.run(lambda done, of, _: print(f"step {done} of {of} chunks", flush=True))
@@ -72,7 +72,7 @@ def one_run(options: argparse.Namespace) -> None:
 
 
 def figures_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the chunks say that are there. Raises RuntimeError where a process has not made two."""
+    """The figures of the finished chunks. Raises RuntimeError if a process has made fewer than two."""
     folder, work = options.folder, work_of(options)
     started = (folder / "started").stat().st_mtime
     # process i makes every processes-th chunk, from chunk i on
@@ -96,7 +96,7 @@ def figures_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(settings: list[str], processes: int, checkpoint: Path, say: Log, *, timeout: float) -> dict[str, Any]:
-    """One run in a process of its own that sees so many GPUs; `settings` are this module's own arguments."""
+    """One run in a separate process that sees `processes` GPUs; `settings` are arguments of this module."""
     with tempfile.TemporaryDirectory(prefix="pool-run-") as folder:
         given = [*settings, "--processes", str(processes), "--checkpoint", str(checkpoint), "--folder", folder]
         environment, log = {}, Path(folder) / "log"
@@ -155,7 +155,7 @@ def main() -> None:
         say(f"{processes}: {figures['candidates_per_second']:.2f} candidates/s after each process's first chunk")
         return figures
 
-    found = compare(
+    runs = compare(
         name,
         many,
         say,
@@ -167,7 +167,7 @@ def main() -> None:
         quick=options.quick,
     )
     say(
-        f"with loading: {found[many]['seconds_with_loading']:.1f} s on {many}, {found[1]['seconds_with_loading']:.1f} on one"
+        f"with loading: {runs[many]['seconds_with_loading']:.1f} s on {many}, {runs[1]['seconds_with_loading']:.1f} on one"
     )
 
 

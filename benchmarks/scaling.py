@@ -1,4 +1,4 @@
-"""A throughput on several GPUs against as many times that on one: what the benchmarks of scaling share."""
+"""Throughput on n GPUs against n times that on one: shared by the scaling benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Figures = dict[str, Any]
 
 
 def need_gpus(name: str, unit: str, gpus: int, where: str) -> None:
-    """Writes the baseline without a value and leaves, if fewer GPUs are here; `where` is what `--quick` runs in."""
+    """Writes a baseline without a value and exits if there are fewer GPUs; `where`: where `--quick` runs."""
     cuda = torch.cuda.device_count()
     if cuda < gpus:
         reason = f"{cuda} GPUs here, {gpus} are needed; `--quick` proves the code path {where}"
@@ -33,24 +33,24 @@ def compare(
     what: str,
     quick: bool,
 ) -> dict[int, Figures]:
-    """Measures one process and `many`, and writes the baseline, but for `quick`; the figures by number of processes.
+    """Measures one process and `many`; writes the baseline unless `quick`. Returns the figures by number of processes.
 
     Args:
-        measure: the figures of a run in so many processes; RuntimeError where it has none.
-        rate: what all processes of a run did together, in `unit`.
-        seconds: of the figures, those that are kept as repetitions.
+        measure: number of processes → figures of a run; raises RuntimeError if it has none.
+        rate: (figures, number of processes) → throughput of all processes together, in `unit`.
+        seconds: key of the figures that are kept as repetitions.
     """
-    found: dict[int, Figures] = {}
+    runs: dict[int, Figures] = {}
     for processes in (1, many):
         try:
-            found[processes] = measure(processes)
+            runs[processes] = measure(processes)
         except RuntimeError as error:
             say(str(error))
             if not quick:
                 reason = f"{str(error).splitlines()[0]}; the log has the rest"
-                write_none(name, unit, reason, log=say.path, runs={str(n): figures for n, figures in found.items()})
+                write_none(name, unit, reason, log=say.path, runs={str(n): figures for n, figures in runs.items()})
             raise SystemExit(1) from None
-    one, together = rate(found[1], 1), rate(found[many], many)
+    one, together = rate(runs[1], 1), rate(runs[many], many)
     say(f"{together:.2f} {unit} on {many}, {one:.2f} on one: {100 * together / (many * one):.1f} %")
     if not quick:
         write_scaling(
@@ -59,9 +59,9 @@ def compare(
             together,
             many,
             unit=unit,
-            repetitions={str(processes): figures[seconds] for processes, figures in found.items()},
+            repetitions={str(processes): figures[seconds] for processes, figures in runs.items()},
             log=say.path,
             what=what,
-            runs={str(processes): figures for processes, figures in found.items()},
+            runs={str(processes): figures for processes, figures in runs.items()},
         )
-    return found
+    return runs

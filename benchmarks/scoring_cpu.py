@@ -1,8 +1,8 @@
 """C-DREM scoring on a CPU: scored rollouts per second, against the plain loop of one call at a time.
 
 Three tiny grounders, G = 8, real MiniWoB++ screens, rollouts sampled from the base planner. Ours: gate first, each
-different (screenshot, plan) once, the plans of a screenshot behind one shared prefix, batched. Both on one thread, in turns,
-each repetition on prompts that neither has seen; the rewards are asserted to be the same.
+different (screenshot, plan) once, the plans of a screenshot behind one shared prefix, batched. Both run on one thread, in
+turns, each repetition on prompts that are new to both; the rewards are asserted to be the same.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def main() -> None:
 
     def ours(part: pa.Table) -> CdremReward:
         screens = Screens(part, resize)
-        asked = {
+        batched = {
             name: Grounder(engine, screens, "compact", Space.RESIZED, tiny.MAX_POINT_TOKENS)
             for name, engine in engines.items()
         }
-        return CdremReward(asked, tiny.PRIORS, part, screens, Grpo())
+        return CdremReward(batched, tiny.PRIORS, part, screens, Grpo())
 
     seconds: dict[str, list[float]] = {"ours": [], "plain": []}
     cpu: dict[str, list[float]] = {"ours": [], "plain": []}

@@ -1,9 +1,9 @@
-"""GRPO whose graders compute remotely: optimizer steps per second, against asking them when the rewards are due.
+"""GRPO with remote graders: optimizer steps per second, against sending the queries when the rewards are due.
 
-Three tiny grounders behind OpenAI-compatible endpoints over HTTP, served by another process on a core of its own; the trainer
-has the other core. All runs are `train_grpo` with the same prompts, seed and draws, and ask the three at the same time. They
-differ in when: when a rollout ends, as we do; when all are sampled, with the log-probabilities still to be computed; when TRL
-wants the rewards. Servers that answer in batches, as vLLM does, and slow ones, one request at a time. The mean rewards are
+Three tiny grounders behind OpenAI-compatible endpoints over HTTP, served by another process on one core; the trainer has the
+other core. All runs are `train_grpo` with the same prompts, seed and draws, and query the three in parallel. They differ in
+the moment of the query: when a rollout ends, as we do; when all are sampled, before the log-probabilities are computed; when
+TRL needs the rewards. The servers answer in batches, as vLLM does, or, the slow ones, one request at a time. The mean rewards are
 asserted to be the same.
 """
 
@@ -35,12 +35,12 @@ from coepg_dagster.training.sampling import sampling_groups
 
 NAME = "scoring_overlap"
 REPETITIONS = 3
-ENDS, SAMPLED, DUE = ASKED = ("when a rollout ends", "when all are sampled", "when rewards are due")
+ENDS, SAMPLED, DUE = MOMENTS = ("when a rollout ends", "when all are sampled", "when rewards are due")
 SERVERS = {"in batches": 16, "one at a time": 1}
 
 
-def run(steps: pa.Table, ports: Mapping[str, int], asked: str) -> tuple[Clock, list[float]]:
-    """One training, and how long each of its steps but the first waited for its rewards."""
+def run(steps: pa.Table, ports: Mapping[str, int], moment: str) -> tuple[Clock, list[float]]:
+    """One training run: its clock, and the seconds that each step but the first waited for its rewards."""
     clock, waited = Clock(), []
     score = CdremReward.score
 
@@ -61,17 +61,17 @@ def run(steps: pa.Table, ports: Mapping[str, int], asked: str) -> tuple[Clock, l
     with (
         patch.object(grpo, "opened", behind),
         patch.object(CdremReward, "score", timed),
-        nullcontext() if asked == ENDS else patch.object(grpo, "sampling_groups", unheard),
-        nullcontext() if asked != DUE else patch.object(CdremReward, "remote", False),
+        nullcontext() if moment == ENDS else patch.object(grpo, "sampling_groups", unheard),
+        nullcontext() if moment != DUE else patch.object(CdremReward, "remote", False),
     ):
         tiny.train(CONFIG, steps, SEED, clock)
     return clock, waited[1:]
 
 
 def measured(rows: int, steps: pa.Table, log: baseline.Log) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(optimizer steps per second, seconds that a step waits for its rewards) by when servers of `rows` rows are asked."""
-    rates: dict[str, list[float]] = {asked: [] for asked in ASKED}
-    waits: dict[str, list[float]] = {asked: [] for asked in ASKED}
+    """(optimizer steps per second, seconds until the rewards) by the moment of the query; servers answer `rows` at a time."""
+    rates: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
+    waits: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
     ports = {str(path): free_port() for path in tiny.GROUNDERS.values()}
     command = [
         sys.executable,
@@ -87,19 +87,19 @@ def measured(rows: int, steps: pa.Table, log: baseline.Log) -> tuple[dict[str, l
             os.sched_setaffinity(0, [mine])
             for repetition in range(REPETITIONS):
                 rewards = []
-                for asked in ASKED[repetition:] + ASKED[:repetition]:  # none always runs first
-                    clock, waited = run(steps, ports, asked)
-                    rates[asked].append(clock.steps_per_second)
-                    waits[asked].append(baseline.median(waited))
+                for moment in MOMENTS[repetition:] + MOMENTS[:repetition]:  # none always runs first
+                    clock, waited = run(steps, ports, moment)
+                    rates[moment].append(clock.steps_per_second)
+                    waits[moment].append(baseline.median(waited))
                     rewards.append(clock.rewards)
                 # sums of float32 differ with what a server answers in one batch
                 np.testing.assert_allclose(rewards, [rewards[0]] * len(rewards), atol=2e-3)
-                said = {asked: [round(of[asked][-1], 3) for of in (rates, waits)] for asked in ASKED}
-                log(json.dumps({"rows": rows, "repetition": repetition, "load": os.getloadavg()[0]} | said))
+                latest = {moment: [round(of[moment][-1], 3) for of in (rates, waits)] for moment in MOMENTS}
+                log(json.dumps({"rows": rows, "repetition": repetition, "load": os.getloadavg()[0]} | latest))
         os.sched_setaffinity(0, cores)
-    for asked in ASKED:
+    for moment in MOMENTS:
         log(
-            f"{asked}: {baseline.median(rates[asked]):.3f} steps/s, {baseline.median(waits[asked]):.2f} s until the rewards"
+            f"{moment}: {baseline.median(rates[moment]):.3f} steps/s, {baseline.median(waits[moment]):.2f} s until the rewards"
         )
     return rates, waits
 
@@ -108,15 +108,15 @@ def main() -> None:
     tiny.one_thread()
     log = baseline.Log(NAME)
     steps = tiny.train_steps(CONFIG.prompts_per_step * (CONFIG.max_steps or 1))
-    found = {servers: measured(rows, steps, log) for servers, rows in SERVERS.items()}
-    rates, _ = found["in batches"]
+    measurements = {servers: measured(rows, steps, log) for servers, rows in SERVERS.items()}
+    rates, _ = measurements["in batches"]
     conclude(
         NAME,
         log,
-        {asked: rates[asked] for asked in (ENDS, DUE)},
+        {moment: rates[moment] for moment in (ENDS, DUE)},
         f"the same graders, asked {DUE}",
-        all_rates={servers: rates for servers, (rates, _) in found.items()},
-        seconds_until_the_rewards={servers: waits for servers, (_, waits) in found.items()},
+        all_rates={servers: rates for servers, (rates, _) in measurements.items()},
+        seconds_until_the_rewards={servers: waits for servers, (_, waits) in measurements.items()},
         cores="one for the trainer, one for the graders" if os.cpu_count() != 1 else "one for both",
         rows_at_a_time=SERVERS,
     )

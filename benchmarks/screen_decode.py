@@ -1,4 +1,4 @@
-"""Web pages as screenshots: cut once at import, against decoding the page wherever a model is to see it.
+"""Web pages as screenshots: cropped once at import, against decoding the whole page for every use.
 
 Full pages of Mind2Web's size (1280 × 5200 px, JPEG, made here) go through the Mind2Web reader, which decodes each once with
 both cores and stores the block that holds the target. From there the loop reads it USES times (planner and grounder see it
@@ -118,13 +118,13 @@ def measure(folder: Path, log: baseline.Log) -> None:
     resize = (RESIZE.factor, RESIZE.min_pixels, RESIZE.max_pixels)
 
     def of(steps: pa.Table) -> Callable[[str], Image.Image]:
-        """How the loop looks at a step: decodes what is stored, in each thread by itself, and keeps nothing."""
-        own = threading.local()
+        """Step id → image as the loop reads it: decodes the stored bytes, in each thread separately, without a cache."""
+        in_thread = threading.local()
 
         def look(step_id: str) -> Image.Image:
-            if not hasattr(own, "screens"):
-                own.screens = Screens(steps, resize, cached_bytes=0)
-            image: Image.Image = own.screens.image(step_id)
+            if not hasattr(in_thread, "screens"):
+                in_thread.screens = Screens(steps, resize, cached_bytes=0)
+            image: Image.Image = in_thread.screens.image(step_id)
             return image
 
         return look

@@ -4,7 +4,7 @@ The count of operations is coepg_dagster.inference.architecture.flops: 6 · para
 (forward only where it is frozen), the output layer for the scored tokens only; recomputed activations are not counted.
 The rate is that of 8192³ bf16 matrix products of random data, measured in the same process just before.
 
-Without `--only` it tries each configuration in a process of its own, one that fails counts as failed, and the fastest is
+Without `--only` it runs each configuration of DEFAULT in a separate process, records those that fail, and writes the fastest as
 the baseline. `--quick` runs the tiny model for a few steps, on a CPU or a GPU.
 """
 
@@ -36,15 +36,15 @@ CONFIGURATIONS: Final[dict[str, list[str]]] = {
     "frozen-liger": ["--freeze-vision", "--micro", "4", "--recompute", "0.25", "--kernels", "liger"],
     "frozen-sdpa": ["--freeze-vision", "--micro", "4", "--recompute", "1", "--attention", "sdpa"],
 }
-"""`--recompute` is the share of layers; vision frozen is what MS-SWIFT, the paper's framework, does by default."""
+"""`--recompute` is a share of the layers. MS-SWIFT, the paper's framework, freezes the vision tower by default."""
 DEFAULT: Final = ["frozen-liger", "frozen-compiled-3", "frozen-compiled-4"]
-"""The surest first: it compiles nothing. The last may not fit 80 GB while layers are being compiled."""
+"""The safest first: it compiles nothing. The last may exceed 80 GB while layers are compiled."""
 
 
 def measure(settings: list[str], say: Log, *, timeout: float, launcher: Sequence[str] = ()) -> dict[str, Any]:
-    """The figures of one run of benchmarks.sft_run; of one that is ended after `timeout` seconds, those of the steps before.
+    """The figures of one run of benchmarks.sft_run; after `timeout` seconds it is ended, and the steps until then count.
 
-    Raises RuntimeError with the end of its output where it ended badly or measured no step.
+    Raises RuntimeError with the end of its output if it failed or measured no step.
 
     Args:
         launcher: a module, with its arguments, that starts sft_run.
@@ -79,10 +79,10 @@ def line_of(name: str, figures: dict[str, Any]) -> str:
 
 
 def best_settings() -> list[str]:
-    """The settings of the committed baseline, else of the first configuration: what other benchmarks run with."""
+    """The fastest settings in the committed baseline, or a default; used by other benchmarks."""
     file = FOLDER / f"{NAME}.json"
-    found = json.loads(file.read_text()).get("fastest") if file.exists() else None
-    return CONFIGURATIONS.get(found or "", CONFIGURATIONS["frozen-compiled-quarter"])
+    fastest = json.loads(file.read_text()).get("fastest") if file.exists() else None
+    return CONFIGURATIONS.get(fastest or "", CONFIGURATIONS["frozen-compiled-quarter"])
 
 
 def main() -> None:
@@ -117,33 +117,33 @@ def main() -> None:
         write_none(NAME, "TFLOP/s", "no GPU here; `--quick` proves the code path on a CPU")
         raise SystemExit("no GPU here: use --quick")
     say = Log(NAME)
-    found: dict[str, dict[str, Any]] = {}
+    runs: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     for name in options.only or DEFAULT:
         say(f"{name}: {' '.join(CONFIGURATIONS[name])}")
         warmup = "2" if "compiled" in CONFIGURATIONS[name] else "1"
         settings = [*CONFIGURATIONS[name], "--accumulation", str(options.accumulation), "--steps", "200"]
         try:
-            found[name] = measure(
+            runs[name] = measure(
                 [*settings, "--warmup", warmup, "--seconds", str(options.seconds), "--profile"],
                 say,
                 timeout=options.timeout,
             )
-            say(line_of(name, found[name]))
+            say(line_of(name, runs[name]))
         except RuntimeError as error:
             failed[name] = str(error)[-1500:]
             say(f"{name} failed: {error}")
-        if found:
-            record(say, found, failed)
-    if not found:
+        if runs:
+            record(say, runs, failed)
+    if not runs:
         raise SystemExit("no configuration ran")
-    say("\n".join(line_of(name, figures) for name, figures in found.items()))
+    say("\n".join(line_of(name, figures) for name, figures in runs.items()))
 
 
-def record(say: Log, found: dict[str, dict[str, Any]], failed: dict[str, str]) -> None:
-    """Writes the baseline: after each configuration, so that a call that is cut short leaves what it has."""
-    name = max(found, key=lambda key: found[key]["mfu"])
-    fastest = found[name]
+def record(say: Log, runs: dict[str, dict[str, Any]], failed: dict[str, str]) -> None:
+    """Writes the baseline, after each configuration: a run that is cut short leaves a partial result."""
+    name = max(runs, key=lambda key: runs[key]["mfu"])
+    fastest = runs[name]
     write(
         NAME,
         command=command_line(),
@@ -151,14 +151,14 @@ def record(say: Log, found: dict[str, dict[str, Any]], failed: dict[str, str]) -
         unit="TFLOP/s of the model",
         against=round(fastest["matmul_tflops"], 2),
         ratio=round(fastest["mfu"], 4),
-        repetitions={key: figures["step_seconds"] for key, figures in found.items()},
+        repetitions={key: figures["step_seconds"] for key, figures in runs.items()},
         log=say.path,
         what="Operations of training (see flops) per second, against those of 8192³ bf16 matrix products on the same "
         "card; recomputed activations are not counted.",
         flops="6 · parameters · tokens + 6 · tokens² · width · layers (causal) + vision tower (2 · or 6 · parameters · "
         "patches + attention) + 6 · vocabulary · width · scored tokens",
         fastest=name,
-        configurations=found,
+        configurations=runs,
         failed=failed,
     )
 

@@ -1,8 +1,8 @@
-"""One measured SFT run, through coepg_dagster.training.sft; a process for each GPU. The benchmarks start it.
+"""One measured SFT run, through coepg_dagster.training.sft; one process per GPU. Started by other benchmarks.
 
-Weights are random and made on the GPU; nothing is saved. Everything else is what a run of the loop does: its examples,
-its screenshots, its trainer, its optimizer. Writes a JSON file with seconds, operations and memory of each step: anew after
-each, so that a run that is cut short leaves those that it did.
+Weights are random and made on the GPU; nothing is saved. Examples, screenshots, trainer and optimizer are those of the loop.
+Writes a JSON file with seconds, operations and memory of each step, anew after each step, so that a run that is cut short
+leaves a partial result.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, data loading included; `keep` is called after each that is measured."""
+    """Seconds of each optimizer step, data loading included; calls `keep` after each measured one."""
 
     def __init__(self, options: argparse.Namespace, keep: Callable[[], None]) -> None:
         self.options, self.seconds, self.keep = options, [], keep
@@ -85,26 +85,26 @@ class Clock(TrainerCallback):
 
 
 def peak() -> float:
-    """GB of GPU memory that tensors took at most."""
+    """Peak GPU memory of tensors, in GB."""
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
 def profiled(work: Callable[[], Any]) -> Any:
-    """Does the work and prints where the GPU's time went."""
+    """Runs `work` and prints how the GPU's time was spent; returns its result."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu) as found:
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu) as trace:
         started = time.perf_counter()
         result = work()
         if gpu:
             torch.cuda.synchronize()
         wall = (time.perf_counter() - started) * 1000
     kind = DeviceType.CUDA if gpu else DeviceType.CPU
-    events = [event for event in found.key_averages() if event.device_type == kind]
+    events = [event for event in trace.key_averages() if event.device_type == kind]
     times = {event.key: (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1000 for event in events}
     groups: dict[str, float] = {}
     for name, milliseconds in times.items():
@@ -130,7 +130,7 @@ KERNELS: Final = {
     "compiled (norms, gates, casts)": ("triton",),
     "element by element": ("elementwise", "reduce", "index", "cat", "copy", "scatter", "gather"),
 }
-"""Words in the names of kernels, the first group that has one."""
+"""Group → words in kernel names; the first group that matches counts."""
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     on_gpu = options.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if world > 1:  # here, so that a machine whose processes cannot talk is known before anything else is blamed
+    if world > 1:  # first, so that a machine whose processes cannot communicate fails here
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
         met = torch.ones(1, device=options.device)
         torch.distributed.all_reduce(met)
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         batches.append((*rows, inputs["input_ids"].shape[1]))
         if len(batches) == 1:
             say("first batch")
-        # the second pass of a step: gradients are there already, as they are in most passes
+        # the second pass of a step: gradients exist already, as in most passes
         if clock.over and not clock.profiled and len(batches) % options.accumulation == 2 % options.accumulation:
             clock.profiled = True
             return profiled(lambda: step(self, model, inputs, *args, **kwargs))
@@ -281,7 +281,7 @@ def operations(
 
 
 def main() -> None:
-    end_with_parent()  # torchrun's processes have sessions of their own, and would outlive it
+    end_with_parent()  # torchrun starts each process in a new session, where it would outlive torchrun
     options = arguments()
     figures = run(options)
     if int(os.environ.get("RANK", 0)) == 0:

@@ -1,9 +1,9 @@
-"""Data parallel SFT of a 3B-sized Qwen2.5-VL: rows per second on several GPUs, against as many times those on one.
+"""Data parallel SFT of a 3B-sized Qwen2.5-VL: rows per second on n GPUs, against n times those on one.
 
-Both runs are in this call, on this machine, with the same settings and the same number of rows per GPU and step; the
-baseline is `sft_scaling_4gpu`, with `--gpus 2` it is `sft_scaling_2gpu`. Each run ends by itself or is ended after
-`--timeout` seconds; then the steps before count, and where every process was stands in the log. `--quick` runs the tiny
-model in two processes on a CPU, or on the GPUs that are there.
+One call makes both runs, with the same settings and the same number of rows per GPU and step; the baseline is
+`sft_scaling_4gpu`, with `--gpus 2` it is `sft_scaling_2gpu`. A run that is ended after `--timeout` seconds counts with the
+steps until then, and the log has the stacks of all its processes. `--quick` runs the tiny model in two processes on a CPU,
+or on the GPUs of the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
         chosen = CONFIGURATIONS[options.configuration] if options.configuration else best_settings()
         settings = [*chosen, "--accumulation", str(options.accumulation), "--steps", str(options.steps)]
         settings += ["--warmup", "2"]
-    # torchrun would give one thread each to several processes, and all to one
+    # torchrun would give several processes one thread each, and a single one all threads
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "4")
 
     def measured(processes: int) -> Figures:
@@ -64,7 +64,7 @@ def main() -> None:
         many,
         say,
         measured,
-        # each process reports its own rows; all of them wait for the slowest in every step
+        # each process reports its rows; in every step all of them wait for the slowest
         lambda figures, processes: float(processes * figures["sequences_per_second"]),
         unit=unit,
         seconds="step_seconds",

@@ -1,7 +1,7 @@
-"""Checkpoints of true size with random weights, for machines that can download none; and their screenshots and rows.
+"""Checkpoints of true size with random weights, for machines without downloads; and made screenshots and rows.
 
 A size is `3B` or `7B` (the configurations of Qwen2.5-VL, from inference/architecture.py) or `tiny` (a copy of the source,
-to prove a benchmark's code on a CPU). Tokenizer and processor come from a local checkpoint: its tokens get the first ids,
+to test a benchmark's code on a CPU). Tokenizer and processor come from a local checkpoint: its tokens get the first ids, and
 the rest of the vocabulary is filled, so that every id that a random model writes is a token.
 """
 
@@ -101,10 +101,10 @@ def make_checkpoint(
 ) -> Path:
     """Writes a checkpoint of a size in bf16 (3B: 7.5 GB; a folder in memory, /dev/shm, is quickest); returns the folder.
 
-    What is there already is kept; several processes may want the same.
+    An existing folder is kept; several processes may call this at once.
 
     Args:
-        sharp: as sure of a few tokens as a trained model, whose sampling costs less than that of a flat distribution.
+        sharp: peaked token distributions, as in a trained model; sampling from flat ones costs more.
     """
     if folder.exists():
         return folder
@@ -129,12 +129,12 @@ _WORDS: Final = ("click", "press", "the", "blue", "button", "below", "field", "s
 
 
 def plan_of(draw: np.random.Generator, words: int) -> str:
-    """A made plan of so many words that the tokenizer knows."""
+    """A made plan of `words` words from the tokenizer's vocabulary."""
     return " ".join(_WORDS[i] for i in draw.integers(len(_WORDS), size=words))
 
 
 def models_of(checkpoint: str, **more: Any) -> Models:
-    """One checkpoint in every role; `more`: what differs."""
+    """The same checkpoint in every role; `more` replaces fields."""
     same: dict[str, Any] = {
         "base_planner": checkpoint,
         "base_grounder": checkpoint,
@@ -197,7 +197,7 @@ def tables(size: Size, rows: int, *, seed: int = 0, screens: int = 64) -> tuple[
 
 
 def inputs(folder: Path, steps: pa.Table, dataset: pa.Table) -> dict[str, Any]:
-    """The fields of a training job that reads these tables and works in a folder; nothing is validated."""
+    """The fields of a training job that reads these tables and works in `folder`, without validation during training."""
     for name in ("out", "scratch"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     write_steps(steps, folder / STEPS, ["train"])
@@ -226,9 +226,9 @@ def _picture(draw: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def matmul_rate(device: str = "cuda", size: int = 8192, repetitions: int = 30) -> float:
-    """The card's measured rate of bf16 matrix products of random data, FLOP/s: the median of `repetitions`.
+    """Measured rate of bf16 matrix products of random data, FLOP/s: the median of `repetitions`.
 
-    On a CPU, of float32 and smaller ones: a number to divide by where a benchmark's code is proved.
+    On a CPU: of small float32 ones, only to test a benchmark's code.
     """
     import statistics
     import time

@@ -1,11 +1,11 @@
 """The same tiny training in one process and over several GPUs with DDP, ZeRO-2, ZeRO-3 and FSDP: does it learn the same?
 
 Every run is the job that Dagster starts (`coepg_dagster.resources.worker`), with the placement that an experiment's resources
-give it: SFT of the sandbox's planner, which sees the same rows in every placement, and GRPO of it, whose rollouts are drawn
-anew by every process. Each run ends after `--limit` seconds at the latest. `value` is the largest relative difference of an
-SFT loss from that of one process; weights are compared by how far they moved. `--quick` tries DDP on a CPU, where
-accelerate leaves DeepSpeed and FSDP out. A run that fails is recorded, and the others are tried. On two H200 SFT by DDP ended;
-the run of one process did not begin there, which saw two GPUs then, and ZeRO and FSDP were not reached.
+give it: SFT of the sandbox's planner, which sees the same rows in every placement, and GRPO of it, whose rollouts each process
+samples differently. Each run ends after `--limit` seconds at the latest. `value` is the largest relative difference of an
+SFT loss from that of one process; weights are compared by their change in training. `--quick` runs DDP on a CPU, where
+accelerate does not support DeepSpeed and FSDP. A run that fails is recorded, and the others are tried. On two H200, SFT by DDP
+finished; the run of one process, which saw two GPUs then, did not start, and ZeRO and FSDP were not reached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNIT: Final = "% at most between losses of SFT"
 
 
 def job_of(kind: str, placement: Placement, device: str, folder: Path) -> SftJob | GrpoJob:
-    """SFT or GRPO of the sandbox's planner, the same for every placement but for how rows are shared."""
+    """SFT or GRPO of the sandbox's planner, the same for every placement except how rows are distributed."""
     of_screens = {"sft": lambda: sized.tables("tiny", 96, screens=16), "grpo": lambda: (tiny.train_steps(16),) * 2}
     steps, dataset = of_screens[kind]()
     common: dict[str, Any] = {
@@ -60,12 +60,12 @@ def job_of(kind: str, placement: Placement, device: str, folder: Path) -> SftJob
         return SftJob(**common, role="planner", max_plan_tokens=48, config=sft)
     grpo = Grpo(prompts_per_step=4, group_size=4, micro_batch_size=4, max_steps=2, max_plan_tokens=48, probe_steps=0)
     verifiers = {name: {"model": str(tiny.GROUNDERS[name])} for name in ("verifier_a", "verifier_b")}
-    own = ("base_grounder", str(tiny.GROUNDERS["base_grounder"]))
-    return GrpoJob(**common, own_grounder=own, verifiers=verifiers, config=grpo)
+    grounder = ("base_grounder", str(tiny.GROUNDERS["base_grounder"]))
+    return GrpoJob(**common, own_grounder=grounder, verifiers=verifiers, config=grpo)
 
 
 def ran(job: SftJob | GrpoJob, limit: float) -> dict[str, Any]:
-    """The job in a worker of its own: how it ended, what it logged, how long it took."""
+    """Runs the job in a separate worker; returns its exit code, losses, seconds and figures."""
     folder = job.out.parent
     file, result, log = (folder / name for name in ("job.json", "result.json", "log"))
     file.write_text(job.model_dump_json())
@@ -84,17 +84,17 @@ def ran(job: SftJob | GrpoJob, limit: float) -> dict[str, Any]:
 
 
 def moved(weights: Path) -> dict[str, torch.Tensor]:
-    """How far each tensor is from where training began. Raises ValueError where a saved model has other tensors."""
+    """Change of each tensor in training. Raises ValueError if the saved model has other tensors than the base."""
     after = load_file(weights)
     with safe_open(f"{tiny.PLANNER}/model.safetensors", "pt") as before:
         others = after.keys() ^ set(before.keys())
         if others:
-            raise ValueError(f"saved and base model have not the same tensors: {', '.join(sorted(others))}")
+            raise ValueError(f"saved and base model have different tensors: {', '.join(sorted(others))}")
         return {name: after[name].float() - before.get_tensor(name).float() for name in after}
 
 
 def apart(run: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The cosine of two ways that weights moved, and the difference as a share of the way."""
+    """Cosine of two changes of the weights, and the norm of their difference relative to `alone`."""
     a, b = (torch.cat([way[name].flatten() for name in sorted(alone)]) for way in (run, alone))
     return {
         "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),

@@ -1,6 +1,6 @@
 """A plugin of MS-SWIFT for `benchmarks.grpo_vs_swift`: the three-grounder reward written the obvious way.
 
-Runs in MS-SWIFT's own environment. Notes when each batch of rewards was done, so that the steps can be timed.
+Runs in MS-SWIFT's environment. Records when each batch of rewards was done, so that the steps can be timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swift.template.templates.qwen import Qwen2VLTemplate
 from benchmarks import tiny
 from benchmarks.plain import PlainGrounder, PlainReward
 
-# MS-SWIFT knows the ids of Qwen's published vocabulary only; those of the tiny models, as in their config.json
+# MS-SWIFT has the ids of Qwen's published vocabulary only; the tiny models have others, in their config.json
 IDS = json.loads((tiny.MODELS / "base-planner" / "config.json").read_text())
 Qwen2VLTemplate.image_token_id, Qwen2VLTemplate.video_token_id = IDS["image_token_id"], IDS["video_token_id"]
 

@@ -15,7 +15,7 @@ HEAD = "| Benchmark | Device | Value | Against | Ratio | Commit |\n|---|---|---|
 
 
 def row(facts: Mapping[str, Any]) -> str:
-    """One baseline as a row; without a value, the reason stands in its place."""
+    """One baseline as a table row; without a value, the reason takes its place."""
     against = facts["against"]
     compared = _number(against) if isinstance(against, int | float) else against or "–"
     if what := facts.get("against_what"):

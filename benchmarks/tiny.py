@@ -1,4 +1,4 @@
-"""What the CPU benchmarks share: the embedded benchmark's screens and models, and rollouts of its planner."""
+"""Shared by the CPU benchmarks: the embedded benchmark's screens and models, and rollouts of its planner."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ GROUNDERS: Final = {
 }
 PRIORS: Final = {"base_grounder": 2.0, "verifier_a": 1.0, "verifier_b": 1.0}
 TIMES, PROMPTS = "COEPG_BENCH_TIMES", "COEPG_BENCH_PROMPTS"
-"""How `grpo_vs_swift` tells its plugin, in another process, where to note times and how many prompts there are."""
+"""Environment variables by which `grpo_vs_swift` gives its plugin the file for times and the number of prompts."""
 MAX_PLAN_TOKENS: Final = 48
 MAX_POINT_TOKENS: Final = 12
 
 
 def settings() -> Models:
-    """How the tiny models are asked."""
+    """The tiny models with their prompts and dtype."""
     return Models(
         base_planner=str(MODELS / "base-planner"),
         base_grounder=str(MODELS / "base-grounder"),
@@ -70,18 +70,18 @@ def rollouts(steps: pa.Table, group_size: int, seed: int) -> tuple[list[str], li
 
 
 def train(config: Grpo, steps: pa.Table, seed: int, report: Report) -> None:
-    """GRPO of the base planner with all GROUNDERS, as the sandbox runs it; what it writes is thrown away."""
-    # here, since MS-SWIFT's environment, whose TRL is another, reads this module too
+    """GRPO of the base planner with all GROUNDERS, as the sandbox runs it; its output is deleted."""
+    # imported here: MS-SWIFT's environment, with another TRL, imports this module too
     from benchmarks.sized import inputs
     from coepg_dagster.jobs import GrpoJob
     from coepg_dagster.training.grpo import train_grpo
 
-    own, *others = GROUNDERS
+    trained, *others = GROUNDERS
     with tempfile.TemporaryDirectory(prefix="coepg-bench-") as folder:
         job = GrpoJob(
             **inputs(Path(folder), steps, steps.select(["step_id"])) | {"seed": seed},
             init=PLANNER,
-            own_grounder=(own, str(GROUNDERS[own])),
+            own_grounder=(trained, str(GROUNDERS[trained])),
             verifiers={name: str(GROUNDERS[name]) for name in others},
             models=settings(),
             config=config.model_copy(update={"probe_steps": 0}),
@@ -93,5 +93,5 @@ def train(config: Grpo, steps: pa.Table, seed: int, report: Report) -> None:
 
 
 def one_thread() -> None:
-    """Keeps torch to one thread, as the sandbox's workers are."""
+    """Limits torch to one thread, as in the sandbox's workers."""
     torch.set_num_threads(1)

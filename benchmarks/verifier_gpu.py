@@ -2,11 +2,11 @@
 
     python -m benchmarks.verifier_gpu              # one H100 or H200, 2 to 4 minutes, most of them vLLM's start
     python -m benchmarks.verifier_gpu --compiled   # language model and vision tower compiled: a minute or two more
-    python -m benchmarks.verifier_gpu --quick      # a tiny model on the CPU, to see that it runs; writes nothing
+    python -m benchmarks.verifier_gpu --quick      # a tiny model on the CPU, to test the code; writes nothing
 
-The baseline is written anew after each repetition, so that a run that is cut short leaves what it has.
+The baseline is written anew after each repetition, so that a run that is cut short leaves a partial result.
 
-Each screenshot (1288 × 728) is asked about for 8 plans, 12 tokens each, as GRPO and the verifier pool do. Both ways run in
+Each screenshot (1288 × 728) gets 8 plans, with answers of 12 tokens, as in GRPO and the verifier pool. Both ways run in
 one engine, with the same flags, number of requests in flight and prefix caching, in turns:
 
 - ours: image before plan, the plans of a screenshot one after another (`inference/order.py`), and the screenshot named by a
@@ -22,7 +22,7 @@ prefill of the tokens up to its end, and for each plan the prefill of the plan's
 weight of a matrix and token, plus attention, at the rate at which this card multiplies bfloat16 matrices of the model's own
 shapes, measured in this process.
 
-Needs vLLM, torch and what these need. Weights are dummies: what they cost is real, what they say not.
+Needs vLLM and torch. Weights are random: the cost is real, the answers mean nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide what a model costs; of Qwen2.5-VL-3B by default."""
+    """The sizes that decide a model's cost; by default those of Qwen2.5-VL-3B."""
 
     hidden: int = 2048
     layers: int = 36
@@ -142,7 +142,7 @@ TINY = Shape(128, 2, 4, 2, 256, 1400, 64, 2, 128, (1,))
 
 
 class Bench:
-    """One engine, one workload, and its two orders."""
+    """One engine and one workload in two orders."""
 
     def __init__(
         self, shape: Shape, work: Workload, *, quick: bool, compiled: bool, log: Callable[[str], None]
@@ -160,11 +160,11 @@ class Bench:
         self.llm = self._engine(folder, quick, compiled)
         draw = random.Random(0)
         self.images = [_noise(work.width, work.height, seed) for seed in range(work.screenshots)]
-        # outside of every measured time: once per screenshot, when it is stored
+        # not measured: in the loop this is done once per screenshot, when it is stored
         self.names = [hashlib.sha256(image.tobytes()).hexdigest()[:32] for image in self.images]
         texts = [[draw.randrange(300, 1300) for _ in range(work.plan_tokens - 3)] for _ in range(2000)]
-        self.asked = [(s, texts[draw.randrange(2000)]) for s in range(work.screenshots) for _ in range(work.plans)]
-        self.shuffled = draw.sample(self.asked, len(self.asked))
+        self.requests = [(s, texts[draw.randrange(2000)]) for s in range(work.screenshots) for _ in range(work.plans)]
+        self.shuffled = draw.sample(self.requests, len(self.requests))
 
     def _engine(self, folder: Path, quick: bool, compiled: bool) -> Any:
         from vllm import LLM
@@ -184,7 +184,7 @@ class Bench:
         return LLM(**self.flags)
 
     def run(self, prompts: list[dict[str, Any]], tokens: int) -> dict[str, float]:
-        """Asks everything at once; seconds, of which adding the requests took `adding`, calls/s and hit rate."""
+        """Sends all prompts at once; returns seconds (of which `adding` to add the requests), calls/s and hit rate."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -216,15 +216,15 @@ class Bench:
         }
 
     def ours(self) -> dict[str, float]:
-        order = grouped([s for s, _ in self.asked])
-        return self.run([self._image_first(*self.asked[i]) for i in order], self.work.answer_tokens)
+        order = grouped([s for s, _ in self.requests])
+        return self.run([self._image_first(*self.requests[i]) for i in order], self.work.answer_tokens)
 
     def against(self) -> dict[str, float]:
         return self.run([self._plan_first(s, plan) for s, plan in self.shuffled], self.work.answer_tokens)
 
     def images_only(self) -> dict[str, float]:
-        """Vision tower and prefix alone: one call a screenshot, one token."""
-        return self.run([self._image_first(s, self.asked[0][1][:1]) for s in range(self.work.screenshots)], 1)
+        """Vision tower and prefix alone: one call per screenshot, one token."""
+        return self.run([self._image_first(s, self.requests[0][1][:1]) for s in range(self.work.screenshots)], 1)
 
     def text_only(self) -> dict[str, float]:
         """The prefix alone, as text of the same length."""
@@ -280,11 +280,11 @@ def measured_rate(shapes: list[tuple[int, int, int]], seconds: float) -> float:
             wait()
             yield 4 * flop / (time.perf_counter() - began)
 
-    found, end = [], time.perf_counter() + seconds
+    measured, end = [], time.perf_counter() + seconds
     for rate in rounds():
-        found.append(rate)
-        if time.perf_counter() > end and len(found) > 2:
-            return baseline.median(found[1:])
+        measured.append(rate)
+        if time.perf_counter() > end and len(measured) > 2:
+            return baseline.median(measured[1:])
     raise AssertionError("the rounds never end by themselves")
 
 
@@ -314,7 +314,7 @@ def main() -> None:
 
     first = bench.images_only()
     log(f"first pass, each screenshot preprocessed, encoded and prefilled once: {first}")
-    bench.against()  # its own form of the images goes through the preprocessing too, and every kernel is warm
+    bench.against()  # preprocesses the images in its form too, and warms every kernel
     warm = bench.ours()
     log(f"warm-up of both, not counted: {warm}")
     profile = {"images_only": bench.images_only(), "text_only": bench.text_only(), "first_pass": first}
@@ -334,16 +334,16 @@ def main() -> None:
 
 
 def measured_rates(shape: Shape, *, quick: bool) -> dict[str, float]:
-    """FLOP/s of this device, for matrices of the model's own shapes and for squares of 8192."""
+    """FLOP/s of this device, for matrices of the model's shapes and for squares of 8192."""
     rows = 2048 if quick else 16384
-    own = [
+    of_model = [
         (rows, shape.hidden, 2 * shape.inner),
         (rows, shape.inner, shape.hidden),
         (rows, shape.vision_hidden, 2 * shape.vision_inner),
         (rows, shape.vision_inner, shape.vision_hidden),
     ]
     return {
-        "own": measured_rate(own, 0.2 if quick else 2.0),
+        "model": measured_rate(of_model, 0.2 if quick else 2.0),
         "square": measured_rate([(8192 >> 4 * quick,) * 3], 0.2 if quick else 1.0),
     }
 
@@ -358,9 +358,9 @@ def report(
     *,
     write: bool,
 ) -> None:
-    """Says what the repetitions so far give, and writes it as the baseline."""
+    """Logs the results of the repetitions so far, and writes them as the baseline."""
     work, flop = bench.work, shape.flop(bench.work)
-    possible = rates["own"] / sum(flop.values()) * work.plans
+    possible = rates["model"] / sum(flop.values()) * work.plans
     middle = functools.partial(_median, runs)
     value, against = middle("ours", "calls_per_second"), middle("against", "calls_per_second")
     log(
@@ -369,7 +369,7 @@ def report(
     )
     log(
         f"arithmetic: {sum(flop.values()) / 1e12:.2f} TFLOP a screenshot ({ {k: round(v / 1e12, 2) for k, v in flop.items()} }), "
-        f"{rates['own'] / 1e12:.0f} TFLOP/s in the model's shapes, {rates['square'] / 1e12:.0f} in squares of 8192: "
+        f"{rates['model'] / 1e12:.0f} TFLOP/s in the model's shapes, {rates['square'] / 1e12:.0f} in squares of 8192: "
         f"{possible:.1f} calls/s are possible, ours is {value / possible:.2f} of that"
     )
     if not write:
@@ -395,7 +395,7 @@ def report(
         of_arithmetic_at_square_rate=round(value / (rates["square"] / sum(flop.values()) * work.plans), 4),
         arithmetic={
             "TFLOP per screenshot": {name: round(part / 1e12, 4) for name, part in flop.items()},
-            "TFLOP/s, matrices of the model's shapes": round(rates["own"] / 1e12, 1),
+            "TFLOP/s, matrices of the model's shapes": round(rates["model"] / 1e12, 1),
             "TFLOP/s, squares of 8192": round(rates["square"] / 1e12, 1),
             "calls per second possible": round(possible, 2),
         },

@@ -30,24 +30,24 @@ def build(
 ) -> dg.Definitions:
     """Every experiment below `experiments/FOLDER` of the project, with all its seeds.
 
-    A file that cannot be used costs its own experiment: it stands in the asset graph with the reason, in the group LEFT_OUT.
+    A file that cannot be used leaves out only its experiment; the group LEFT_OUT of the asset graph shows the reason.
 
     Args:
         makers: the functions that make the artifacts of the loop.
-        resources: in place of those that are there by default, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
+        resources: replace the default ones, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
         nightly, weekly: when the schedules run (cron, UTC), once they are turned on.
-        seconds: between two looks of a sensor, once it is turned on.
+        seconds: between two ticks of a sensor, once it is turned on.
     """
     # asset checks per partition are in preview; the version range in pyproject.toml guards against changes
     warnings.filterwarnings("ignore", category=dg.PreviewWarning)
-    found = project.experiments(folder)
-    experiments = found.values()
+    files = project.experiments(folder)
+    experiments = files.values()
     loops = [Loop(experiment, seed, project.root) for experiment in experiments for seed in experiment.seeds]
     artifacts = dg.Definitions(
         assets=[
             *(asset for experiment in experiments for asset in shared_assets(experiment, project.root, makers)),
             *(asset for loop in loops for asset in loop_assets(loop, makers)),
-            *(left_out(name, why) for name, why in found.left_out.items()),
+            *(left_out(name, why) for name, why in files.left_out.items()),
         ],
         asset_checks=[record_checks(loop) for loop in loops],
         sensors=[alert(seconds)],

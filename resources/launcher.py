@@ -1,8 +1,8 @@
-"""Runs a job in a process of its own and brings its progress into the run's log.
+"""Runs a job in its own process and writes its progress into the run's log.
 
-Dagster Pipes carries the messages; the process is ours to end: it gets its own process group, and when the run is cancelled
-the whole group is told to stop, given time, and killed, so that no grandchild keeps a GPU. Where the run's process is killed
-outright, the worker notices that its parent is gone and ends its group itself.
+Dagster Pipes transports the messages. The process leads its own group: when the run is cancelled, the whole group gets a
+signal, time to stop, and is killed, so that no grandchild keeps a GPU. If the run's process itself is killed, the worker
+notices that its parent is gone and ends its group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended,
 
 
 def job_environment(threads: int) -> dict[str, str]:
-    """The environment of a job: this process's, and what makes it repeatable.
+    """The environment of a job: this process's, plus variables that make it repeatable.
 
     Args:
         threads: CPU threads of the process (more than 1 slows tiny models on few cores).
@@ -51,16 +51,16 @@ def run_process(
     grace_seconds: float = GRACE_SECONDS,
     module: str = worker.MODULE,
 ) -> dict[str, Any]:
-    """The figures of a job that runs in a process of its own.
+    """Runs a job in its own process; returns {"figures", "device", "seconds"}.
 
-    Raises dg.Failure: why it ended in the first paragraph, then the end of its output.
+    Raises dg.Failure: the reason in the first paragraph, then the end of the job's output.
 
     Args:
         root: the project, from which relative paths start.
         env: its environment (`job_environment`).
         timeout_minutes: a job that takes longer is ended.
         grace_seconds: how long its processes have after SIGINT, and again after SIGTERM.
-        module: what Python runs, with the files of the job and of its result as arguments.
+        module: run by Python with two arguments, the files of the job and of its result.
     """
     file, result, log, words = (
         job.scratch / name for name in ("job.json", "result.json", "worker.log", "last_words.txt")
@@ -68,7 +68,7 @@ def run_process(
     file.write_text(job.model_dump_json())
     for left in (result, words):
         left.unlink(missing_ok=True)
-    written = log.stat().st_size if log.exists() else 0  # by attempts before this one
+    written = log.stat().st_size if log.exists() else 0  # by earlier attempts
     with dg.open_pipes_session(
         context,
         context_injector=dg.PipesTempFileContextInjector(),
@@ -91,11 +91,11 @@ def run_process(
         if code is None:
             why = (
                 f"{context.asset_key.to_user_string()} took more than {timeout_minutes:g} minutes: raise `timeout_minutes` "
-                f"of its resource, or look for what hangs in {log}\n\n"
+                f"of its resource, or see in {log} what hangs\n\n"
             )
         else:
-            said, how = words_left(words), f"the worker {ended(code)}"
-            why = f"{said}\n\n{how}. " if said else f"{how}\n\n"
+            reason, how = words_left(words), f"the worker {ended(code)}"
+            why = f"{reason}\n\n{how}. " if reason else f"{how}\n\n"
         raise dg.Failure(f"{why}The end of {log}:\n{tail(log, start=written)}", allow_retries=False)
     figures: dict[str, Any] = json.loads(result.read_text())
     return figures

@@ -1,6 +1,6 @@
 """The driver of a job on a Ray cluster: `python -m coepg_dagster.resources.ray_worker JOB.json RESULT.json`.
 
-It runs where Dagster's step runs, and its process group is ended like any job's; Ray ends what it started with it.
+It runs on the machine of Dagster's step, and its process group is ended like any job's; Ray then ends its workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADDRESS: Final = "COEPG_RAY_ADDRESS"
 
 
 def main(job_file: Path, result_file: Path) -> None:
-    """Runs the job of `job_file` on the cluster, tells Dagster how far it is, and leaves its figures in `result_file`."""
+    """Runs the job of `job_file` on the cluster, reports its progress to Dagster, and writes its figures to `result_file`."""
     end_with_parent()
     job = parse_job(job_file.read_text())
     with open_dagster_pipes() as pipes:

@@ -1,7 +1,7 @@
-"""The three resources of the loop: `sft`, `grpo_cdrem` and `regeneration`.
+"""The resources of the loop: `sft`, `grpo_cdrem`, `regeneration`, and `engines` for vLLM.
 
-Each says where its processes run (launcher, device, limits) and may replace hyper-parameters of the experiment file for one
-run, from the Launchpad. What is left empty is as the experiment file says; what was used is in the metadata.
+The first three say where processes run (launcher, device, limits) and may replace hyper-parameters of the experiment file
+for one run, from the Launchpad. An empty field is as in the experiment file; the metadata show what was used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     launcher: Literal["subprocess", "ray"] = Field(
         default="subprocess",
-        description="How a job's process is started: here, or on a Ray cluster that sees the same paths.",
+        description="Where a job's process is started: on this machine, or on a Ray cluster that sees the same paths.",
     )
     ray_address: str = Field(
         default="auto",
@@ -46,12 +46,12 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
     grace_seconds: float = Field(
         default=20,
         gt=0,
-        description="How long a cancelled job has to save and leave, first after SIGINT, then after SIGTERM. Give training "
+        description="How long a cancelled job has to save and end, first after SIGINT, then after SIGTERM. Give training "
         "of a large model the time of an optimizer step and of a checkpoint.",
     )
 
     def placement(self, kind: type[Job]) -> dict[str, Any]:
-        """The fields of a job of `kind` that say where it runs, and change nothing of its result."""
+        """The fields of a job of `kind` that say where it runs; they do not change its result."""
         return {"processes": self.processes} if issubclass(kind, ChunkedJob) else {}
 
     def launch(self, context: dg.AssetExecutionContext, job: Job, root: Path) -> dict[str, Any]:
@@ -75,9 +75,9 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
         return checked(type(config), config.model_dump() | replaced, f"resource of {type(config).__name__}")
 
     def overrides(self) -> dict[str, Any]:
-        """What this resource replaces of the experiment file, by field."""
-        own = sorted(set(type(self).model_fields) - set(Training.model_fields))
-        return {name: getattr(self, name) for name in own if getattr(self, name) is not None}
+        """Field → value that this resource replaces in the experiment file."""
+        settings = sorted(set(type(self).model_fields) - set(Training.model_fields))
+        return {name: getattr(self, name) for name in settings if getattr(self, name) is not None}
 
 
 class Training(Processes):
@@ -90,19 +90,19 @@ class Training(Processes):
     )
     strategy: Strategy = Field(
         default="ddp",
-        description="What each of them holds. `ddp`: everything; `zero2`, `zero3`: DeepSpeed, a part of the optimizer's state, "
-        "and of the weights; `fsdp`: as `zero3`, by torch.",
+        description="What each process holds. `ddp`: everything; `zero2`: a part of the optimizer's state (DeepSpeed); `zero3`: "
+        "a part of the weights too; `fsdp`: as `zero3`, by torch.",
     )
     save_every: int = Field(
         default=50,
         ge=0,
-        description="Optimizer steps between two checkpoints, from which a killed run continues. 0: only when it is told to "
-        "leave.",
+        description="Optimizer steps between two checkpoints, from which a killed run continues. 0: only when it is "
+        "cancelled.",
     )
     on_anomaly: OnAnomaly = Field(
         default="stop",
-        description="When groups have no spread, reward, KL or loss run away, or memory creeps up. `stop`: saves, ends, and says "
-        "what to change; `warn`: says it and goes on. A loss that is no number always ends training.",
+        description="When groups have no spread, reward, KL or loss run away, or memory grows steadily. `stop`: saves, ends, and "
+        "says what to change; `warn`: logs that and continues. A loss that is not a number always ends training.",
     )
 
     @model_validator(mode="after")
@@ -122,7 +122,7 @@ class Training(Processes):
 
 
 def _overridable(base: type[Processes], config: type[Strict], *decided: str) -> Any:
-    """`base` with a field for each setting of `config`, but for those that are `decided` before a run starts."""
+    """`base` with a field for each setting of `config`, except those that are `decided` before a run starts."""
     fields: dict[str, Any] = {
         name: (_in_launchpad(field.annotation), Field(None, description=f"{field.description}. {AS_WRITTEN}"))
         for name, field in config.model_fields.items()
@@ -132,7 +132,7 @@ def _overridable(base: type[Processes], config: type[Strict], *decided: str) -> 
 
 
 def _in_launchpad(annotation: Any) -> Any:
-    """A setting's type as Dagster takes it where it may be empty; the experiment's own type is checked by `resolve`."""
+    """A setting's type as an optional Dagster field; `resolve` checks the value against the experiment's type."""
     kind = annotation
     if NoneType in get_args(annotation):
         (kind,) = set(get_args(annotation)) - {NoneType}
@@ -178,10 +178,10 @@ def _engine_field(name: str) -> str:
 
 
 class EnginesResource(_engines()):  # type: ignore[misc]
-    """How vLLM runs on this machine, where an experiment asks for it (`models.engine`, or a pool member's `engine`)."""
+    """How vLLM runs on this machine, if an experiment uses it (`models.engine`, or a pool member's `engine`)."""
 
     def serving(self) -> Serving:
-        """The same, as jobs know it."""
+        """The settings as jobs take them."""
         return Serving(**{name: getattr(self, _engine_field(name)) for name in Serving.model_fields})
 
 

@@ -1,9 +1,9 @@
 """Processes that start with the heavy libraries already imported.
 
 Importing torch, transformers and TRL costs a worker some eight seconds of CPU, and an iteration has six workers. So the
-first job of a run starts a server that imports them once, and every job is a fork of it: a process of its own, in its own
-session, with its own environment, which nothing ran in before. The server touches no device, and it ends with the process
-that started it. A job that starts jobs itself, such as `coepg evolve` in a study, gets a server forked from this one.
+first job of a run starts a server that imports them once, and every job is a fresh fork of it, in its own session and with
+its own environment. The server uses no device, and it ends with the process that started it. A job that starts jobs
+itself, such as `coepg evolve` in a study, gets a server forked from this one.
 (`multiprocessing.forkserver` would import the caller's main module into every job.)
 """
 
@@ -39,17 +39,17 @@ IMPORTED: Final = [
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
 ]
-"""What every job needs; a module that is missing fails in the job that needs it."""
+"""Imported for every job; a missing module fails in the job that needs it."""
 IMPORTED_TO_START_JOBS: Final = [
     "coepg_dagster.assets.evolve",
     "coepg_dagster.assets.build",
     "coepg_dagster.assets.loop",
 ]
-"""What `coepg evolve` needs besides; not its definitions, which belong to one project."""
+"""Imported for `coepg evolve` as well; its definitions are not, since they belong to one project."""
 
 
 class WarmServer:
-    """The server at the other end of `channel`."""
+    """Client of the server at the other end of `channel`."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel
@@ -85,28 +85,28 @@ class WarmServer:
                 else:
                     self._codes[pid] = code
                 self._changed.notify_all()
-        with self._changed:  # who waits must not wait for ever
+        with self._changed:  # wakes up all that wait
             self._gone = True
             self._changed.notify_all()
 
 
 def start_server(env: Mapping[str, str]) -> WarmServer:
-    """A server that begins with nothing imported."""
+    """Starts a server in a new Python process, which imports IMPORTED."""
     ours, theirs = socket.socketpair()
     with theirs:
-        # not killed by a Ctrl-C that is meant for us: we end its jobs politely, then it ends with us
+        # its own session: a Ctrl-C reaches only us; we end its jobs, then it ends with us
         server = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *IMPORTED],
             env=dict(env),
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    atexit.register(server.kill)  # it would notice by itself, but not while it imports
+    atexit.register(server.kill)  # it notices that we are gone, but not while it imports
     return WarmServer(ours)
 
 
 def fork_server() -> WarmServer:
-    """A server with all that this process has imported; only for a process that has one thread."""
+    """Forks a server with all that this process has imported. Only for a process with one thread."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     if _fork() == 0:
@@ -125,11 +125,11 @@ class WarmProcess:
     """`python -m MODULE ARGUMENTS` as the leader of its own session, forked from this process's server.
 
     Args:
-        env: the process's whole environment. What is read while libraries load (PYTHONHASHSEED, OMP_NUM_THREADS) is
-            that of the first process.
-        output: where its standard output and error are appended.
-        errors: where its standard error is appended instead.
-        starts_jobs: it gets a server of its own at once, with all that this one has imported.
+        env: the process's whole environment. Variables that are read while libraries load (PYTHONHASHSEED,
+            OMP_NUM_THREADS) keep the values of the first process.
+        output: file to which its standard output and error are appended.
+        errors: file for its standard error instead.
+        starts_jobs: it gets a server of its own at once, with all that this server has imported.
     """
 
     def __init__(
@@ -162,39 +162,38 @@ class WarmProcess:
         return self._server.code(self.pid, 0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it is there. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Waits for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         code = self._server.code(self.pid, timeout)
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends it to the process alone, unless that has ended."""
+        """Sends a signal to the process, not to its group, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def _fork() -> int:
-    """os.fork(). The threads that Python 3.12 warns of here are those of numpy and pyarrow, which prepare for a fork."""
+    """os.fork(). Python 3.12 warns of the threads of numpy and pyarrow, which are safe: both prepare for a fork."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         return os.fork()
 
 
 def serve(channel: socket.socket, parent: int, imported: Sequence[str]) -> None:
-    """Forks a process for each job that comes in, and reports its exit code, until `parent`, who asks for them, is gone."""
+    """Forks a process for each job from `channel` and reports its exit code, until the process `parent` is gone."""
     load(imported)
-    gc.freeze()  # what was imported is never garbage: a fork that collects looks at its own objects, and shares the pages
+    gc.freeze()  # a fork that collects garbage skips what was imported, so that its memory stays shared
     children: set[int] = set()
     waiting = b""
     while True:
         ready, _, _ = select.select([channel], [], [], 0.05 if children else None)
         if ready:
             received = channel.recv(1 << 16)
-            if (
-                not received or os.getppid() != parent
-            ):  # gone, perhaps while we imported: what it asked for is not started
-                return  # jobs notice by themselves that their parent is gone
+            # the parent is gone, perhaps while we imported: start nothing; running jobs notice it themselves
+            if not received or os.getppid() != parent:
+                return
             *lines, waiting = (waiting + received).split(b"\n")
             for line in lines:
                 job = json.loads(line)
@@ -208,7 +207,7 @@ def serve(channel: socket.socket, parent: int, imported: Sequence[str]) -> None:
                         os.close(descriptor)
                     run(**job)
                 os.close(led)
-                os.read(leads, 1)  # returns when it leads its group: from then on the group can be ended
+                os.read(leads, 1)  # returns when the fork leads its group, which can be ended from then on
                 os.close(leads)
                 children.add(pid)
                 channel.sendall(json.dumps(["started", pid, 0]).encode() + b"\n")
@@ -220,7 +219,7 @@ def serve(channel: socket.socket, parent: int, imported: Sequence[str]) -> None:
 
 
 def load(names: Sequence[str]) -> None:
-    """Imports what there is of `names`."""
+    """Imports those of the modules `names` that exist."""
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -235,7 +234,7 @@ def run(
     errors: str,
     starts_jobs: bool,
 ) -> None:
-    """Makes this fork what `python -m MODULE` would be, and ends with its exit code."""
+    """Turns this fork into `python -m MODULE ARGUMENTS`, and ends with its exit code."""
     code = 1
     try:
         for descriptor, path in ((1, output), (2, errors)):
@@ -247,11 +246,11 @@ def run(
         os.chdir(cwd)
         time.tzset()
         if starts_jobs:
-            from coepg_dagster.resources import warm  # this module as others know it: here it is `__main__`
+            from coepg_dagster.resources import warm  # under its real name: here it is `__main__`
 
             warm._server = fork_server()
             end_with_parent()
-        if torch := sys.modules.get("torch"):  # where it is not loaded yet, it reads the variable
+        if torch := sys.modules.get("torch"):  # not loaded yet: it will read the variable
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         sys.argv = [module, *arguments]
         with last_words():
@@ -273,4 +272,4 @@ def run(
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as opened:
         serve(opened, int(sys.argv[2]), sys.argv[3:])
-    os._exit(0)  # what was imported takes its time to tidy up
+    os._exit(0)  # skips the slow clean-up of imported libraries

@@ -24,9 +24,9 @@ REPORT_EVERY_SECONDS = 2.0
 
 
 def main(job_file: Path, result_file: Path) -> None:
-    """Runs the job of `job_file`, tells Dagster how far it is, and leaves its figures in `result_file`.
+    """Runs the job of `job_file`, reports its progress to Dagster, and writes its figures to `result_file`.
 
-    Training in several processes starts this module once more in each; the first of them reports and leaves the figures.
+    Training in several processes starts this module again in each; the first of them reports and writes the figures.
     """
     end_with_parent()
     job = read_job(job_file)
@@ -60,7 +60,7 @@ def _report(job: Job, result_file: Path) -> None:
 
 
 class Reporter:
-    """Writes `12/40 reward=0.53` lines into the run's log, at most one every two seconds, and the last one always."""
+    """Writes lines like `12/40 reward=0.53` into the run's log: at most one every two seconds, and always the last one."""
 
     def __init__(self, pipes: PipesContext) -> None:
         self._pipes, self._last = pipes, -REPORT_EVERY_SECONDS

@@ -52,7 +52,7 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
             ("/light/s1/%2fetc/hostname", "there is no"),
             ("/light/s1/a%00b", "there is no"),
             ("/light/s1/.made/lineage.html", "no page"),
-            ("/light/s1/trace.html", "a trace is asked for as"),
+            ("/light/s1/trace.html", "give a trace as"),
             ("/light/s9/index.html", "no such seed"),
         ):
             status, body, _ = ask(path)

@@ -76,7 +76,7 @@ def test_pools_have_their_slots_back_afterwards(study: InProcess) -> None:
 
 
 def test_two_at_once_are_refused(study: InProcess) -> None:
-    with one_at_a_time(study.project), pytest.raises(ExperimentError, match="another `coepg reproduce` goes on here"):  # noqa: SIM117
+    with one_at_a_time(study.project), pytest.raises(ExperimentError, match="`coepg reproduce` is running here"):  # noqa: SIM117
         with one_at_a_time(study.project):
             raise AssertionError("it was let in")
 
