@@ -29,7 +29,7 @@ def write_candidates(
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
     rows = []
     for label, task, samples in zip(labels, tasks, plans, strict=True):
-        asked = short_hash(json.dumps(task.messages(planner.style)).encode())
+        prompt_hash = short_hash(json.dumps(task.messages(planner.style)).encode())
         for sample, plan in enumerate(samples):
             answer = plan.answer
             rows.append(
@@ -44,7 +44,7 @@ def write_candidates(
                     "value": answer and answer.value,
                     "gate": gate_of(answer, label["action_type"], label["value"]),
                     "duplicate_of": None,
-                    "prompt_hash": asked,
+                    "prompt_hash": prompt_hash,
                     "sampling_seed": seed,
                 }
             )
@@ -62,9 +62,10 @@ def jaccard(a: frozenset[str], b: frozenset[str]) -> float:
 
 
 def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
-    """The table with `duplicate_of` set, among the plans of a step that passed the gate, in the order of the table.
+    """The table with `duplicate_of` set: the first plan of the same step, in table order, that is the same.
 
-    Two plans are one if their token sets are equal or their Jaccard index exceeds `similar`.
+    Only plans that passed the gate are compared. Two are the same if their token sets are equal or their Jaccard index
+    exceeds `similar`.
     """
     seen: dict[str, list[tuple[str, frozenset[str]]]] = {}
     marks: list[str | None] = []
@@ -83,7 +84,7 @@ def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
 def pool_members(open_members: Mapping[str, Member], trained: Mapping[str, Member]) -> dict[str, Member]:
     """The members of a pool by name: open models, then trained ones, newest first.
 
-    Raises ExperimentError on a name used twice.
+    Raises ExperimentError if two members have the same name.
     """
     both = set(open_members) & set(trained)
     if both:

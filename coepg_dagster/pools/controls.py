@@ -1,7 +1,7 @@
-"""Controls that keep the numbers of D_k honest: plan shuffle, leaks, boxes, blank screens, legible targets.
+"""Controls of the numbers of D_k: plan shuffle, leaks, boxes, blank screens, legible targets.
 
-The plan shuffle asks each verifier about a screen with another step's plan. A verifier that reads the plan finds the screen's
-own target then about as often as by chance; one that hits anyway verifies nothing.
+The plan shuffle gives each verifier a screen with another step's plan. A verifier that reads the plan then hits the target of
+that screen about as often as by chance. One that hits it more often ignores the plan, and verifies nothing.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from coepg_dagster.steps import CANDIDATE_SCHEMA, short_hash
 TRAIN_ONLY, HAS_ROWS, NO_LEAK = "train_split_only", "has_rows", "no_test_steps"
 BOXES_INSIDE, NOT_BLANK = "boxes_inside_screens", "screens_not_blank"
 BLOCKING: Final = (TRAIN_ONLY, HAS_ROWS, NO_LEAK, BOXES_INSIDE, NOT_BLANK)
-"""The checks of D_k without which training on it would be wrong."""
+"""The checks of D_k that must pass before anything is trained on it."""
 
 
-def shuffled(asked: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa.Table:
-    """Up to `pairs` candidates (CANDIDATE_SCHEMA), each shuffled to the screen of a step that it was not written for.
+def shuffled(candidates: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa.Table:
+    """Up to `pairs` candidates (CANDIDATE_SCHEMA), each given the screen of a step that it was not written for.
 
-    `step_id` names that screen, which has a target and the size of the plan's own; the two are of different episodes, and
-    none of the screen's own plans says the same as this one (`similar`, as for duplicates). Deterministic: by hashes of names.
+    `step_id` becomes that of the other screen. It has a target, the size of the screen that the plan was written for, and is
+    of another episode. No plan written for it says the same as this one (`similar`, as for duplicates). The choice is
+    deterministic: by hashes of names.
     """
     about = {
         row["step_id"]: row
         for row in steps.select(["step_id", "episode_id", "width", "height", "boxes"]).to_pylist()
         if row["boxes"]
     }
-    rows = [row for row in asked.to_pylist() if row["step_id"] in about]
+    rows = [row for row in candidates.to_pylist() if row["step_id"] in about]
     rows.sort(key=lambda row: hashlib.sha256(row["candidate_id"].encode()).digest())
-    own: dict[str, list[frozenset[str]]] = defaultdict(list)
+    plans: dict[str, list[frozenset[str]]] = defaultdict(list)
     for row in rows:
-        own[row["step_id"]].append(plan_tokens(row["plan"]))
+        plans[row["step_id"]].append(plan_tokens(row["plan"]))
     same_size: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for step_id in own:  # in the order of the hashes, so a screen and the plans shuffled to it have nothing in common
+    for step_id in plans:  # in the order of the hashes, so a screen and the plans shuffled to it have nothing in common
         same_size[about[step_id]["width"], about[step_id]["height"]].append(step_id)
     shuffled = []
     for i, row in enumerate(rows):
@@ -53,7 +54,7 @@ def shuffled(asked: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa
             screen = screens[(i + 1 + j) % len(screens)]
             if about[screen]["episode_id"] == here["episode_id"]:
                 continue
-            if all(tokens != other and jaccard(tokens, other) <= similar for other in own[screen]):
+            if all(tokens != other and jaccard(tokens, other) <= similar for other in plans[screen]):
                 shuffled.append(row | {"step_id": screen})
                 break
         if len(shuffled) == pairs:
@@ -62,23 +63,23 @@ def shuffled(asked: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa
 
 
 def shuffle_rates(verdicts: pa.Table, shuffled: pa.Table, steps: pa.Table) -> dict[str, dict[str, Any]]:
-    """Per verifier, in per cent of its answered shuffled pairs: `own`, `shuffled`, `chance`; and the number of `pairs`.
+    """Verifier → `pairs`, the number of shuffled pairs that it answered, and in per cent of them `own`, `shuffled`, `chance`.
 
-    own: it finds the target of the plan's own step. shuffled: it finds the target of the other screen, given this plan.
-    chance: where it points for this plan on the plan's own screen, laid over the other screen, hits that one's target.
+    own: on the screen that the plan was written for, it hits the target. shuffled: on the other screen, given this plan, it
+    hits that one's target. chance: its point on the plan's screen, laid over the other screen, lies in that one's target.
     """
     boxes = dict(zip(steps["step_id"].to_pylist(), steps["boxes"].to_pylist(), strict=True))
     real = {(row["verifier"], row["candidate_id"]): row for row in verdicts.to_pylist() if row["failure"] is None}
     counts: dict[str, list[tuple[bool, bool, bool]]] = defaultdict(list)
     for row in shuffled.to_pylist():
-        own = real.get((row["verifier"], row["candidate_id"]))
-        if own is None or row["failure"] is not None:
+        unshuffled = real.get((row["verifier"], row["candidate_id"]))
+        if unshuffled is None or row["failure"] is not None:
             continue
-        lucky = own["x"] is not None and any(
-            Box(x1, y1, x2, y2, Space.ORIGINAL).contains(Point(own["x"], own["y"], Space.ORIGINAL))
+        lucky = unshuffled["x"] is not None and any(
+            Box(x1, y1, x2, y2, Space.ORIGINAL).contains(Point(unshuffled["x"], unshuffled["y"], Space.ORIGINAL))
             for x1, y1, x2, y2 in boxes[row["step_id"]]
         )
-        counts[row["verifier"]].append((own["hit"], row["hit"], lucky))
+        counts[row["verifier"]].append((unshuffled["hit"], row["hit"], lucky))
     return {
         name: {
             "pairs": len(rows),
@@ -92,7 +93,12 @@ def shuffle_rates(verdicts: pa.Table, shuffled: pa.Table, steps: pa.Table) -> di
 
 
 def dataset_checks(rows: pa.Table, steps: pa.Table, train_split: str, config: Quality) -> dict[str, str | None]:
-    """Each of BLOCKING → None, or what is wrong with D_k (DATASET_SCHEMA). `steps` are those of every split."""
+    """Each check of BLOCKING → None, or what is wrong with D_k.
+
+    Args:
+        rows: D_k (DATASET_SCHEMA).
+        steps: the steps of all splits.
+    """
     covered = set(rows["step_id"].to_pylist())
     names = ["step_id", "episode_id", "split", "goal", "width", "height", "boxes"]
     about = {row["step_id"]: row for row in steps.select(names).to_pylist()}
@@ -109,7 +115,7 @@ def dataset_checks(rows: pa.Table, steps: pa.Table, train_split: str, config: Qu
 def _leak(
     rows: pa.Table, steps: pa.Table, about: Mapping[str, Mapping[str, Any]], train_split: str, config: Quality
 ) -> str | None:
-    """By every id that a benchmark has: step (TRAIN_ONLY), episode, and what is shown and asked."""
+    """Training rows that share an episode, or goal and screenshot, with another split (TRAIN_ONLY compares the steps)."""
     others = steps.filter(pc.not_equal(steps["split"], train_split))
     episodes = set(others["episode_id"].to_pylist())
     leaked = sorted({s for s in rows["step_id"].to_pylist() if s in about and about[s]["episode_id"] in episodes})
@@ -158,7 +164,7 @@ def _blank(covered: set[str], steps: pa.Table, config: Quality) -> str | None:
 
 
 def _too_many(bad: list[str], of: pa.Table, at_most: float, what: str) -> str | None:
-    """What to say where more than `at_most` per cent of the steps of a table are bad."""
+    """The message if more than `at_most` per cent of the steps of a table are bad, else None."""
     steps = len(set(of["step_id"].to_pylist()))
     if not bad or 100 * len(bad) <= at_most * steps:
         return None
@@ -168,13 +174,13 @@ def _too_many(bad: list[str], of: pa.Table, at_most: float, what: str) -> str | 
 def smallest_targets(
     rows: pa.Table, steps: pa.Table, resizes: Sequence[tuple[int, int, int]]
 ) -> dict[tuple[str, tuple[float, ...]], float]:
-    """(step, target) of each row with a box → its smaller side in px, as the coarsest of the verifiers sees it.
+    """(step, target) of each row with a box → its smaller side in px of the verifiers' coarsest resized image.
 
     `resizes` are (factor, min_pixels, max_pixels) of the verifiers' image processors.
     """
     columns = (steps[name].to_pylist() for name in ("step_id", "width", "height"))
     sizes = {step_id: Size(width, height) for step_id, width, height in zip(*columns, strict=True)}
-    found: dict[tuple[str, tuple[float, ...]], float] = {}
+    sides: dict[tuple[str, tuple[float, ...]], float] = {}
     scales: dict[Size, tuple[float, float]] = {}
     for step_id, box in zip(rows["step_id"].to_pylist(), rows["box"].to_pylist(), strict=True):
         if box is None or step_id not in sizes:
@@ -184,5 +190,5 @@ def smallest_targets(
             seen = [smart_resize(size, factor=f, min_pixels=low, max_pixels=high) for f, low, high in resizes]
             scales[size] = (min(s.width for s in seen) / size.width, min(s.height for s in seen) / size.height)
         across, down = scales[size]
-        found[step_id, tuple(box)] = min((box[2] - box[0]) * across, (box[3] - box[1]) * down)
-    return found
+        sides[step_id, tuple(box)] = min((box[2] - box[0]) * across, (box[3] - box[1]) * down)
+    return sides

@@ -1,4 +1,4 @@
-"""How good D_k is: purity, diversity, coverage (Fig. 6), how far the verifiers agree, what changed since D_{k-1}."""
+"""The quality of D_k: purity, diversity, coverage (Fig. 6), agreement of the verifiers, changes since D_{k-1}."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Regenerated:
-    """D_k with what it was chosen from: the training steps, the tables of both pools, the rule, and who votes in every k."""
+    """D_k and what it was chosen from: the training steps, the tables of both pools, the rule, and the open verifiers."""
 
     steps: pa.Table
     candidates: pa.Table
@@ -46,10 +46,10 @@ class Regenerated:
 
 
 def verified_candidates(of: Regenerated) -> pd.DataFrame:
-    """The candidates for steps with a target, with `step_id`, `episode_id`, `planner`, and in three columns of booleans:
+    """The candidates for steps with a target: `step_id`, `episode_id`, `planner` and three columns of booleans.
 
-    `verified` by the whole pool, `verified_open` by the open verifiers alone, and `first`, which repeats no plan before it.
-    A duplicate is as verified as the plan that it repeats; what the gate stopped is not.
+    `verified`: by the whole pool. `verified_open`: by the open verifiers alone. `first`: it repeats no plan before it. A
+    duplicate counts as verified if the plan that it repeats does; a plan that the gate stopped never does.
     """
     answered = of.verdicts.filter(pc.is_null(of.verdicts["failure"]))
     votes = answered.select(["candidate_id", "verifier", "hit"]).to_pandas()
@@ -61,12 +61,12 @@ def verified_candidates(of: Regenerated) -> pd.DataFrame:
     with_target = of.steps.filter(pc.greater(pc.list_value_length(of.steps["boxes"]), 0))
     columns = ["candidate_id", "step_id", "planner", "gate", "duplicate_of"]
     plans: pd.DataFrame = of.candidates.select(columns).to_pandas()
-    found = plans.merge(with_target.select(["step_id", "episode_id"]).to_pandas(), on="step_id")
-    original, passed = found["duplicate_of"].fillna(found["candidate_id"]), found["gate"] == GATE_PASSED
-    return found.assign(
+    rows = plans.merge(with_target.select(["step_id", "episode_id"]).to_pandas(), on="step_id")
+    original, passed = rows["duplicate_of"].fillna(rows["candidate_id"]), rows["gate"] == GATE_PASSED
+    return rows.assign(
         verified=passed & original.isin(verified(votes)),
         verified_open=passed & original.isin(verified(votes[votes["verifier"].isin(of.open_verifiers)])),
-        first=found["duplicate_of"].isna(),
+        first=rows["duplicate_of"].isna(),
     )
 
 
@@ -74,13 +74,13 @@ def by_episode(of: Regenerated) -> dict[str, ByEpisode]:
     """The measures of Fig. 6 by episode, rates in per cent.
 
     - purity: verified / generated, over plans for steps with a target.
-    - purity_open: the same by the open verifiers' votes only, which are the same in every iteration: purity by the
-      current pool also rises when its members become lenient (COEPG.md, ambiguity t). Not there where not all of them voted.
+    - purity_open: the same by the votes of the open verifiers, which are the same in every iteration; purity by the
+      current pool also rises when its members become lenient (COEPG.md, ambiguity t). Left out if not all of them voted.
     - diversity: mean number of different verified plans per covered step, before the cap.
     - coverage: share of the training steps that have a row in D_k.
     """
-    found = verified_candidates(of)
-    unique = found[found["first"] & found["verified"]]
+    rows = verified_candidates(of)
+    unique = rows[rows["first"] & rows["verified"]]
     steps = of.steps.select(["step_id", "episode_id"]).to_pandas()
     names = sorted(steps["episode_id"].unique())
 
@@ -91,8 +91,8 @@ def by_episode(of: Regenerated) -> dict[str, ByEpisode]:
 
     per_step = unique.groupby(["step_id", "episode_id"]).size().reset_index(name="plans")
     measures = {
-        "purity": share(found["verified"], found),
-        "purity_open": share(found["verified_open"], found),
+        "purity": share(rows["verified"], rows),
+        "purity_open": share(rows["verified_open"], rows),
         "diversity": share(per_step["plans"], per_step, 1),
         "coverage": share(steps["step_id"].isin(of.dataset["step_id"].to_pylist()), steps),
     }
@@ -111,27 +111,27 @@ def data_quality(
 ) -> dict[str, Any]:
     """Named measures of one iteration's data, rates in per cent.
 
-    - purity, purity_open, diversity, coverage: of `by_episode`, over all of them; None where nothing was counted.
-    - type_accuracy, value_accuracy: plans with the label's type, of those that could be read; with its value, of those with
-      its type on steps that take a value.
+    - purity, purity_open, diversity, coverage: those of `by_episode`, over all episodes; None where nothing was counted.
+    - type_accuracy: share of the parsed plans that have the label's type. value_accuracy: of those with the label's type, on
+      steps that take a value, the share with its value.
     - diversity_kept: mean number of rows of D_k per covered step.
-    - plans: `raw` (generated), `distinct` (that could be read, different after normalising) and `verified` (different ones,
-      before the cap) plans per step and per task (episode), over all of them, verified plans or not.
-    - hit_rate_by_verifier, unreadable_by_verifier: of its answers, those that hit and those that name no point.
-      failed_by_verifier: how often it gave no answer at all.
+    - plans: plans per step and per task (episode), over all steps and tasks: `raw` (generated), `distinct` (parsed, and
+      different after normalising) and `verified` (different ones, before the cap).
+    - hit_rate_by_verifier, unreadable_by_verifier: shares of its answers that hit, and that name no point.
+      failed_by_verifier: number of requests without any answer.
     - verifier_agreement: share of pairs of verifiers that agree on a plan; verifier_kappa: the same beyond chance (Fleiss).
-    - plan_words: mean length of a plan of D_k. specificity: mean information of a plan about its step, log(steps / steps with
-      that plan) / log(steps); 100: no plan occurs at two steps, 0: all steps have the same one.
+    - plan_words: mean number of words of a plan of D_k. specificity: mean information of a plan about its step, log(steps /
+      steps with that plan) / log(steps); 100: no plan occurs at two steps, 0: all steps have the same one.
     - share_by_planner: of the rows of D_k.
-    - carried_over: rows that D_k took from D_{k-1} as they were.
-    - repeated: share of the other rows that say what D_{k-1} said for that step. duplicates: rows that say the same as one
-      before them for their step.
-    - drift: share of the plans of D_k that D_{k-1} did not hold for that step. drift_words: Jensen-Shannon divergence of their
-      words, in bits (0: the same words, 1: no word in common). Both null for D_0.
-    - plan_shuffle: see pools.controls. illegible: rows whose target is smaller than `legible_px` for some verifier.
+    - carried_over: number of rows that D_k took unchanged from D_{k-1}.
+    - repeated: share of the other rows whose plan says the same as one of D_{k-1} for that step. duplicates: number of rows
+      that say the same as an earlier row of their step.
+    - drift: share of the plans of D_k that D_{k-1} did not hold for that step. drift_words: Jensen-Shannon divergence between
+      the words of D_k and D_{k-1}, in bits (0: the same words, 1: no word in common). Both null for D_0.
+    - plan_shuffle: see pools.controls. illegible: share of the targets smaller than `legible_px` for some verifier.
     """
     steps, candidates, verdicts, dataset = of.steps, of.candidates, of.verdicts, of.dataset
-    found = verified_candidates(of)
+    rated = verified_candidates(of)
     measures = {name: measured.value for name, measured in by_episode(of).items()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts.select(["candidate_id", "verifier", "hit", "failure"]).to_pylist():
@@ -154,7 +154,7 @@ def data_quality(
     per = {
         "raw": candidates.num_rows,
         "distinct": sum(map(len, distinct.values())),
-        "verified": int((found["first"] & found["verified"]).sum()),
+        "verified": int((rated["first"] & rated["verified"]).sum()),
     }
     tasks = len(set(steps["episode_id"].to_pylist()))
     return {
@@ -164,7 +164,7 @@ def data_quality(
         **measures,
         "purity_by_planner": {
             str(name): _per_cent(int(verified.sum()), len(verified))
-            for name, verified in found.groupby("planner")["verified"]
+            for name, verified in rated.groupby("planner")["verified"]
         },
         "type_accuracy": _per_cent(right_type, right_type + sum(gates[v, GATE_WRONG_TYPE] for v in (False, True))),
         "value_accuracy": _per_cent(gates[True, GATE_PASSED], with_value),
@@ -206,7 +206,7 @@ def _by_verifier(verdicts: pa.Table) -> dict[str, Any]:
 
 
 def unreadable_by_verifier(verdicts: pa.Table) -> dict[str, float]:
-    """Verifier → per cent of its answers that name no point (`notations`). Each counts as a vote "no"."""
+    """Verifier → per cent of its answers that name no point (`notations`). Each such answer is a vote against the plan."""
     answers = verdicts.filter(pc.is_null(verdicts["failure"])).select(["verifier", "x"])
     counted = answers.group_by("verifier").aggregate([("x", "count"), ("verifier", "count")])
     rows = zip(*(counted[name].to_pylist() for name in ("verifier", "x_count", "verifier_count")), strict=True)
@@ -214,11 +214,11 @@ def unreadable_by_verifier(verdicts: pa.Table) -> dict[str, float]:
 
 
 def _agreement(votes: Votes) -> dict[str, float | None]:
-    """Pairwise agreement over the plans that two or more verifiers answered, and Fleiss' kappa of it (None: undefined)."""
+    """Pairwise agreement on the plans that two or more verifiers answered, and its Fleiss' kappa (None: undefined)."""
     shares, hits, answers = [], 0, 0
     for each in votes.values():
-        said = [vote["hit"] for vote in each if vote["failure"] is None]
-        n, yes = len(said), sum(said)
+        answered = [vote["hit"] for vote in each if vote["failure"] is None]
+        n, yes = len(answered), sum(answered)
         if n > 1:
             shares.append((yes * (yes - 1) + (n - yes) * (n - yes - 1)) / (n * (n - 1)))
             hits, answers = hits + yes, answers + n
@@ -232,16 +232,15 @@ def _agreement(votes: Votes) -> dict[str, float | None]:
 
 def _plans(dataset: pa.Table) -> dict[str, float | None]:
     """Length and specificity of the plans of D_k."""
-    said = [
+    plans = [
         (step_id, plan_tokens(plan))
         for step_id, plan in zip(dataset["step_id"].to_pylist(), dataset["plan"].to_pylist(), strict=True)
     ]
     used: dict[frozenset[str], set[str]] = defaultdict(set)
-    for step_id, tokens in said:
+    for step_id, tokens in plans:
         used[tokens].add(step_id)
-    steps = len({step_id for step_id, _ in said})
-    informed = [math.log(steps / len(used[tokens])) for _, tokens in said]
-    mean = _mean(informed)
+    steps = len({step_id for step_id, _ in plans})
+    mean = _mean(math.log(steps / len(used[tokens])) for _, tokens in plans)
     return {
         "plan_words": _mean(len(plan.split()) for plan in dataset["plan"].to_pylist()),
         "specificity": None if mean is None or steps == 1 else 100 * mean / math.log(steps),
@@ -249,24 +248,24 @@ def _plans(dataset: pa.Table) -> dict[str, float | None]:
 
 
 def _since(dataset: pa.Table, previous: pa.Table | None, similar: float) -> dict[str, Any]:
-    """What D_k has of D_{k-1}, and what it says twice."""
+    """What D_k repeats: of D_{k-1}, and within a step."""
     columns = ["row_id", "step_id", "plan"]
-    said: dict[str, list[frozenset[str]]] = defaultdict(list)
+    plans: dict[str, list[frozenset[str]]] = defaultdict(list)
     duplicates = 0
     rows = dataset.select(columns).to_pylist()
     for row in rows:
         tokens = plan_tokens(row["plan"])
-        duplicates += _same(tokens, said[row["step_id"]], similar)
-        said[row["step_id"]].append(tokens)
+        duplicates += _same(tokens, plans[row["step_id"]], similar)
+        plans[row["step_id"]].append(tokens)
     if previous is None:
         return {"carried_over": 0, "repeated": None, "duplicates": duplicates, "drift": None, "drift_words": None}
     old_rows = previous.select(columns).to_pylist()
-    old_said: dict[str, list[frozenset[str]]] = defaultdict(list)
+    old_plans: dict[str, list[frozenset[str]]] = defaultdict(list)
     for row in old_rows:
-        old_said[row["step_id"]].append(plan_tokens(row["plan"]))
+        old_plans[row["step_id"]].append(plan_tokens(row["plan"]))
     old_ids = {row["row_id"] for row in old_rows}
     new = [row for row in rows if row["row_id"] not in old_ids]
-    repeated = sum(_same(plan_tokens(row["plan"]), old_said[row["step_id"]], similar) for row in new)
+    repeated = sum(_same(plan_tokens(row["plan"]), old_plans[row["step_id"]], similar) for row in new)
     old = {(row["step_id"], row["plan"]) for row in old_rows}
     now = {(row["step_id"], row["plan"]) for row in rows}
     words, old_words = (Counter(w for _, plan in each for w in plan.lower().split()) for each in (now, old))

@@ -1,4 +1,4 @@
-"""From candidates and verdicts to D_k: which plans count as verified, and which of them stay."""
+"""From candidates and verdicts to D_k: which plans are verified, and which of those are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT, DUPLICATE, NOT_VERIFIED, OVER_CAP = "kept", "duplicate", "not_verified", "
 
 
 def is_verified(hits: int, answered: int, config: Regeneration) -> bool:
-    """The verification rule on one plan: `hits` of `answered` verifiers found the target. A failed one has no vote."""
+    """Whether a plan is verified by the rule, if `hits` of `answered` verifiers hit the target. A failed one has no vote."""
     match config.rule:
         case "any":
             return hits >= 1
@@ -39,15 +39,15 @@ def select(
     iteration: int,
     previous: pa.Table | None,
 ) -> tuple[pa.Table, pa.Table]:
-    """(D_k, decisions): DATASET_SCHEMA rows, and for every candidate why it is there or not (DECISION_SCHEMA).
+    """(D_k, decisions): rows of DATASET_SCHEMA, and the decision on every candidate (DECISION_SCHEMA).
 
-    The box of a row is the target that most verifiers of its plan hit; of equal ones that of the surer verifiers (mean
-    exp(c_j)), then the first of the label.
+    The box of a row, in pixels of the original screenshot, is the target that most verifiers of its plan hit. Ties go to the
+    target with the higher mean confidence exp(c_j) of those verifiers, then to the first of the label.
 
     The plans of a step are ordered by score = share of hits + mean exp(c_j) of the hitting verifiers / 1000, then by
-    id; the first `max_plans_per_step` stay. Rows of `previous` (D_{k-1}) join as `carry_over` says.
+    id; the first `max_plans_per_step` are kept. Rows of `previous` (D_{k-1}) join them as `carry_over` says.
 
-    Raises NoVerdict where all verifiers failed on a plan: an outage must not look like a wrong plan.
+    Raises NoVerdict if all verifiers failed on a plan: an outage must not look like a wrong plan.
     """
     labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value", "boxes"]).to_pylist()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -132,20 +132,20 @@ def _confidence(votes: Sequence[dict[str, Any]]) -> float:
 
 
 def _most_hit(boxes: Sequence[Box], hitting: Sequence[dict[str, Any]]) -> list[float]:
-    """The target that a plan names, as far as the verifiers can tell: see `select`."""
+    """The target that most verifiers hit, [x1, y1, x2, y2]: see `select`."""
 
     def rank(box: Box) -> tuple[int, float]:
         inside = [vote for vote in hitting if box.contains(Point(vote["x"], vote["y"], Space.ORIGINAL))]
         return len(inside), _confidence(inside)
 
-    best = max(boxes, key=rank)  # of equal ones the first
+    best = max(boxes, key=rank)  # the first of equal ones
     return [best.x1, best.y1, best.x2, best.y2]
 
 
 def _carried(
     kept: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]], config: Regeneration
 ) -> list[dict[str, Any]]:
-    """The rows of one step that stay from D_{k-1}, best first there."""
+    """The rows of D_{k-1} for one step that D_k keeps. `old` has the best one first."""
     if config.carry_over == "none":
         return []
     if config.carry_over == "best_plan_per_step":

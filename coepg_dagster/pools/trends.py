@@ -1,4 +1,4 @@
-"""What an iteration's numbers warn of, read from the records: nothing of it keeps the next iteration from training."""
+"""Warnings about an iteration's numbers, read from the records. None of them keeps the next iteration from training."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Figures = Mapping[str, Any]
 
 
 def warnings(asset: Asset, k: int, records: Mapping[Ref, Record], config: Quality) -> dict[str, str | None]:
-    """Each warning check of `asset` (see WARNINGS) → None, or what it warns of at iteration `k`.
+    """Each warning check of `asset` (see WARNINGS) → None, or its warning about iteration `k`.
 
-    A check whose number is not there passes: what was not measured did not fall.
+    A check passes if its number was not measured.
     """
     now, before = (records[Ref(asset, i)].figures if Ref(asset, i) in records else {} for i in (k, k - 1))
     settings = records[Ref(asset, k)].config if Ref(asset, k) in records else {}
-    found = {name: look(now, before, config) for name, look in _LOOKS.get(asset, {}).items()}
-    return found | {name: learned(now, settings) for name, learned in _LEARNED.get(asset, {}).items()}
+    trends = {name: check(now, before, config) for name, check in _TRENDS.get(asset, {}).items()}
+    return trends | {name: learned(now, settings) for name, learned in _LEARNED.get(asset, {}).items()}
 
 
 def _fell(name: str, at_most: Callable[[Quality], float]) -> Callable[[Figures, Figures, Quality], str | None]:
-    def look(now: Figures, before: Figures, config: Quality) -> str | None:
+    def check(now: Figures, before: Figures, config: Quality) -> str | None:
         a, b, limit = before.get(name), now.get(name), at_most(config)
         if a is None or b is None or b >= a - limit:
             return None
         return f"{name} fell from {a:.1f} to {b:.1f}, by more than {limit:g} points"
 
-    return look
+    return check
 
 
 def _dominates(now: Figures, before: Figures, config: Quality) -> str | None:
@@ -53,7 +53,7 @@ def _unread(now: Figures, before: Figures, config: Quality) -> str | None:
 
 def _unreadable(now: Figures, before: Figures, config: Quality) -> str | None:
     bad = [
-        f'{share:.1f} % of the answers of {name} name no point that can be read, each a vote "no": see docs/engines.md'
+        f"{share:.1f} % of the answers of {name} name no point; each is a vote against the plan: see docs/engines.md"
         for name, share in (now.get("unreadable_by_verifier") or {}).items()
         if share > config.unreadable_at_most
     ]
@@ -84,7 +84,7 @@ def _success_fell(now: Figures, before: Figures, config: Quality) -> str | None:
     return "; ".join(bad) or None
 
 
-_LOOKS: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures, Quality], str | None]]]] = {
+_TRENDS: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures, Quality], str | None]]]] = {
     "data_quality": {
         "purity_holds": _fell("purity", lambda config: config.purity_may_fall),
         "coverage_holds": _fell("coverage", lambda config: config.coverage_may_fall),
@@ -102,21 +102,19 @@ _LEARNED: Final[Mapping[Asset, Mapping[str, Callable[[Figures, Figures], str | N
     "planner_sft": {"sft_learns": sft_warning},
     "grounder": {"sft_learns": sft_warning},
 }
-"""From a record's figures and the settings that it was trained with."""
-_GRPO_LEARNS: Final = (
-    "Greedy answers on steps of training got better by GRPO: the interval of the difference is above 0."
-)
+"""Checks that read a record's figures and the settings of its training."""
+_GRPO_LEARNS: Final = "GRPO made greedy answers on training steps better: the interval of the difference is above 0."
 _SFT_LEARNS: Final = (
-    "The model does better than its base on steps of validation: the interval of the difference is above 0."
+    "The model does better than its base on validation steps: the interval of the difference is above 0."
 )
 WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
     "data_quality": {
         "purity_holds": "Purity did not fall since D_{k-1} by more than `quality.purity_may_fall`.",
         "coverage_holds": "Coverage did not fall since D_{k-1} by more than `quality.coverage_may_fall`.",
         "no_planner_dominates": "No planner wrote more of D_k than `quality.planner_share_at_most`.",
-        "plans_are_read": "Given another step's plan, no verifier finds a target much more often than by chance.",
-        "answers_are_read": "Of no verifier more answers than `quality.unreadable_at_most` name no point.",
-        "targets_are_legible": "Targets have `quality.legible_px` in the image that verifiers see.",
+        "plans_are_read": "Given another step's plan, no verifier hits a target much more often than by chance.",
+        "answers_are_read": "No verifier has more answers without a point than `quality.unreadable_at_most`.",
+        "targets_are_legible": "Targets have at least `quality.legible_px` in the image that verifiers see.",
         "rows_say_different_things": "Rows of one step say different things.",
     },
     "planner": {"grpo_learns": _GRPO_LEARNS},
@@ -125,4 +123,4 @@ WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
     "grounder": {"sft_learns": _SFT_LEARNS},
     "evaluation": {"success_holds": "On no split is the success rate below its 95 % interval of the iteration before."},
 }
-"""Asset → its warning checks, and what each says."""
+"""Asset → its warning checks, each with the statement that holds if it passes."""

@@ -11,14 +11,14 @@ from coepg_dagster.steps import GATE_PASSED, VERDICT_SCHEMA
 
 
 def to_verify(candidates: pa.Table) -> pa.Table:
-    """The candidates that verifiers are asked about: through the gate, and the first of their kind."""
+    """The candidates that verifiers ground: those that passed the gate and are no duplicates."""
     return candidates.filter(pc.and_(pc.equal(candidates["gate"], GATE_PASSED), pc.is_null(candidates["duplicate_of"])))
 
 
 def give_verdicts(grounder: Grounder, name: str, candidates: pa.Table, screens: Screens) -> pa.Table:
-    """The pool member `name`'s verdict on each candidate to verify whose step has a target (VERDICT_SCHEMA)."""
-    asked = [row for row in to_verify(candidates).to_pylist() if screens.boxes(row["step_id"])]
-    groundings = grounder.ground([(row["step_id"], row["plan"]) for row in asked])
+    """The verdicts of pool member `name` (VERDICT_SCHEMA): one for each candidate to verify whose step has a target."""
+    rows = [row for row in to_verify(candidates).to_pylist() if screens.boxes(row["step_id"])]
+    groundings = grounder.ground([(row["step_id"], row["plan"]) for row in rows])
     return pa.Table.from_pylist(
         [
             {
@@ -33,7 +33,7 @@ def give_verdicts(grounder: Grounder, name: str, candidates: pa.Table, screens: 
                 "text": grounding.text,
                 "failure": grounding.failure,
             }
-            for row, grounding in zip(asked, groundings, strict=True)
+            for row, grounding in zip(rows, groundings, strict=True)
         ],
         VERDICT_SCHEMA,
     )

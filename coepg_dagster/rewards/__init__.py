@@ -1,1 +1,1 @@
-"""The reward of GRPO: C-DREM (Eq. 3 to 6), its gate (Eq. 7 to 9), the group advantage (Eq. 10); pure functions."""
+"""The reward of GRPO: C-DREM (Eq. 3 to 6), its gate (Eq. 7 to 9), the group advantage (Eq. 10). All functions are pure."""

@@ -1,8 +1,7 @@
-"""Is a grounder's confidence worth anything? How often a grounder hits, against how sure it said it was.
+"""Calibration: does a grounder's confidence predict its hits?
 
-C-DREM weighs votes by c = exp(mean log p) of the coordinate tokens (Eq. 5, 6). If c says nothing of the hit (Eq. 3), the
-weighing adds noise. Both are taken per grounder, from verdicts or from rollouts; a grounder's failure is no answer and is
-left out. Measured against the hit (point in box), not a spatial score.
+C-DREM weighs votes by c = exp(mean log p) of the coordinate tokens (Eq. 5, 6). If c does not predict the hit (Eq. 3, point in
+box), the weights add noise. Confidence and hit of each grounder come from verdicts or from rollouts; failures are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BINS: Final = 10
 
 @dataclass(frozen=True)
 class Bin:
-    """The answers whose confidence lies in [low, high), the last bin's upper border included; shares from 0 to 1."""
+    """The answers whose confidence lies in [low, high); the last bin includes `high`. Shares are from 0 to 1."""
 
     low: float
     high: float
@@ -56,12 +55,24 @@ class Calibration:
             "ece": self.ece,
             "brier": self.brier,
             "auroc": self.auroc,
-            "bins": [vars(found) for found in self.bins],
+            "bins": [vars(each) for each in self.bins],
         }
 
 
 def calibration(confidence: npt.ArrayLike, hits: npt.ArrayLike, bins: int = BINS) -> Calibration:
-    """The calibration of N answers: confidence (0..1) and hit (0 or 1) of each, shape (N,). Raises ValueError on none."""
+    """The calibration of N answers.
+
+    Args:
+        confidence: from 0 to 1, shape (N,).
+        hits: 0 or 1, shape (N,).
+        bins: number of bins of equal width.
+    Raises:
+        ValueError: no answers, different shapes, or a value out of range.
+
+    >>> measured = calibration([0.95, 0.9, 0.6, 0.2], [1, 1, 0, 0])
+    >>> measured.n, measured.hit_rate, round(measured.ece, 4), round(measured.brier, 6), measured.auroc
+    (4, 0.5, 0.2375, 0.103125, 1.0)
+    """
     c, h = np.asarray(confidence, dtype=np.float64), np.asarray(hits, dtype=np.float64)
     if not c.size or c.shape != h.shape:
         raise ValueError(f"calibration needs a confidence and a hit for each answer, got {c.size} and {h.size}")
@@ -69,22 +80,30 @@ def calibration(confidence: npt.ArrayLike, hits: npt.ArrayLike, bins: int = BINS
         raise ValueError("a confidence is not within 0..1, or a hit is neither 0 nor 1")
     edges = np.linspace(0, 1, bins + 1)
     place = np.minimum(np.searchsorted(edges, c, side="right") - 1, bins - 1)
-    found, ece = [], 0.0
+    filled, ece = [], 0.0
     for b in range(bins):
         inside = place == b
         n = int(inside.sum())
         if n:
             mean, rate = float(c[inside].mean()), float(h[inside].mean())
             ece += n / c.size * abs(rate - mean)
-            found.append(Bin(float(edges[b]), float(edges[b + 1]), n, mean, rate, wilson(int(h[inside].sum()), n)))
+            filled.append(Bin(float(edges[b]), float(edges[b + 1]), n, mean, rate, wilson(int(h[inside].sum()), n)))
         else:
-            found.append(Bin(float(edges[b]), float(edges[b + 1]), 0, None, None, None))
+            filled.append(Bin(float(edges[b]), float(edges[b + 1]), 0, None, None, None))
     brier = float(((c - h) ** 2).mean())
-    return Calibration(int(c.size), float(c.mean()), float(h.mean()), ece, brier, auroc(c, h), tuple(found))
+    return Calibration(int(c.size), float(c.mean()), float(h.mean()), ece, brier, auroc(c, h), tuple(filled))
 
 
 def auroc(confidence: npt.NDArray[np.float64], hits: npt.NDArray[np.float64]) -> float | None:
-    """P(confidence of a hit > that of a miss), ties counted half; None where there are only hits or only misses."""
+    """P(confidence of a hit > that of a miss), where a tie counts half; None if all answers are hits or all misses.
+
+    Args:
+        confidence: shape (N,).
+        hits: 0 or 1, shape (N,).
+
+    >>> auroc(np.array([0.9, 0.6, 0.6, 0.2]), np.array([1.0, 1.0, 0.0, 0.0]))
+    0.875
+    """
     from scipy.stats import rankdata  # slow to import
 
     positive = int(hits.sum())
@@ -96,21 +115,25 @@ def auroc(confidence: npt.NDArray[np.float64], hits: npt.NDArray[np.float64]) ->
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
+    """Wilson's 95 % interval (low, high) of the share hits / n.
+
+    >>> tuple(round(bound, 3) for bound in wilson(8, 10))
+    (0.49, 0.943)
+    """
     from scipy.stats import binomtest  # slow to import
 
-    found = binomtest(hits, n).proportion_ci(method="wilson")
-    return float(found.low), float(found.high)
+    interval = binomtest(hits, n).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def of_verdicts(verdicts: pa.Table) -> dict[str, Calibration]:
-    """The calibration of each verifier of a verdict table (VERDICT_SCHEMA) that gave an answer, in the table's order."""
+    """Verifier → its calibration over a verdict table (VERDICT_SCHEMA); verifiers without any answer are left out."""
     answered = verdicts.filter(pc.is_null(verdicts["failure"]))
     return _by_name(answered["verifier"], answered["mean_logprob"], answered["hit"])
 
 
 def of_rollouts(rollouts: pa.Table) -> dict[str, Calibration]:
-    """The calibration of each grounder that rewarded rollouts (ROLLOUT_SCHEMA); a plan that came twice counts once."""
+    """Grounder → its calibration over a rollout table (ROLLOUT_SCHEMA). A plan that was sampled twice counts once."""
     seen: dict[tuple[str, str, str], tuple[float, bool]] = {}
     for row in rollouts.select(["step_id", "plan", "graders"]).to_pylist():
         for grader in row["graders"]:
@@ -124,11 +147,11 @@ def of_rollouts(rollouts: pa.Table) -> dict[str, Calibration]:
 def _by_name(names: Any, mean_logprobs: Any, hits: Any) -> dict[str, Calibration]:
     # min(): float32 log-probabilities of sure tokens can be a hair above 0
     confidence = np.exp(np.minimum(0.0, mean_logprobs.to_numpy(zero_copy_only=False)))
-    found, name_of = hits.to_numpy(zero_copy_only=False), np.array(names.to_pylist(), dtype=object)
+    hit, name_of = hits.to_numpy(zero_copy_only=False), np.array(names.to_pylist(), dtype=object)
     return {
-        name: calibration(confidence[name_of == name], found[name_of == name]) for name in pc.unique(names).to_pylist()
+        name: calibration(confidence[name_of == name], hit[name_of == name]) for name in pc.unique(names).to_pylist()
     }
 
 
 def as_json(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
-    return {name: found.to_json() for name, found in calibrations.items()}
+    return {name: measured.to_json() for name, measured in calibrations.items()}

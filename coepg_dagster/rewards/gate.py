@@ -1,4 +1,4 @@
-"""The gate of Eq. 7 to 9: the same for the pools, for the reward of GRPO, and for what measures them."""
+"""The gate of Eq. 7 to 9, which the pools, the reward of GRPO and their measurements share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PlannedAction(Protocol):
 
 
 def gate_of(answer: PlannedAction | None, action_type: str, value: str) -> str:
-    """Which gate an answer stops at, given the label's type and value; None: nothing could be read of it."""
+    """The gate that stops an answer, or GATE_PASSED, given the label's type and value; `answer` None: it was not parsed."""
     if answer is None:
         return GATE_UNPARSED
     if not type_reward(answer.action_type, action_type):

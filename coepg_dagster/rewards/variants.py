@@ -1,8 +1,8 @@
-"""The variants of C-DREM that are compared (Table 4 and beyond), and the rewards each would have given.
+"""Variants of C-DREM (Table 4 and beyond), and the rewards that each would have given.
 
-A variant is a change of four settings of `Grpo`: an ablation trains with it, and `recompute` reads it off a rollout table
-that another variant has written. That is exact, since the table keeps every grounder's point and log-probability. It says
-what a variant *would have given* for these rollouts, not where training with it would have led.
+A variant changes up to four settings of `Grpo`. An ablation trains with it; `recompute` applies it to the rollout table of
+another variant. The rewards are exact, since the table keeps every grounder's point and log-probability, but they are those
+of *these* rollouts: training with the variant would have sampled others.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ VARIANTS: Final[Mapping[Variant, dict[str, Any]]] = {
     "probability": {},
     "temperature": {},  # takes τ besides
 }
-"""What each variant changes of C-DREM as the default has it."""
+"""Variant → the settings in which it differs from the default."""
 
 DEFAULT_TEMPERATURE: Final = 0.25
 """τ of the variant `temperature`: a quarter lets a sure grounder outweigh an unsure one by e^4 at σ = 1, not by e."""
 
 
 class CannotRecompute(Refusal, ValueError):
-    """Rollouts that cannot be rewarded again as somebody asked."""
+    """Rollouts, or a variant, for which rewards cannot be recomputed; the message says why."""
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """How the votes of a plan become a reward: σ of each grounder, and the settings of the same names of `Grpo`.
+    """How the votes on a plan are weighed: σ of each grounder, and the settings of `Grpo` with the same names.
 
     ϕ_k is the first grounder; without the ensemble it alone has a vote.
     """
@@ -64,19 +64,33 @@ class Weighing:
     def __call__(self, mean_logprobs: Sequence[float], answered: Sequence[bool]) -> tuple[Floats, Floats]:
         """(c, w) of Eq. 5 and 6 for one plan, shape (N,) each.
 
-        `mean_logprobs` of grounders that did not answer are not looked at. Raises NoVerdict where none with a vote did.
+        Args:
+            mean_logprobs: shape (N,); ignored where a grounder did not answer.
+            answered: shape (N,).
+        Raises:
+            NoVerdict: no grounder with a vote answered.
+
+        >>> c, w = Weighing(priors=(2, 1))([-0.1, -1.2], [True, True])
+        >>> c.round(3), w.round(3)
+        (array([0.905, 0.301]), array([0.819, 0.181]))
+        >>> Weighing(priors=(2, 1), ensemble=False)([-0.1, -1.2], [True, True])[1]
+        array([1., 0.])
         """
         mask = np.array(answered, dtype=bool)
         if not self.ensemble:
             mask[1:] = False
         # min(): float32 log-probabilities of sure tokens can be a hair above 0
-        logprobs = [min(0.0, logprob) if said else 0.0 for logprob, said in zip(mean_logprobs, answered, strict=True)]
+        logprobs = [min(0.0, logprob) if has else 0.0 for logprob, has in zip(mean_logprobs, answered, strict=True)]
         c = confidences(logprobs, self.confidence)
         return c, ensemble_weights(np.array(self.priors), c, mask, self.confidence_temperature)
 
 
 def weighing_of(variant: Variant, priors: Sequence[float], temperature: float | None = None) -> Weighing:
-    """The weighing of a variant for grounders with the priors σ. Raises CannotRecompute for a τ that it does not take."""
+    """The weighing of a variant for grounders with the priors σ, shape (N,). Raises CannotRecompute for a wrong τ.
+
+    >>> weighing_of("temperature", (2, 1), temperature=0.5)([-0.1, -1.2], [True, True])[1].round(3)
+    array([0.953, 0.047])
+    """
     if temperature is not None and variant != "temperature":
         raise CannotRecompute(f"the variant {variant!r} takes no temperature; `temperature` does")
     if temperature is not None and not 0 < temperature < math.inf:
@@ -100,16 +114,19 @@ RECOMPUTED_SCHEMA: Final = pa.schema(
         pa.field("logged_advantage", pa.float64(), nullable=False),
     ]
 )
-"""One rollout's reward and advantage under a variant, beside those that it was trained with; row by row as the rollouts."""
+"""Reward and advantage of each rollout under a variant, beside those used in training; rows as in the rollout table."""
 
 
 def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = None) -> pa.Table:
-    """Rewards and advantages of `variant` for a rollout table (ROLLOUT_SCHEMA); RECOMPUTED_SCHEMA, rows in order.
+    """Rewards and advantages of `variant` for a rollout table (ROLLOUT_SCHEMA), as RECOMPUTED_SCHEMA in the same order.
 
-    σ is as logged, but 0 for `uniform`. Raises NoVerdict where the only grounders with a vote had failed, and
-    CannotRecompute for rows that make no whole groups.
+    σ is as logged, but 0 for `uniform`.
+
+    Raises:
+        NoVerdict: all grounders with a vote failed on a plan.
+        CannotRecompute: a wrong temperature, or rows that are not whole groups.
     """
-    weighing_of(variant, (), temperature)  # a wrong temperature is said, also where no rollout has graders
+    weighing_of(variant, (), temperature)  # refuses a wrong temperature even if no rollout has graders
     rows = rollouts.to_pylist()
     weights = [_weights(row, variant, temperature) for row in rows]
     r_plan = [
@@ -118,7 +135,7 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
     ]
     passes = np.array([row["gate"] == GATE_PASSED for row in rows], dtype=float)
     rewards = gated(passes, passes, r_plan)
-    made = [
+    recomputed = [
         {
             **{name: row[name] for name in ("optimizer_step", "group", "step_id", "plan", "gate")},
             "weights": w,
@@ -131,7 +148,7 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
             rows, weights, rewards, advantages(rewards, group_size(rollouts)), strict=True
         )
     ]
-    return pa.Table.from_pylist(made, RECOMPUTED_SCHEMA)
+    return pa.Table.from_pylist(recomputed, RECOMPUTED_SCHEMA)
 
 
 def _weights(row: Mapping[str, Any], variant: Variant, temperature: float | None) -> list[float]:
@@ -151,21 +168,21 @@ def _weights(row: Mapping[str, Any], variant: Variant, temperature: float | None
 
 
 def group_size(rollouts: pa.Table) -> int:
-    """G of a rollout table. Raises CannotRecompute where its rows are no whole groups of one size, one after the other."""
+    """G of a rollout table. Raises CannotRecompute if its rows are not consecutive whole groups of one size."""
     keys = list(zip(rollouts["optimizer_step"].to_pylist(), rollouts["group"].to_pylist(), strict=True))
     size = keys.count(keys[0]) if keys else 0
     if size < 2 or any(len(set(keys[i : i + size])) > 1 for i in range(0, len(keys), size)) or len(keys) % size:
-        raise CannotRecompute(f"{len(keys)} rollouts are no whole groups of {size}: the table was cut or sorted anew")
+        raise CannotRecompute(f"{len(keys)} rollouts are not whole groups of {size}: the table was cut or sorted anew")
     return size
 
 
 def summary(recomputed: pa.Table) -> dict[str, Any]:
-    """What a variant changes, of a table of `recompute`; shares in per cent.
+    """How a variant differs from the training, for a table of `recompute`; shares in per cent.
 
-    `same_sign`: rollouts that the variant pushes in the same direction as they were pushed (or does not push either).
+    `same_sign`: rollouts whose advantage has the same sign as in training (or is 0 in both).
     """
     reward, logged = (recomputed[name].to_numpy() for name in ("reward", "logged_reward"))
-    advantage, pushed = (recomputed[name].to_numpy() for name in ("advantage", "logged_advantage"))
+    advantage, logged_advantage = (recomputed[name].to_numpy() for name in ("advantage", "logged_advantage"))
     size = group_size(recomputed)
     spreadless, spreadless_logged = (flatten_spreadless(values, size)[1] for values in (reward, logged))
     return {
@@ -177,13 +194,13 @@ def summary(recomputed: pa.Table) -> dict[str, Any]:
         "frac_reward_zero_std_logged": float(spreadless_logged.mean()),
         "same_reward": 100 * float((reward == logged).mean()),
         "largest_difference": float(np.abs(reward - logged).max()),
-        "same_advantage": 100 * float((advantage == pushed).mean()),
-        "same_sign": 100 * float((np.sign(advantage) == np.sign(pushed)).mean()),
+        "same_advantage": 100 * float((advantage == logged_advantage).mean()),
+        "same_sign": 100 * float((np.sign(advantage) == np.sign(logged_advantage)).mean()),
     }
 
 
 def variant_named(name: str) -> Variant:
-    """The variant of that name. Raises CannotRecompute with those that there are."""
+    """The variant of that name. Raises CannotRecompute, which lists them, for another name."""
     for variant in get_args(Variant):
         if variant == name:
             return variant  # type: ignore[no-any-return]

@@ -29,10 +29,10 @@ def test_a_shuffled_plan_is_on_a_foreign_screen_of_its_size(drawn: list[tuple[in
     plans = candidates(*(candidate(f"s{i}", "p", n, plan) for n, (i, plan, _) in enumerate(drawn)))
     moved = shuffled(plans, steps, 0.9, pairs).to_pylist()
     about = {one["step_id"]: one for one in steps.to_pylist()}
-    own = {one["candidate_id"]: one["step_id"] for one in plans.to_pylist()}
+    written_for = {one["candidate_id"]: one["step_id"] for one in plans.to_pylist()}
     assert len(moved) <= pairs and len({one["candidate_id"] for one in moved}) == len(moved)
     for one in moved:
-        here, there = about[own[one["candidate_id"]]], about[one["step_id"]]
+        here, there = about[written_for[one["candidate_id"]]], about[one["step_id"]]
         assert here["episode_id"] != there["episode_id"] and here["width"] == there["width"] and there["boxes"]
         tokens = plan_tokens(one["plan"])
         theirs = [plan_tokens(p["plan"]) for p in plans.to_pylist() if p["step_id"] == there["step_id"]]
@@ -52,9 +52,9 @@ def checked(*changes: dict[str, Any], config: Quality | None = None, **row_chang
     )
     seen = short_hash((first | {"screenshot": first.get("screenshot", SCREEN)})["screenshot"])
     table = rows(row("s", "one") | {"screenshot_hash": seen} | row_change)
-    found = dataset_checks(table, steps, "train", config or Quality())
-    assert tuple(found) == BLOCKING
-    return {name: why for name, why in found.items() if why is not None}
+    checks = dataset_checks(table, steps, "train", config or Quality())
+    assert tuple(checks) == BLOCKING
+    return {name: why for name, why in checks.items() if why is not None}
 
 
 def test_a_sound_dataset_passes() -> None:
@@ -63,7 +63,7 @@ def test_a_sound_dataset_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "check", "words"),
+    ("failing", "check", "words"),
     [
         (lambda: checked(step_id="t"), "train_split_only", "1 steps are not in the train split, e.g. t"),
         (lambda: checked(step_id="nowhere"), "train_split_only", "e.g. nowhere"),
@@ -83,15 +83,15 @@ def test_a_sound_dataset_passes() -> None:
         (lambda: checked({"screenshot": b"no image"}), "screens_not_blank", "e.g. s"),
     ],
 )
-def test_what_makes_training_wrong_is_named(found: Any, check: str, words: str) -> None:
-    failed = found()
+def test_what_makes_training_wrong_is_named(failing: Any, check: str, words: str) -> None:
+    failed = failing()
     assert check in failed and words in failed[check]
     assert set(failed) <= {check, "no_test_steps"}  # a test step's screenshot is one of a test step, too
 
 
 def test_no_rows_fail() -> None:
-    found = dataset_checks(rows(), step_table(step("s", screenshot=SCREEN)), "train", Quality())
-    assert [name for name, why in found.items() if why] == ["has_rows"]
+    checks = dataset_checks(rows(), step_table(step("s", screenshot=SCREEN)), "train", Quality())
+    assert [name for name, why in checks.items() if why] == ["has_rows"]
 
 
 def test_a_limit_lets_some_pass() -> None:

@@ -50,7 +50,7 @@ MOVED = verdicts(
     verdict("s#p#0", "open", True, step_id="t"),
     verdict("t#p#1", "open", False, step_id="s"),
     verdict("s#q#0", "open", None, step_id="t"),  # it failed on the other screen
-    verdict("t#p#0", "open", True, step_id="s"),  # it had failed on its own
+    verdict("t#p#0", "open", True, step_id="s"),  # it had failed on its own screen
 )
 RESIZES = [(28, 3136, 50176), (28, 3136, 12544)]
 """The first leaves screens as they are; the second shows 84 x 112 px as they are, too."""
@@ -153,7 +153,7 @@ def test_answers_that_name_no_point_are_counted_for_each_verifier() -> None:
 
 
 def test_an_open_planner_has_the_same_candidate_ids_in_every_iteration() -> None:
-    """A carried row is told from a new one by the iteration that made it, not by its candidate's id alone."""
+    """A carried row differs from a new one by the iteration that made it, not by its candidate's id alone."""
     steps = step_table(step("s"))
     plans = candidates(candidate("s", "open", 0, "bad"))
     votes = verdicts(verdict("s#open#0", "v", False))

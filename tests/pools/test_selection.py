@@ -39,7 +39,7 @@ def test_rules(rule: Any, k: int | None, passing: list[tuple[int, int]]) -> None
 
 
 def test_each_candidate_gets_its_reason_and_each_verified_plan_its_row() -> None:
-    found, decisions = select(
+    rows, decisions = select(
         STEPS,
         candidates(
             candidate("s", "p", 0, None),
@@ -65,9 +65,9 @@ def test_each_candidate_gets_its_reason_and_each_verified_plan_its_row() -> None
         "s#p#3": "duplicate",
         "t#p#0": "not_verified",
     }
-    assert found.schema.equals(DATASET_SCHEMA)
+    assert rows.schema.equals(DATASET_SCHEMA)
     assert decisions.schema.equals(DECISION_SCHEMA)
-    [only] = found.to_pylist()
+    [only] = rows.to_pylist()
     assert only == row(
         "s", "good", candidate_id="s#p#2", planner="p", made_in=3, answered=2, score=pytest.approx(0.5 + 0.8187 / 1000)
     )
@@ -75,7 +75,7 @@ def test_each_candidate_gets_its_reason_and_each_verified_plan_its_row() -> None
 
 def test_the_row_has_the_labels_action_and_not_the_plans() -> None:
     steps = step_table(step("s", action_type="TYPE", value="Red"))
-    found, _ = select(
+    rows, _ = select(
         steps,
         candidates(candidate("s", "p", 0, "x", action_type="TYPE", value="red")),
         verdicts(verdict("s#p#0", "v", True)),
@@ -83,15 +83,15 @@ def test_the_row_has_the_labels_action_and_not_the_plans() -> None:
         0,
         None,
     )
-    assert (found["action_type"][0].as_py(), found["value"][0].as_py()) == ("TYPE", "Red")
+    assert (rows["action_type"][0].as_py(), rows["value"][0].as_py()) == ("TYPE", "Red")
 
 
 def test_the_box_is_the_one_that_was_hit() -> None:
     steps = step_table(step("s", boxes=[[50, 50, 60, 60], [10, 10, 20, 20]]))
-    found, _ = select(
+    rows, _ = select(
         steps, candidates(candidate("s", "p", 0, "x")), verdicts(verdict("s#p#0", "v", True)), Regeneration(), 0, None
     )
-    assert found["box"].to_pylist() == [[10, 10, 20, 20]]
+    assert rows["box"].to_pylist() == [[10, 10, 20, 20]]
 
 
 LEFT, RIGHT, AROUND = [10.0, 10.0, 20.0, 20.0], [50.0, 50.0, 60.0, 60.0], [0.0, 0.0, 30.0, 30.0]
@@ -101,8 +101,8 @@ def box_of(boxes: list[list[float]], *votes: tuple[float, float]) -> list[float]
     """The box of the row of a plan: each vote is (where its verifier points, on both axes, and its mean log p)."""
     given_votes = [verdict("s#p#0", f"v{i}", True, x=x, y=x, mean_logprob=p) for i, (x, p) in enumerate(votes)]
     steps, plans = step_table(step("s", boxes=boxes)), candidates(candidate("s", "p", 0, "x"))
-    found, _ = select(steps, plans, verdicts(*given_votes), Regeneration(), 0, None)
-    [box] = found["box"].to_pylist()
+    rows, _ = select(steps, plans, verdicts(*given_votes), Regeneration(), 0, None)
+    [box] = rows["box"].to_pylist()
     return list(box)
 
 
@@ -131,7 +131,7 @@ def test_the_order_of_the_verifiers_decides_nothing(boxes: list[list[float]], vo
 
 
 def test_a_failed_verifier_has_no_vote() -> None:
-    found, _ = select(
+    rows, _ = select(
         STEPS,
         candidates(candidate("s", "p", 0, "x")),
         verdicts(verdict("s#p#0", "v", True), verdict("s#p#0", "w", None)),
@@ -139,7 +139,7 @@ def test_a_failed_verifier_has_no_vote() -> None:
         0,
         None,
     )
-    assert [(r["hits"], r["answered"]) for r in found.to_pylist()] == [(1, 1)]
+    assert [(r["hits"], r["answered"]) for r in rows.to_pylist()] == [(1, 1)]
 
 
 @pytest.mark.parametrize("votes", [[verdict("s#p#0", "v", None), verdict("s#p#0", "w", None)], []])
@@ -150,7 +150,7 @@ def test_an_outage_is_not_a_wrong_plan(votes: list[dict[str, Any]]) -> None:
 
 def test_a_step_without_a_target_needs_no_verdict() -> None:
     """r_plan = 1 once the gate passes: back, wait and scroll have no box."""
-    found, decisions = select(
+    rows, decisions = select(
         step_table(step("s", boxes=[])),
         candidates(candidate("s", "p", 0, "go back")),
         verdicts(),
@@ -159,11 +159,11 @@ def test_a_step_without_a_target_needs_no_verdict() -> None:
         None,
     )
     assert decisions_of(decisions) == {"s#p#0": "kept"}
-    assert [(r["box"], r["hits"], r["answered"]) for r in found.to_pylist()] == [(None, 0, 0)]
+    assert [(r["box"], r["hits"], r["answered"]) for r in rows.to_pylist()] == [(None, 0, 0)]
 
 
 def test_the_cap_keeps_the_plans_with_most_votes_then_the_surest() -> None:
-    found, decisions = select(
+    rows, decisions = select(
         STEPS,
         candidates(*(candidate("s", "p", i, f"plan {i}") for i in range(4))),
         verdicts(
@@ -180,7 +180,7 @@ def test_the_cap_keeps_the_plans_with_most_votes_then_the_surest() -> None:
         0,
         None,
     )
-    assert found["plan"].to_pylist() == ["plan 2", "plan 1"]
+    assert rows["plan"].to_pylist() == ["plan 2", "plan 1"]
     assert decisions_of(decisions) == {
         "s#p#0": "over_cap",
         "s#p#1": "kept",
@@ -194,7 +194,7 @@ OLD = rows(row("s", "old best", score=1.0), row("s", "old", score=0.5, candidate
 
 def carry(mode: Any, cap: int = 8) -> list[tuple[str, str, int]]:
     """What is in D_1 where two plans for `s` are verified, one of them known, and none for `t`."""
-    found, _ = select(
+    rows, _ = select(
         STEPS,
         candidates(
             candidate("s", "p", 0, "new"), candidate("s", "p", 1, "old best"), candidate("t", "p", 0, "bad for t")
@@ -208,7 +208,7 @@ def carry(mode: Any, cap: int = 8) -> list[tuple[str, str, int]]:
         1,
         OLD,
     )
-    return [(r["step_id"], r["plan"], r["made_in"]) for r in found.to_pylist()]
+    return [(r["step_id"], r["plan"], r["made_in"]) for r in rows.to_pylist()]
 
 
 def test_carry_over() -> None:
@@ -255,22 +255,22 @@ def test_decisions_cover_every_candidate_once_and_d_k_holds_the_kept(
 ) -> None:
     steps, plans, votes, previous = voting
     config = Regeneration(rule=rule[0], k=rule[1], max_plans_per_step=cap)
-    found, decisions = select(steps, plans, votes, config, 1, previous)
+    rows, decisions = select(steps, plans, votes, config, 1, previous)
     assert decisions["candidate_id"].to_pylist() == plans["candidate_id"].to_pylist()
     kept = [name for name, decision in decisions_of(decisions).items() if decision == "kept"]
-    new = [r for r in found.to_pylist() if r["made_in"] == 1]
+    new = [r for r in rows.to_pylist() if r["made_in"] == 1]
     assert sorted(r["candidate_id"] for r in new) == sorted(kept)
     per_step = [r["step_id"] for r in new]
     assert all(per_step.count(step_id) <= cap for step_id in per_step)
     if previous is not None:
-        assert set(found["step_id"].to_pylist()) >= set(previous["step_id"].to_pylist()), "coverage never falls"
+        assert set(rows["step_id"].to_pylist()) >= set(previous["step_id"].to_pylist()), "coverage never falls"
 
 
 @given(votings())
 def test_another_rule_is_only_another_reading_of_the_same_verdicts(
     voting: tuple[pa.Table, pa.Table, pa.Table, pa.Table | None],
 ) -> None:
-    """Stricter rules keep a subset, with equal rows; nothing is asked again."""
+    """Stricter rules keep a subset, with equal rows; no model runs again."""
     steps, plans, votes, _ = voting
 
     def read(rule: Any, k: int | None = None) -> dict[str, dict[str, Any]]:

@@ -24,10 +24,10 @@ SOUND = {
 
 
 def records(asset: Any, *figures: dict[str, Any]) -> dict[Ref, Record]:
-    found = whole_loop()
+    loop = whole_loop()
     for k, each in enumerate(figures):
-        found[Ref(asset, k)] = found[Ref(asset, k)].model_copy(update={"figures": each})
-    return found
+        loop[Ref(asset, k)] = loop[Ref(asset, k)].model_copy(update={"figures": each})
+    return loop
 
 
 def score(macro: float, low: float, high: float) -> dict[str, Any]:
@@ -48,16 +48,16 @@ def score(macro: float, low: float, high: float) -> dict[str, Any]:
         (
             {"unreadable_by_verifier": {"v": 5.0, "w": 97.3}},
             "answers_are_read",
-            "97.3 % of the answers of w name no point that can be read",
+            "97.3 % of the answers of w name no point",
         ),
         ({"illegible": 5.1}, "targets_are_legible", "5.1 % of the rows have a target of less than 8 px"),
         ({"duplicates": 2}, "rows_say_different_things", "2.0 % of the rows say the same"),
     ],
 )
 def test_each_warning_speaks_when_its_limit_is_passed(change: dict[str, Any], check: str, words: str) -> None:
-    found = warnings("data_quality", 1, records("data_quality", SOUND, SOUND | change), Quality())
-    assert set(found) == set(WARNINGS["data_quality"])
-    assert [name for name, why in found.items() if why] == [check] and words in str(found[check])
+    checks = warnings("data_quality", 1, records("data_quality", SOUND, SOUND | change), Quality())
+    assert set(checks) == set(WARNINGS["data_quality"])
+    assert [name for name, why in checks.items() if why] == [check] and words in str(checks[check])
 
 
 def test_what_is_within_limits_or_was_not_measured_warns_of_nothing() -> None:
@@ -90,13 +90,13 @@ def test_a_training_that_did_not_learn_is_named_with_the_settings_it_had(
     def why(low: float) -> str | None:
         change = {"before": 50.0, "after": 54.0, "difference": 4.0, "ci95": [low, 8.0]}
         others = {"train": None, "validation": None, "steps": {"train": 99, "validation": 99}, "judge": "one"}
-        found = records(asset, {}, {"probe": others | {split: change}, "optimizer_steps": 3, "prompts": 200})
-        found[Ref(asset, 1)] = found[Ref(asset, 1)].model_copy(update={"config": settings.model_dump(mode="json")})
-        assert set(warnings(asset, 1, found, Quality())) == set(WARNINGS[asset]) == {check}
-        assert warnings(asset, 0, found, Quality()) == {check: None}, "iteration 0 trains nothing"
-        return warnings(asset, 1, found, Quality())[check]
+        of_both = records(asset, {}, {"probe": others | {split: change}, "optimizer_steps": 3, "prompts": 200})
+        of_both[Ref(asset, 1)] = of_both[Ref(asset, 1)].model_copy(update={"config": settings.model_dump(mode="json")})
+        assert set(warnings(asset, 1, of_both, Quality())) == set(WARNINGS[asset]) == {check}
+        assert warnings(asset, 0, of_both, Quality()) == {check: None}, "iteration 0 trains nothing"
+        return warnings(asset, 1, of_both, Quality())[check]
 
     assert why(0.1) is None
     for low in (0.0, -1.0):
-        said = why(low)
-        assert said is not None and "50.0 → 54.0 (+4.0" in said and "learning_rate (0.0003)" in said
+        warning = why(low)
+        assert warning is not None and "50.0 → 54.0 (+4.0" in warning and "learning_rate (0.0003)" in warning

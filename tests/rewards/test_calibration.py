@@ -20,28 +20,28 @@ ANSWERS = st.lists(st.tuples(st.floats(0, 1) | st.sampled_from([0.0, 0.1, 0.5, 1
 
 
 def test_by_hand() -> None:
-    found = calibration([0.95, 0.95, 0.95, 0.95, 0.05, 1.0], [1, 1, 1, 0, 1, 1])
-    assert (found.n, found.hit_rate) == (6, pytest.approx(5 / 6))
-    assert [(b.low, b.n) for b in found.bins if b.n] == [(0.0, 1), (0.9, 5)]
-    top = found.bins[-1]
+    measured = calibration([0.95, 0.95, 0.95, 0.95, 0.05, 1.0], [1, 1, 1, 0, 1, 1])
+    assert (measured.n, measured.hit_rate) == (6, pytest.approx(5 / 6))
+    assert [(b.low, b.n) for b in measured.bins if b.n] == [(0.0, 1), (0.9, 5)]
+    top = measured.bins[-1]
     assert (top.confidence, top.hit_rate) == (pytest.approx(0.96), pytest.approx(0.8))
-    assert found.ece == pytest.approx(5 / 6 * 0.16 + 1 / 6 * 0.95)
-    assert found.brier == pytest.approx((3 * 0.05**2 + 0.95**2 + 0.95**2) / 6)
+    assert measured.ece == pytest.approx(5 / 6 * 0.16 + 1 / 6 * 0.95)
+    assert measured.brier == pytest.approx((3 * 0.05**2 + 0.95**2 + 0.95**2) / 6)
     # the miss at 0.95 against the five hits: three ties, one below, one above
-    assert found.auroc == pytest.approx((3 * 0.5 + 0 + 1) / 5)
+    assert measured.auroc == pytest.approx((3 * 0.5 + 0 + 1) / 5)
 
 
 @given(ANSWERS)
 def test_bins_hold_every_answer_once(answers: list[tuple[float, bool]]) -> None:
     c, h = (np.array(column, dtype=float) for column in zip(*answers, strict=True))
-    found = calibration(c, h)
-    assert sum(b.n for b in found.bins) == len(answers)
-    assert 0 <= found.ece <= 1
-    for b in found.bins:
+    measured = calibration(c, h)
+    assert sum(b.n for b in measured.bins) == len(answers)
+    assert 0 <= measured.ece <= 1
+    for b in measured.bins:
         if b.n:
             assert b.low <= b.confidence + 1e-12 and b.confidence <= b.high + 1e-12
             assert b.ci95[0] <= b.hit_rate <= b.ci95[1]
-    assert sum(b.n * b.hit_rate for b in found.bins if b.n) == pytest.approx(h.sum())
+    assert sum(b.n * b.hit_rate for b in measured.bins if b.n) == pytest.approx(h.sum())
 
 
 @given(ANSWERS)
@@ -98,10 +98,10 @@ def verdict(verifier: str, logprob: float, hit: bool, failure: str | None = None
 
 def test_verdicts_by_verifier_without_failures() -> None:
     rows = [verdict("a", 1e-7, True), verdict("b", -1.0, False), verdict("a", -2.0, False), verdict("a", 0, False, "x")]
-    found = of_verdicts(pa.Table.from_pylist(rows, VERDICT_SCHEMA))
-    assert list(found) == ["a", "b"]
-    assert (found["a"].n, found["a"].auroc, found["b"].auroc) == (2, 1.0, None)
-    assert found["a"].confidence == pytest.approx((1 + math.exp(-2)) / 2)
+    by_name = of_verdicts(pa.Table.from_pylist(rows, VERDICT_SCHEMA))
+    assert list(by_name) == ["a", "b"]
+    assert (by_name["a"].n, by_name["a"].auroc, by_name["b"].auroc) == (2, 1.0, None)
+    assert by_name["a"].confidence == pytest.approx((1 + math.exp(-2)) / 2)
     assert of_verdicts(VERDICT_SCHEMA.empty_table()) == {}
 
 
@@ -109,15 +109,15 @@ def test_rollouts_count_a_plan_once() -> None:
     twice = [grader(0, True, -0.1), grader(1, False, -0.2)]
     rows = [rollout(twice), rollout(twice), rollout([], "wrong_type"), rollout([])]
     rows[1]["step_id"] = "another"
-    found = of_rollouts(logged(rows))
-    assert {name: one.n for name, one in found.items()} == {"grounder_1": 2, "a": 2}
+    by_name = of_rollouts(logged(rows))
+    assert {name: one.n for name, one in by_name.items()} == {"grounder_1": 2, "a": 2}
     rows[1]["step_id"] = "s"
     assert of_rollouts(logged(rows))["a"].n == 1
 
 
 def test_the_figure_has_a_curve_for_each_grounder() -> None:
-    found = {"a": calibration([0.2, 0.8, 0.9], [0, 1, 1]), "b": calibration([1.0], [1])}
-    axes = reliability_figure(found).axes[0]
+    by_name = {"a": calibration([0.2, 0.8, 0.9], [0, 1, 1]), "b": calibration([1.0], [1])}
+    axes = reliability_figure(by_name).axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert [label.split(":")[0] for label in labels] == ["a", "b"]
     assert "AUROC 1.00" in labels[0] and "AUROC –" in labels[1]

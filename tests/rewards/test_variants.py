@@ -170,7 +170,7 @@ def test_what_is_no_table_of_whole_groups_is_refused() -> None:
     table = logged([rollout([]) for _ in range(3 * SIZE)])
     assert group_size(table) == SIZE
     for broken in (table.slice(1), table.slice(0, SIZE + 1), table.slice(0, 0), table.slice(0, 1)):
-        with pytest.raises(ValueError, match="no whole groups"):
+        with pytest.raises(ValueError, match="not whole groups"):
             recompute(broken, "prior")
 
 
