@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coepg_dagster.evaluation.android_control import Node, canonical, os_atlas_text, smallest_node
+from coepg_dagster.evaluation.android_control import TreeNode, canonical, os_atlas_text, smallest_node
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
@@ -188,9 +188,9 @@ def test_qwen_boxes_icons_and_terminate() -> None:
 
 
 NODES = [
-    Node((0, 0, 1000, 2000), "screen"),
-    Node((100, 100, 200, 200), "Maps app"),
-    Node((120, 120, 180, 180), "", "Back to maps"),
+    TreeNode((0, 0, 1000, 2000), "screen"),
+    TreeNode((100, 100, 200, 200), "Maps app"),
+    TreeNode((120, 120, 180, 180), "", "Back to maps"),
 ]
 
 
