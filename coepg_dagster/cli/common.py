@@ -21,7 +21,7 @@ class Commands(typer.core.TyperGroup):
     """Whatever a person asked for and cannot have ends with one message and exit status 1; usage errors, with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        _said_left_out.clear()
+        _reported.clear()
         try:
             return super().invoke(ctx)
         except Refusal as error:
@@ -40,7 +40,7 @@ class Commands(typer.core.TyperGroup):
             refuse(f"the package {error.name} is not installed: pip install 'coepg-dagster[{extra}]'")
 
 
-_said_left_out: set[str] = set()
+_reported: set[str] = set()
 """The files that this command has said to be left out."""
 _EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", "ray": "ray", "vllm": "vllm"}
 """Optional packages, and the extras that bring them."""
@@ -69,10 +69,10 @@ def open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
 
 
 def _name_left_out(known: Experiments) -> None:
-    for name in sorted(known.left_out.keys() - _said_left_out):
+    for name in sorted(known.left_out.keys() - _reported):
         first, *more = known.left_out[name].splitlines()
         say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
-        _said_left_out.add(name)
+        _reported.add(name)
 
 
 def require_device(*devices: Device | None) -> None:

@@ -280,21 +280,21 @@ def trace(
     place = parse_place(row)
     if place.reference is None:
         archive = _archive(find_project())
-        found = trace_row(archive, *find_row(archive, place.what))
+        row_trace = trace_row(archive, *find_row(archive, place.what))
     else:
         project, experiment, seed, k = open_iteration(place.reference)
         from coepg_dagster.assets.ledger import Loop
 
         owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
-        found = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
+        row_trace = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(row_trace))
     else:
         from coepg_dagster.auditing.text import trace_text
 
-        typer.echo(trace_text(found))
-    if found["row"]["tampered"]:
-        for line in found["row"]["tampered"]:
+        typer.echo(trace_text(row_trace))
+    if row_trace["row"]["tampered"]:
+        for line in row_trace["row"]["tampered"]:
             say(f"tampered: {line}", "red")
         raise typer.Exit(1)
 
@@ -312,15 +312,15 @@ def audit(
     project, experiment, seed = open_experiment(reference)
     from coepg_dagster.auditing.check import check
 
-    found = check(_archive(project), f"{experiment.name}/s{seed}")
+    checked = check(_archive(project), f"{experiment.name}/s{seed}")
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(checked))
     else:
-        for line in found["tampered"]:
+        for line in checked["tampered"]:
             typer.echo(f"tampered: {line}")
-        looked_at = ", ".join(f"{found[what]} {what}" for what in ("artifacts", "files", "rows"))
-        typer.echo(f"looked at {looked_at}: {len(found['tampered']) or 'none'} tampered with")
-    if found["tampered"]:
+        counts = ", ".join(f"{checked[what]} {what}" for what in ("artifacts", "files", "rows"))
+        typer.echo(f"looked at {counts}: {len(checked['tampered']) or 'none'} tampered with")
+    if checked["tampered"]:
         raise typer.Exit(1)
 
 
@@ -340,13 +340,13 @@ def diff(
 
         loop = Loop(experiment, seed, project.root)
         sides.append(Side(f"{loop.name}@{k}", k, loop.owner, seed))
-    found = differences(_archive(project), *sides)
+    changes = differences(_archive(project), *sides)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(changes))
     else:
         from coepg_dagster.auditing.text import diff_text
 
-        typer.echo(diff_text(found))
+        typer.echo(diff_text(changes))
 
 
 @app.command()
@@ -367,14 +367,14 @@ def gc(
     busy = unfinished_runs(instance)
     if busy:
         refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
-    found = leftovers(_archive(project), finished_jobs(project, instance), keep)
-    for leftover in found:
+    removable = leftovers(_archive(project), finished_jobs(project, instance), keep)
+    for leftover in removable:
         if not dry_run:
             leftover.remove()
         name = leftover.folder.relative_to(project.store)
         typer.echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
-    total = sum(leftover.size for leftover in found)
-    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(found)} folders, {total:,} bytes")
+    total = sum(leftover.size for leftover in removable)
+    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(removable)} folders, {total:,} bytes")
 
 
 @app.command()
@@ -565,21 +565,21 @@ def rewards_calibration(
     from coepg_dagster.rewards.calibration import as_json as plain
     from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
 
-    found = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
+    by_source = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
     rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
     if rollouts.exists():
-        found["rollouts"] = of_rollouts(pq.read_table(rollouts))
-    facts = {source: plain(calibrations) for source, calibrations in found.items()}
+        by_source["rollouts"] = of_rollouts(pq.read_table(rollouts))
+    facts = {source: plain(calibrations) for source, calibrations in by_source.items()}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "calibration.json").write_text(json.dumps(facts, indent=1))
-        for source, calibrations in found.items():
+        for source, calibrations in by_source.items():
             reliability_figure(calibrations).savefig(out / f"reliability-{source}.png", dpi=110)
     if as_json:
         typer.echo(json.dumps(facts))
         return
     heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
-    for source, calibrations in found.items():
+    for source, calibrations in by_source.items():
         view = Table(*heads, title=f"{reference}: confidence against hits, {source}")
         for name, one in calibrations.items():
             rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))

@@ -24,14 +24,14 @@ def change_of(before: Sequence[float], after: Sequence[float], episodes: Sequenc
         return None
     values = np.column_stack([before, after]).astype(float)
     clusters = np.unique(np.array(episodes), return_inverse=True)[1]
-    found = sampled_averages(values, np.ones_like(values), clusters)
-    ends = interval((found.macros[:, 1] - found.macros[:, 0])[:, None])[:, 0]
-    was, is_now = (100 * float(rate) for rate in found.macro)
+    averages = sampled_averages(values, np.ones_like(values), clusters)
+    ends = interval((averages.macros[:, 1] - averages.macros[:, 0])[:, None])[:, 0]
+    was, is_now = (100 * float(rate) for rate in averages.macro)
     return {
         "before": was,
         "after": is_now,
         "difference": is_now - was,
-        "ci95": [100 * float(end) for end in ends] if len(found.macros) else None,
+        "ci95": [100 * float(end) for end in ends] if len(averages.macros) else None,
     }
 
 

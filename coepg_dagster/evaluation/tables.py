@@ -74,9 +74,9 @@ def protocols_of(cells: Iterable[Cell]) -> str:
     for cell in cells:
         protocols.setdefault(cell.metric, []).append(cell.protocol)
     metrics: dict[str, list[str]] = {}
-    for metric, found in protocols.items():
-        metrics.setdefault(one_protocol(metric, found), []).append(metric)
-    ways = "; of ".join(f"{', '.join(names)}: {protocol}" for protocol, names in metrics.items())
+    for metric, names in protocols.items():
+        metrics.setdefault(one_protocol(metric, names), []).append(metric)
+    ways = "; of ".join(f"{', '.join(metric_names)}: {protocol}" for protocol, metric_names in metrics.items())
     return f"Protocol of {ways}." if ways else ""
 
 

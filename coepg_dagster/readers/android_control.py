@@ -216,13 +216,15 @@ def _step(
     stated = values["screenshot_widths"], values["screenshot_heights"]
     if image.size != stated:
         if split in TRAINED:
-            said = f"the screenshot has {image.size[0]} x {image.size[1]} px, the record says {stated[0]} x {stated[1]}"
-            raise RejectedRow("bad_field", said)
+            detail = (
+                f"the screenshot has {image.size[0]} x {image.size[1]} px, the record says {stated[0]} x {stated[1]}"
+            )
+            raise RejectedRow("bad_field", detail)
         noticed = (*noticed, "another_size_stated")
     boxes, element = list[BoxTuple](), ""
     if action.point is not None:
-        found, element = _target(values["accessibility_trees"], action.point)
-        boxes, faults = target_boxes([found], image.size, trained=split in TRAINED)
+        box, element = _target(values["accessibility_trees"], action.point)
+        boxes, faults = target_boxes([box], image.size, trained=split in TRAINED)
         small = bool(boxes) and too_small(boxes[0], image.size, resize)
         noticed = (*noticed, *faults, *(("target_too_small",) if small else ()))
     ready = prepared(image, source, boxes=boxes, point=action.point, resize=resize if shrink else None)
@@ -239,10 +241,10 @@ def _step(
 def _target(tree: bytes, point: tuple[float, float]) -> tuple[BoxTuple | RejectedRow, str]:
     """(box, text) of the node that was acted on; in place of the box why there is none."""
     try:
-        found = enclosing_node(parsed(Forest, tree, "the accessibility tree"), point)
+        node = enclosing_node(parsed(Forest, tree, "the accessibility tree"), point)
     except RejectedRow as damaged:
         return damaged, ""
-    return found or (RejectedRow("no_enclosing_node", f"no clickable node contains {point}"), "")
+    return node or (RejectedRow("no_enclosing_node", f"no clickable node contains {point}"), "")
 
 
 def enclosing_node(forest: Any, point: tuple[float, float]) -> tuple[tuple[float, float, float, float], str] | None:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.prompts import ACTION_TYPES, MOBILE_ACTION_TYPES, Style, needs_target
-from coepg_dagster.readers import android_control, mind2web, own, screenspot
+from coepg_dagster.readers import android_control, jsonl, mind2web, screenspot
 from coepg_dagster.readers.files import Files, Version, contents, same_content, version, versions_now
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.rows import (
@@ -64,12 +64,12 @@ class Options:
 
 def lost_of(lost: Mapping[str, int], split: str) -> dict[str, int]:
     """How many steps `split` lacks, by reason, of `Counts.lost`; rows whose split is unknown may be of this one too."""
-    found = {}
+    steps = {}
     for key, n in lost.items():
         of, _, reason = key.rpartition(": ")
         if of in (split, UNKNOWN_SPLIT):
-            found[reason if of == split else f"{reason}, {UNKNOWN_SPLIT}"] = n
-    return found
+            steps[reason if of == split else f"{reason}, {UNKNOWN_SPLIT}"] = n
+    return steps
 
 
 COUNTERS: Final = ("steps", "rejected", "noticed", "lost")
@@ -108,14 +108,14 @@ def source_files(dataset: Dataset, source: Path) -> list[Path]:
         "mind2web_blocks": mind2web.block_files,
         "android_control": android_control.files,
         "screenspot": screenspot.files,
-        "jsonl": own.files,
+        "jsonl": jsonl.files,
     }
     if dataset not in finders:
         raise ReaderError(f"reader {dataset!r} is not known; choose from {', '.join(finders)}")
-    found = finders[dataset](source) if source.exists() else []
-    if not found:
+    files = finders[dataset](source) if source.exists() else []
+    if not files:
         raise ReaderError(f"{source}: holds no files of a {dataset} dataset")
-    return found
+    return files
 
 
 def _folder(source: Path) -> Path:
@@ -138,7 +138,7 @@ def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: 
         case "screenspot":
             return screenspot.rows(path, files, options.resize, options.shrink)
         case "jsonl":
-            return own.rows(path, files, options.resize, options.shrink)
+            return jsonl.rows(path, files, options.resize, options.shrink)
 
 
 MANY_BAD: Final = 100
@@ -248,10 +248,10 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
         finally:
             pq.write_table(rejects_table(rejects), one.rejects)
             _write(one.read, files.versions)
-        own_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
+        file_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
         draft.replace(one.steps)  # a draft that stays says that the import was cut off, see `load`
         facts = {"source": str(path), "options": asdict(options), "key": _chosen(dataset, options)}
-        _write(one.counts, own_counts.to_json() | facts | {"ids_before": ids_before})
+        _write(one.counts, file_counts.to_json() | facts | {"ids_before": ids_before})
     _judge(counts, options, out)
     return counts
 
@@ -331,8 +331,8 @@ def _version(
     read = []
     for path in paths:
         key = _key(dataset, path, source, options)
-        found = look(_Outputs(out, key)) or {path.name: version(path)}
-        read.append([key, sorted(contents(found).items())])
+        versions = look(_Outputs(out, key)) or {path.name: version(path)}
+        read.append([key, sorted(contents(versions).items())])
     return hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
 
 
@@ -343,9 +343,9 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 
 def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:
     """Names the outputs of one source file: its place, and the options that change what is read."""
-    said = json.dumps([path.relative_to(_folder(source)).as_posix(), _chosen(dataset, options)])
+    text = json.dumps([path.relative_to(_folder(source)).as_posix(), _chosen(dataset, options)])
     name = re.sub(r"[^\w.-]", "_", path.stem)[:80]
-    return f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:10]}"
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 CODE: Final = 2
@@ -379,8 +379,8 @@ def _mapped(path: Path) -> pa.Table:
 
 def rejects(out: Path) -> pa.Table:
     """Every row that an import left out: file, row, reason, detail."""
-    found = sorted(out.glob("*.rejects.parquet"))
-    return pa.concat_tables([pq.read_table(file) for file in found]) if found else rejects_table([])
+    files = sorted(out.glob("*.rejects.parquet"))
+    return pa.concat_tables([pq.read_table(file) for file in files]) if files else rejects_table([])
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ class DataReport:
 
 
 def check_data(path: Path, options: Options | None = None, splits: Sequence[str] = ()) -> DataReport:
-    """Read a user's own data (see `own`) as an import would, and say everything that is wrong (`coepg check-data`).
+    """Read a user's own data (see `jsonl`) as an import would, and say everything that is wrong (`coepg check-data`).
 
     Args:
         options: those of an experiment. Without them the data is a phone's if an action is one that only phones have.
@@ -431,7 +431,7 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
                 left_out.append(item)
             else:
                 episodes.setdefault(item.values["episode_id"], set()).add(item.values["split"])
-    if torn := sorted(episode for episode, found in episodes.items() if len(found) > 1):
+    if torn := sorted(episode for episode, splits_of in episodes.items() if len(splits_of) > 1):
         problems.append(f"{len(torn)} tasks are in more than one split, for example {torn[0]!r}: put each into one")
     if not counts.steps:
         problems.append(f"{path}: no usable step")

@@ -177,9 +177,9 @@ def wanted(row: Mapping[str, Any], key: str, *types: type) -> Any:
 def numbers(value: object, n: int, what: str) -> tuple[float, ...]:
     """`value` as `n` finite numbers; RejectedRow where it is something else."""
     if isinstance(value, list | tuple) and len(value) == n:
-        found = tuple(float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool))
-        if len(found) == n and all(map(math.isfinite, found)):
-            return found
+        coordinates = tuple(float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool))
+        if len(coordinates) == n and all(map(math.isfinite, coordinates)):
+            return coordinates
     raise RejectedRow("bad_field", f"{what} must be {n} finite numbers, not {value!r:.80}")
 
 
@@ -237,7 +237,7 @@ def attempted(read: Callable[[Any], BoxTuple], entries: Iterable[Any]) -> list[B
 
 
 def target_boxes(
-    found: Iterable[BoxTuple | RejectedRow], size: tuple[int, int], *, trained: bool
+    candidates: Iterable[BoxTuple | RejectedRow], size: tuple[int, int], *, trained: bool
 ) -> tuple[list[BoxTuple], tuple[str, ...]]:
     """The target boxes of a step on an image of `size`, each once, and which faults there were (REASONS), for a count.
 
@@ -247,7 +247,7 @@ def target_boxes(
     """
     width, height = size
     boxes, faults = list[BoxTuple](), list[RejectedRow]()
-    for box in found:
+    for box in candidates:
         fault = box if isinstance(box, RejectedRow) else _fault(box, size)
         if not isinstance(box, RejectedRow) and all(map(math.isfinite, box)):
             x1, y1, x2, y2 = box

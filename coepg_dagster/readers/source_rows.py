@@ -67,7 +67,7 @@ def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Ite
 
 def named(paths: Iterable[Path], field: str) -> set[str]:
     """Every text that lines of JSON-lines files have in `field`; nothing else of them is looked at. Raises ReaderError."""
-    found = set()
+    values = set()
     for path in paths:
         try:
             with path.open("rb") as file:
@@ -75,10 +75,10 @@ def named(paths: Iterable[Path], field: str) -> set[str]:
                     with suppress(jsonlines.NotJson):
                         data = jsonlines.parse(line)
                         if isinstance(data, dict) and isinstance(data.get(field), str):
-                            found.add(data[field])
+                            values.add(data[field])
         except OSError as error:
             raise ReaderError(f"{path}: cannot be read ({error.strerror or error})") from error
-    return found
+    return values
 
 
 def of_parquet(
