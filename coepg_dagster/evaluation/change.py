@@ -10,7 +10,7 @@ import numpy as np
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 
 PROBED: Final = ("train", "validation")
-"""Where models are asked before and after: steps that are trained on, and of validation; never a test split."""
+"""Splits on which models are evaluated before and after training; never a test split."""
 Change = Mapping[str, Any]
 """`before`, `after`, `difference` in per cent, and `ci95`, the interval of the difference; as it is kept in records."""
 
@@ -36,7 +36,7 @@ def change_of(before: Sequence[float], after: Sequence[float], episodes: Sequenc
 
 
 def rises(change: Change) -> bool:
-    """Whether the difference is above 0 with its whole interval; without an interval nobody can say so."""
+    """Whether the difference is above 0 with its whole interval; False where there is no interval."""
     return change["ci95"] is not None and change["ci95"][0] > 0
 
 

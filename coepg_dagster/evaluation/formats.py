@@ -1,8 +1,8 @@
 """Files of predictions, by other people and our own, as `Case`s.
 
-A row that the format does not allow is an error with file, row and field: a score over fewer rows than the file has
-would be another number. What a *model* got wrong, whatever it wrote, is a case like any other, and the protocol judges it:
-what of it cannot be read counts as absent, and `Case.lacks` says so.
+A row that breaks its format is an error with file, row and field: a score over fewer rows than the file has would be
+another number. A wrong answer of the *model*, whatever it is, is a case like any other, and the protocol judges it. The
+parts of it that cannot be read count as absent, and `Case.lacks` says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coepg_dagster.prompts import normal_value
 
 Notes = dict[str, int | str]
 MOST_STEPS: Final = 10_000
-"""Steps that a task may have: each that a file lacks becomes a row (`mind2web/uground`)."""
+"""Most steps that a task may have, since each missing one becomes a row (`mind2web/uground`)."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _AnswerReader:
         self._something = self._unreadable = False
 
     def text(self, value: Any) -> str:
-        """A text, or a number as one; empty where there is none."""
+        """`value`, a text or a number, as text; empty where it is neither."""
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -141,7 +141,7 @@ class _AnswerReader:
         return str(value)
 
     def point(self, value: Any) -> Point | None:
-        """A pair of numbers; None where there is none."""
+        """`value`, a list of two numbers, as a point; None where it is not."""
         if value is None or value == []:
             return None
         if not (isinstance(value, list) and len(value) == 2 and all(map(_is_coordinate, value))):
@@ -151,18 +151,18 @@ class _AnswerReader:
         return float(value[0]), float(value[1])
 
     def unreadable(self) -> None:
-        """Notes that there was something else."""
+        """Records that a part of the answer cannot be read."""
         self._unreadable = True
 
     @property
     def lacks(self) -> str:
-        """For `Case.lacks`."""
+        """The value of `Case.lacks`."""
         return UNREADABLE if self._unreadable else "" if self._something else NO_PREDICTION
 
 
 @contextmanager
 def _opened(path: Path, where: Callable[[], str]) -> Iterator[IO[bytes]]:
-    """The file, gzipped or not; ScoringError where it cannot be read, which `where` says."""
+    """The file, gzipped or not. Raises ScoringError, which names `where()`, if it cannot be read."""
     try:
         with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
@@ -173,12 +173,12 @@ def _opened(path: Path, where: Callable[[], str]) -> Iterator[IO[bytes]]:
 
 
 def _text(content: bytes) -> str:
-    """Bytes that are no UTF-8 stay apart, as half surrogates: they spoil the field in which they are, no other."""
+    """Decoded UTF-8. Invalid bytes become lone surrogates, so that only the field with them fails."""
     return content.decode(errors="surrogateescape")
 
 
 def read_jsonl(path: Path) -> list[PredictionRow]:
-    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are passed over."""
+    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are skipped."""
     rows: list[PredictionRow] = []
     where = f"{path}: row 1"
     try:
@@ -191,7 +191,7 @@ def read_jsonl(path: Path) -> list[PredictionRow]:
                 if not isinstance(data, dict):
                     raise ScoringError(f"{where}: must be a JSON object")
                 rows.append(PredictionRow(where, data))
-                where = f"{path}: row {i + 2}"  # which may be damaged
+                where = f"{path}: row {i + 2}"  # reading it may fail
     except jsonlines.NotJson as error:
         raise ScoringError(f"{where}: {error}") from error
     if not rows:
@@ -226,7 +226,7 @@ _GUI_R1_NAMES: Final = {"press_back": "back", "press_home": "home", "complete": 
 
 
 def _content_id(row: PredictionRow, fields: Iterable[str], seen: Counter[str]) -> str:
-    """An id for a row that has none: of the label's fields, so that runs in another order can be compared."""
+    """An id for a row that has none, from its label's fields: files in another order can be compared."""
     digest = hashlib.sha256(repr([row.data.get(field) for field in fields]).encode()).hexdigest()[:16]
     seen[digest] += 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
@@ -236,7 +236,7 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     """GUI-R1's prediction files (JSON lines): label, image sizes, and the prediction in original pixels.
 
     AndroidControl: with `history` in the rows (high) the goal `instruction` is the task; without (low) it is the step's
-    own and there is no task. Values stay as written ("no input text" included), for the owner's F1 compares them so; an
+    own and there is no task. Values stay as written ("no input text" included), because the owner's F1 compares them so; an
     action that the file has as null could not be read. Some files lack the original size (`orig_w`, `orig_h`).
     """
     if _family(protocol) not in ("android_control", "screenspot"):
@@ -472,7 +472,7 @@ def _read_uground_mind2web(
 
 
 def _has_query(plan: PredictionRow) -> bool:
-    """Whether UGround asks its grounder: the chosen block holds a target and the plan describes an element."""
+    """Whether UGround queries its grounder: the chosen block holds a target and the plan describes an element."""
     description, chosen = plan.data.get("description"), str(plan.data.get("ans_block"))
     described = isinstance(description, str) and description not in ("", "None")
     return chosen in plan.get("target_blocks", dict) and described
@@ -482,7 +482,7 @@ _UGROUND_VALUES: Final = ("text", "app_name", "direction", "goal_status")
 
 
 def _uground_action(data: Any, reader: _AnswerReader) -> Action:
-    """An action of a sample or a plan; one without a type where there is none."""
+    """The action of a sample or a plan; with an empty type where there is none."""
     if data is not None and not (isinstance(data, dict) and isinstance(data.get("action_type"), str)):
         reader.unreadable()
     if not isinstance(data, dict):
@@ -550,7 +550,7 @@ def _read_uground_android_control(plans: Sequence[PredictionRow], labels: Path, 
     return cases
 
 
-# --- our own ----------------------------------------------------------------------------------------------------------
+# --- coepg ------------------------------------------------------------------------------------------------------------
 
 _ROW_KEYS: Final = frozenset(
     [
@@ -573,7 +573,7 @@ _PREDICTION_KEYS: Final = frozenset(["action_type", "value", "point", "element"]
 
 
 def _unknown(row: PredictionRow, keys: frozenset[str]) -> ScoringError | None:
-    """What is wrong with a row that has other fields than these."""
+    """The error for a row with fields other than `keys`; None where there are none."""
     strange = set(row.data) - keys
     if not strange:
         return None
@@ -586,11 +586,11 @@ def read_coepg(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     {"step_id": "…", "episode_id": "…" or null, "step_index": 0, "width": 1080, "height": 2400,
      "label": {"action_type": "click", "value": "", "point": [x, y] or null, "boxes": [[x1, y1, x2, y2]]},
      "prediction": {"action_type": "click", "value": "", "point": [x, y] or null} or null}
-    What of a prediction has another type is as if it were not there (`Case.lacks`). Besides, where a protocol needs them:
+    A field of a prediction that has another type counts as absent (`Case.lacks`). Further fields that some protocols need:
     `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding), `seen_width`, `seen_height`, label `positives`
     [[backend_node_id, rank]] and prediction `element` (mind2web/seeact), `nodes` [{"box", "text", "content_description"}]
-    (android_control/uground500). Unknown fields are errors; in predictions only where all have some, for then it was no
-    model that wrote them.
+    (android_control/uground500). Unknown fields are errors; in predictions only where all have some, which is then
+    no fault of the model.
     """
     mobile = "android_control" in protocol
     cases, strange, predictions = [], list[ScoringError](), 0
@@ -657,7 +657,7 @@ FORMATS: Final = ("coepg", "gui_r1", "ui_genie", "uground")
 def read_predictions(
     path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
 ) -> tuple[list[Case], Notes]:
-    """The cases of a file in one of FORMATS, and what a reader of their score must know."""
+    """The cases of a file in one of FORMATS, and notes for the reader of their score."""
     if format != "uground" and (labels is not None or answers is not None):
         raise ScoringError(f"labels and answers belong to format uground; {format} files hold both")
     match format:
