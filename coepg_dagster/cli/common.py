@@ -1,4 +1,4 @@
-"""What the commands share: how they name an experiment, and how they end where they cannot go on."""
+"""What the commands share: how they name an experiment, and how they end with an error."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ err = Console(stderr=True)
 
 
 class Commands(typer.core.TyperGroup):
-    """Whatever a person asked for and cannot have ends with one message and exit status 1; usage errors, with 2."""
+    """Ends a command that cannot do its work with one message and exit status 1; usage errors end with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        _said_left_out.clear()
+        _reported.clear()
         try:
             return super().invoke(ctx)
         except Refusal as error:
             refuse(str(error))
         except OSError as error:
-            if error.errno == errno.EPIPE:  # nobody reads on, as in `coepg results … | head`
+            if error.errno == errno.EPIPE:  # the reader is gone, as in `coepg results … | head`
                 raise
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            refuse(f"{what}: name another place, or mend this one")
+            refuse(f"{what}: name another path, or repair this one")
         except pa.ArrowException as error:
             refuse(f"a stored table cannot be read: {error}: `coepg audit EXPERIMENT` names what is damaged")
         except ModuleNotFoundError as error:
@@ -40,8 +40,8 @@ class Commands(typer.core.TyperGroup):
             refuse(f"the package {error.name} is not installed: pip install 'coepg-dagster[{extra}]'")
 
 
-_said_left_out: set[str] = set()
-"""The files that this command has said to be left out."""
+_reported: set[str] = set()
+"""Experiment files that cannot be used and that this command has named."""
 _EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", "ray": "ray", "vllm": "vllm"}
 """Optional packages, and the extras that bring them."""
 
@@ -51,7 +51,7 @@ Device = Literal["cpu", "cuda"]
 
 
 def open_experiment(reference: str) -> tuple[Project, Experiment, int]:
-    """The project, experiment and seed that the user named; says which other files cannot be used. Raises ExperimentError."""
+    """The project, experiment and seed that the user named; warns of files that cannot be used. Raises ExperimentError."""
     project = find_project()
     known = project.all_experiments()
     opened = split_reference(reference, known)
@@ -69,14 +69,14 @@ def open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
 
 
 def _name_left_out(known: Experiments) -> None:
-    for name in sorted(known.left_out.keys() - _said_left_out):
+    for name in sorted(known.left_out.keys() - _reported):
         first, *more = known.left_out[name].splitlines()
         say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
-        _said_left_out.add(name)
+        _reported.add(name)
 
 
 def require_device(*devices: Device | None) -> None:
-    """Ends with a message where a GPU is asked for that is not there."""
+    """Ends with a message where a GPU is requested and there is none."""
     if "cuda" in devices:
         import torch
 
@@ -89,7 +89,7 @@ def say(text: str, style: str) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Says why a command cannot go on, and ends it."""
+    """Prints why a command cannot go on, and exits with status 1."""
     say(message, "red")
     leave_words(message)
     raise typer.Exit(1) from None

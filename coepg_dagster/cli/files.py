@@ -1,4 +1,4 @@
-"""The commands that read files of their own, and no artifact: predictions, protocols, your own data."""
+"""The commands that need no artifact: scores of prediction files, protocols, checks of a user's own data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = typer.Typer()
 
 @app.command()
 def score(
-    file: Annotated[Path, typer.Argument(help="predictions that somebody made")],
+    file: Annotated[Path, typer.Argument(help="file of predictions")],
     format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, ui_genie or uground")],
     protocol: Annotated[str, typer.Option(help="see `coepg protocols`")],
     labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
@@ -61,7 +61,7 @@ def check_data(
         str | None, typer.Option("--experiment", help="NAME whose splits and prompts the data must fit")
     ] = None,
 ) -> None:
-    """Reads your own data as an import would, and says everything that is wrong with it."""
+    """Reads your own data as an import would, and lists everything that is wrong with it."""
     from coepg_dagster.readers.importing import check_data as check
 
     if reference is None:

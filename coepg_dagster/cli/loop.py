@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from coepg_dagster.provenance import Asset, Record, Ref, Stale
 
 app = typer.Typer()
-rewards = typer.Typer(no_args_is_help=True, help="What rewarded the planner's rollouts, and what else would have.")
+rewards = typer.Typer(
+    no_args_is_help=True,
+    help="Rewards that other variants would have given, and calibration of the grounders' confidence.",
+)
 
 
 def _archive(project: Project) -> Archive:
@@ -55,7 +58,7 @@ def _archive(project: Project) -> Archive:
 
 
 def _definitions(experiment: Experiment) -> dg.Definitions:
-    """Those of the code location that holds an experiment: they take a while to build."""
+    """The definitions of the code location that holds an experiment; building them takes a while."""
     if experiment.name in find_project().experiments(ABLATIONS):
         from coepg_dagster.reproductions import defs
     else:
@@ -70,13 +73,14 @@ def evolve(
     first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
     device: Annotated[Device | None, typer.Option(help="a GPU if there is one")] = None,
     train_device: Annotated[Device | None, typer.Option(help="the same for training, if it differs")] = None,
-    processes: Annotated[int | None, typer.Option(help="that share inference on a CPU", min=1, max=1024)] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="processes that share inference on a CPU", min=1, max=1024)
+    ] = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
 ) -> None:
     """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
 
-    Every iteration is one run: watch it in the web UI too. A run that was killed goes on where it was when you call this
-    again.
+    Every iteration is one run: watch it in the web UI too. Call this again to resume a run that was killed.
     """
     project, experiment, seed = open_experiment(reference)
     if through > experiment.iterations:
@@ -147,7 +151,7 @@ def plan(
         str | None, typer.Option(help="card, e.g. H100-80GB; default: this machine's, A100-80GB if none")
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="cards on one machine; default: this machine's", min=1)] = None,
-    strategy: Annotated[Strategy, typer.Option(help="of training on several")] = "zero3",
+    strategy: Annotated[Strategy, typer.Option(help="how several cards share the training")] = "zero3",
 ) -> None:
     """Validates an experiment, prints its resolved configuration, what `evolve` would run and what that would take.
 
@@ -183,7 +187,7 @@ def plan(
 
 
 def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]) -> list[str]:
-    """Why a step of the loop would fail on the labelled steps, as they were imported or as their files say."""
+    """Why a stage of the loop would fail on the labelled steps: as imported, or else as in their files."""
     from coepg_dagster.artifacts import STEPS, all_steps
     from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
     from coepg_dagster.provenance import Ref
@@ -214,7 +218,7 @@ def _dry_run(
     gpus: int | None,
     strategy: Strategy,
 ) -> None:
-    """The part of `plan` that says what a run would take."""
+    """The part of `plan` that estimates what a run would take."""
     from coepg_dagster.planning import dryrun
     from coepg_dagster.planning.estimates import rates_of
     from coepg_dagster.provenance import Ref
@@ -269,10 +273,10 @@ def trace(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Says where a row of D_k came from: step, planner, verdicts, rule, what was dropped, and what was trained on it.
+    """Shows where a row of D_k came from: step, planner, verdicts, rule, what was dropped, and what was trained on it.
 
-    Goes up to D_0 and the open models, and compares every file on the way with the hash that was recorded when it was made:
-    what was tampered with is named, and the exit code is 1.
+    Goes back to D_0 and the open models, and compares every file on the way with the hash recorded when it was made. Names
+    what was tampered with; the exit code is then 1.
     """
     from coepg_dagster.auditing.trace import find_row, parse_place, trace_row
     from coepg_dagster.auditing.trace import trace as trace_place
@@ -280,21 +284,21 @@ def trace(
     place = parse_place(row)
     if place.reference is None:
         archive = _archive(find_project())
-        found = trace_row(archive, *find_row(archive, place.what))
+        row_trace = trace_row(archive, *find_row(archive, place.what))
     else:
         project, experiment, seed, k = open_iteration(place.reference)
         from coepg_dagster.assets.ledger import Loop
 
         owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
-        found = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
+        row_trace = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(row_trace))
     else:
         from coepg_dagster.auditing.text import trace_text
 
-        typer.echo(trace_text(found))
-    if found["row"]["tampered"]:
-        for line in found["row"]["tampered"]:
+        typer.echo(trace_text(row_trace))
+    if row_trace["row"]["tampered"]:
+        for line in row_trace["row"]["tampered"]:
             say(f"tampered: {line}", "red")
         raise typer.Exit(1)
 
@@ -304,23 +308,23 @@ def audit(
     reference: Reference,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Compares every artifact of a loop, and all they were made from, with the hashes that were recorded at the making.
+    """Compares every artifact of a loop, and all its inputs, with the hashes that were recorded when they were made.
 
-    And every row of every D_k with its screenshot, its candidate and its verdicts. What was tampered with is named, and the
-    exit code is 1.
+    Also compares every row of every D_k with its screenshot, its candidate and its verdicts. Names what was tampered with;
+    the exit code is then 1.
     """
     project, experiment, seed = open_experiment(reference)
     from coepg_dagster.auditing.check import check
 
-    found = check(_archive(project), f"{experiment.name}/s{seed}")
+    checked = check(_archive(project), f"{experiment.name}/s{seed}")
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(checked))
     else:
-        for line in found["tampered"]:
+        for line in checked["tampered"]:
             typer.echo(f"tampered: {line}")
-        looked_at = ", ".join(f"{found[what]} {what}" for what in ("artifacts", "files", "rows"))
-        typer.echo(f"looked at {looked_at}: {len(found['tampered']) or 'none'} tampered with")
-    if found["tampered"]:
+        counts = ", ".join(f"{checked[what]} {what}" for what in ("artifacts", "files", "rows"))
+        typer.echo(f"checked {counts}: {len(checked['tampered']) or 'none'} tampered with")
+    if checked["tampered"]:
         raise typer.Exit(1)
 
 
@@ -330,7 +334,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="to this one")],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Says what differs between two iterations, of one experiment or two: rows of D_k and why, models, results."""
+    """Shows how two iterations differ, of one experiment or two: rows of D_k and why, models, results."""
     from coepg_dagster.auditing.differences import Side, differences
 
     sides = []
@@ -340,19 +344,19 @@ def diff(
 
         loop = Loop(experiment, seed, project.root)
         sides.append(Side(f"{loop.name}@{k}", k, loop.owner, seed))
-    found = differences(_archive(project), *sides)
+    changes = differences(_archive(project), *sides)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(changes))
     else:
         from coepg_dagster.auditing.text import diff_text
 
-        typer.echo(diff_text(found))
+        typer.echo(diff_text(changes))
 
 
 @app.command()
 def gc(
-    keep: Annotated[int, typer.Option(help="newest versions of each artifact that stay", min=1)] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    keep: Annotated[int, typer.Option(help="number of newest versions of each artifact to keep", min=1)] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
 ) -> None:
     """Removes what nothing needs any more: older versions, leftovers of finished jobs, old outputs of `coepg play`.
 
@@ -367,14 +371,14 @@ def gc(
     busy = unfinished_runs(instance)
     if busy:
         refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
-    found = leftovers(_archive(project), finished_jobs(project, instance), keep)
-    for leftover in found:
+    removable = leftovers(_archive(project), finished_jobs(project, instance), keep)
+    for leftover in removable:
         if not dry_run:
             leftover.remove()
         name = leftover.folder.relative_to(project.store)
         typer.echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
-    total = sum(leftover.size for leftover in found)
-    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(found)} folders, {total:,} bytes")
+    total = sum(leftover.size for leftover in removable)
+    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(removable)} folders, {total:,} bytes")
 
 
 @app.command()
@@ -452,21 +456,20 @@ def reproduce(
     seeds: Annotated[
         str | None, typer.Option(help="only these, e.g. 13,42; all of the experiment's if left out")
     ] = None,
-    device: Annotated[Device, typer.Option(help="of what answers and trains")] = "cpu",
+    device: Annotated[Device, typer.Option(help="for inference and training")] = "cpu",
     train_device: Annotated[
         Device | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="that share the inference of one iteration on a CPU", min=1, max=1024)
+        int, typer.Option(help="processes that share the inference of one iteration on a CPU", min=1, max=1024)
     ] = 1,
     only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
     out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
 ) -> None:
     """Runs every loop of a study, the experiment and its ablations with all seeds; writes tables, figures and findings.
 
-    Each iteration is a `coepg evolve` of its own. What is there and current is not made again, so this goes on where it was
-    after any interruption. Ends with 1 where something could not be made;
-    the page names it.
+    Each iteration is a `coepg evolve` of its own. What is there and current is not made again, so this resumes
+    after any interruption. Ends with code 1 where something could not be made; the page names it.
     """
     chosen = None
     if seeds is not None:
@@ -485,10 +488,10 @@ def reproduce(
     from coepg_dagster.assets.reproduce import collect as collect_study
 
     study = find_study(project, name, chosen)
-    out.mkdir(parents=True, exist_ok=True)  # before the hours, not after them
+    out.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours of work
     failed = []
     if not only_collect:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the child processes, as Ctrl-C does
         with one_at_a_time(project):
             end_dead_runs(instance, project.store)
             reproduction = Reproduction(project, instance, err, jobs, device, train_device or device, processes)
@@ -520,7 +523,7 @@ def rewards_recompute(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     out: Annotated[Path | None, typer.Option(help="Parquet file for the rewards of every rollout")] = None,
 ) -> None:
-    """Rewards and advantages that another variant of C-DREM would have given the rollouts of π'_k. Asks no model."""
+    """Rewards and advantages that another variant of C-DREM would have given the rollouts of π'_k. Runs no model."""
     import pyarrow.parquet as pq
 
     from coepg_dagster.artifacts import ROLLOUTS, write_table
@@ -554,7 +557,7 @@ def rewards_calibration(
     out: Annotated[Path | None, typer.Option(help="folder for calibration.json and the figures")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Whether the grounders' confidence is worth anything: ECE, Brier score, AUROC and reliability curve of each.
+    """How well each grounder's confidence predicts hits: ECE, Brier score, AUROC and reliability curve.
 
     From the verdicts of iteration k, and from the rollouts of π'_k where it was trained with GRPO.
     """
@@ -565,21 +568,21 @@ def rewards_calibration(
     from coepg_dagster.rewards.calibration import as_json as plain
     from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
 
-    found = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
+    by_source = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
     rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
     if rollouts.exists():
-        found["rollouts"] = of_rollouts(pq.read_table(rollouts))
-    facts = {source: plain(calibrations) for source, calibrations in found.items()}
+        by_source["rollouts"] = of_rollouts(pq.read_table(rollouts))
+    facts = {source: plain(calibrations) for source, calibrations in by_source.items()}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "calibration.json").write_text(json.dumps(facts, indent=1))
-        for source, calibrations in found.items():
+        for source, calibrations in by_source.items():
             reliability_figure(calibrations).savefig(out / f"reliability-{source}.png", dpi=110)
     if as_json:
         typer.echo(json.dumps(facts))
         return
     heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
-    for source, calibrations in found.items():
+    for source, calibrations in by_source.items():
         view = Table(*heads, title=f"{reference}: confidence against hits, {source}")
         for name, one in calibrations.items():
             rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))
@@ -588,7 +591,7 @@ def rewards_calibration(
 
 
 def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
-    """The current version of an asset of `EXPERIMENT@k` and its folder; ends with the message where there is none."""
+    """The current version of an asset of `EXPERIMENT@k` and its folder; exits with a message where there is none."""
     project, experiment, seed, k = open_iteration(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.provenance import Ref
@@ -602,7 +605,7 @@ def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
 
 
 def _whole(loop: Loop, *records: Record) -> None:
-    """Ends with the message where files of an artifact are gone."""
+    """Exits with a message where files of an artifact are gone."""
     for record in records:
         if gone := loop.lost(record):
             refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")

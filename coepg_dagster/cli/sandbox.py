@@ -19,15 +19,15 @@ app = typer.Typer()
 
 @app.command()
 def collect(
-    benchmark: Annotated[Literal["miniwob"], typer.Argument(help="the one that can be collected")],
+    benchmark: Annotated[Literal["miniwob"], typer.Argument(help="the benchmark to collect")],
     out: Annotated[Path, typer.Option(help="folder of the shards")] = Path("cache/miniwob"),
-    screens_per_family: Annotated[int, typer.Option(help="training screens for pretraining, about", min=0)] = 0,
+    screens_per_family: Annotated[int, typer.Option(help="training screens for pretraining, approximately", min=0)] = 0,
     snapshot: Annotated[Path | None, typer.Option(help="folder of the snapshot to write")] = None,
-    processes: Annotated[int, typer.Option(help="browsers at work", min=1, max=256)] = 2,
+    processes: Annotated[int, typer.Option(help="browsers at the same time", min=1, max=256)] = 2,
 ) -> None:
     """Renders MiniWoB++ episodes in headless Chromium, solved by DOM oracles with real mouse and key events.
 
-    Only episodes that the environment rewards are kept. What is there is not collected again; a killed run goes on.
+    Only episodes that the environment rewards are kept. What is there is not collected again, so a killed run resumes.
     Needs Chromium, ChromeDriver and the extra `miniwob`.
     """
     from coepg_dagster.sandbox.miniwob.browser import find_pages, find_programs
@@ -53,14 +53,14 @@ def collect(
 
 @app.command()
 def pretrain(
-    benchmark: Annotated[Literal["sandbox"], typer.Argument(help="the one whose models are made here")],
+    benchmark: Annotated[Literal["sandbox"], typer.Argument(help="the benchmark whose models are made")],
     recipe: Annotated[
         Path, typer.Option(help="towers, checkpoints and their settings", exists=True, dir_okay=False)
     ] = Path("models/recipe.yaml"),
     screens: Annotated[Path, typer.Option(help="folder of `coepg collect`")] = Path("cache/miniwob"),
     out: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("models"),
-    only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; again for more")] = None,
-    device: Annotated[Device, typer.Option(help="where they are trained")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="name of a checkpoint; may be repeated")] = None,
+    device: Annotated[Device, typer.Option(help="device for training")] = "cpu",
     parallel: Annotated[int, typer.Option(help="models trained at the same time", min=1, max=256)] = 1,
     loaders: Annotated[
         int, typer.Option(help="processes that prepare batches, per model; 2 to 4 on a GPU", min=0, max=256)
@@ -69,7 +69,7 @@ def pretrain(
         "data/miniwob"
     ),
 ) -> None:
-    """Makes the tiny models of the embedded benchmark again, from scratch: vision warm-up, grounders, planners.
+    """Trains the tiny models of the embedded benchmark from scratch: vision warm-up, grounders, planners.
 
     Writes a model card for each, with results per split. The full recipe wants a GPU (minutes); a CPU takes many hours.
     """
@@ -98,10 +98,10 @@ def pretrain(
 def play(
     agent: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="planner and grounder of iteration k")],
     split: Annotated[str, typer.Option(help="whose episodes are played")] = "test_seed",
-    episodes: Annotated[int, typer.Option(help="of each family", min=1)] = 3,
-    family: Annotated[list[str] | None, typer.Option(help="only this one; again for more")] = None,
+    episodes: Annotated[int, typer.Option(help="episodes of each family", min=1)] = 3,
+    family: Annotated[list[str] | None, typer.Option(help="only this family; may be repeated")] = None,
     first_seed: Annotated[int | None, typer.Option(help="fresh episodes, from this seed on", min=0)] = None,
-    max_steps: Annotated[int, typer.Option(help="of an episode", min=1)] = 16,
+    max_steps: Annotated[int, typer.Option(help="most steps of an episode", min=1)] = 16,
     shown: Annotated[int, typer.Option(help="episodes of each family on the page", min=0)] = 2,
     device: Annotated[Device, typer.Option(help="of planner and grounder")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; more than one slow tiny models", min=1, max=1024)] = 1,
@@ -111,7 +111,7 @@ def play(
     """Lets the agent of iteration k act on MiniWoB++ pages in headless Chromium; the page says whether it succeeded.
 
     Plays the first episodes of a split that is scored offline, or fresh ones of the same families, which need not be
-    solvable. Prints success rates; keeps every frame, plan and point, and a page to look at. Needs Chromium, ChromeDriver
+    solvable. Prints success rates; stores every frame, plan and point, and a page that shows them. Needs Chromium, ChromeDriver
     and the extra `miniwob`.
     """
     project, experiment, seed, k = open_iteration(agent)

@@ -4,7 +4,7 @@ Canonical action types: click, long_press, type, scroll, open_app, back, home, w
 direction in which the content view moves on (the dataset's convention); a `swipe` (UI-Genie's files) is a type of its
 own, with the direction of the finger, hence the opposite. Points are pixels of the stored screenshot.
 
-The scripts' quirks are followed, because the number shall be the one that the protocol's owner would get.
+The scripts' quirks are kept, so that the numbers are those that the protocol's owner would get.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def within_14_percent(a: Point, b: Point, size: tuple[int, int]) -> bool:
 
 
 def within_14_percent_of_diagonal(a: Point, b: Point, size: tuple[int, int]) -> bool:
-    """Distance at most 0.14·√(W² + H²): much laxer."""
+    """Distance at most 0.14·√(W² + H²): much laxer than `within_14_percent`."""
     return distance(a, b) <= math.hypot(size[0] * 0.14, size[1] * 0.14)
 
 
@@ -91,7 +91,7 @@ def judge_gui_r1(case: Case) -> Verdict:
     """GUI-R1: step = click by point or text by F1 ≥ 0.5; wait and back count for the type only; type need not match.
 
     W and H are those of the image that the model saw where the file names them, although both points are in original
-    pixels: so does the published script.
+    pixels: as in the published script.
     """
     label, predicted = case.label, case.prediction
     type_hit = predicted is not None and predicted.type == label.type
@@ -291,7 +291,7 @@ class TreeNode:
 
 
 def smallest_node(nodes: Sequence[TreeNode], point: Point) -> TreeNode | None:
-    """The node of least area that contains `point`, borders included; of equals the first."""
+    """The node of least area that contains `point`, borders included; of equally small ones the first."""
     return min((node for node in nodes if inside(point, node.box)), key=lambda node: node.area, default=None)
 
 

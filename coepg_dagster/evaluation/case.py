@@ -1,4 +1,4 @@
-"""What a protocol judges (`Case`) and what it says (`Verdict`).
+"""What a protocol judges (`Case`) and what it returns (`Verdict`).
 
 Coordinates are pixels of the stored screenshot ("original" space) unless a protocol says that it converts.
 """
@@ -18,11 +18,11 @@ class ScoringError(Refusal, ValueError):
 
 
 FARTHEST: Final = 1e9
-"""Pixels beyond which a coordinate is on no screen; the rules of the protocols can compute with all up to it."""
+"""Largest coordinate accepted, px: no screen is larger, and the protocols can compute with all up to it."""
 
 
 def point_of(x: float, y: float) -> Point | None:
-    """(x, y), or None where that is no place: not finite, or beyond FARTHEST."""
+    """(x, y), or None where a coordinate is not finite or beyond FARTHEST."""
     # comparisons with NaN are false
     return (float(x), float(y)) if abs(x) <= FARTHEST and abs(y) <= FARTHEST else None
 
@@ -45,7 +45,7 @@ class Case:
     """One prediction beside its label."""
 
     step_id: str
-    episode_id: str | None  # the task; None: the source names none, so the step stands for itself
+    episode_id: str | None  # the task; None: the source names none, the step is its own task
     label: Action
     prediction: Action | None  # None: the answer could not be parsed, or is missing
     boxes: tuple[BoxTuple, ...] = ()  # every target box
@@ -56,7 +56,7 @@ class Case:
     episode_steps: int | None = None  # how many steps the task has in the source
     lacks: str = field(default="", compare=False)  # NO_PREDICTION or UNREADABLE, which a file's result counts
     padding: bool = False  # stands for a step that the source lost: always 0 / 0 / 0
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what single protocols need besides; see their docstrings
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further input of single protocols, see their docstrings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 
 PROBED: Final = ("train", "validation")
-"""Where models are asked before and after: steps that are trained on, and of validation; never a test split."""
+"""Splits on which models are evaluated before and after training; never a test split."""
 Change = Mapping[str, Any]
 """`before`, `after`, `difference` in per cent, and `ci95`, the interval of the difference; as it is kept in records."""
 
@@ -24,19 +24,19 @@ def change_of(before: Sequence[float], after: Sequence[float], episodes: Sequenc
         return None
     values = np.column_stack([before, after]).astype(float)
     clusters = np.unique(np.array(episodes), return_inverse=True)[1]
-    found = sampled_averages(values, np.ones_like(values), clusters)
-    ends = interval((found.macros[:, 1] - found.macros[:, 0])[:, None])[:, 0]
-    was, is_now = (100 * float(rate) for rate in found.macro)
+    averages = sampled_averages(values, np.ones_like(values), clusters)
+    ends = interval((averages.macros[:, 1] - averages.macros[:, 0])[:, None])[:, 0]
+    was, is_now = (100 * float(rate) for rate in averages.macro)
     return {
         "before": was,
         "after": is_now,
         "difference": is_now - was,
-        "ci95": [100 * float(end) for end in ends] if len(found.macros) else None,
+        "ci95": [100 * float(end) for end in ends] if len(averages.macros) else None,
     }
 
 
 def rises(change: Change) -> bool:
-    """Whether the difference is above 0 with its whole interval; without an interval nobody can say so."""
+    """Whether the difference is above 0 with its whole interval; False where there is no interval."""
     return change["ci95"] is not None and change["ci95"][0] > 0
 
 

@@ -1,8 +1,8 @@
 """Files of predictions, by other people and our own, as `Case`s.
 
-A row that the format does not allow is an error with file, row and field: a score over fewer rows than the file has
-would be another number. What a *model* got wrong, whatever it wrote, is a case like any other, and the protocol judges it:
-what of it cannot be read counts as not said, and `Case.lacks` says so.
+A row that breaks its format is an error with file, row and field: a score over fewer rows than the file has would be
+another number. A wrong answer of the *model*, whatever it is, is a case like any other, and the protocol judges it. The
+parts of it that cannot be read count as absent, and `Case.lacks` says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coepg_dagster.prompts import normal_value
 
 Notes = dict[str, int | str]
 MOST_STEPS: Final = 10_000
-"""Steps that a task may have: each that a file lacks becomes a row (`mind2web/uground`)."""
+"""Most steps that a task may have, since each missing one becomes a row (`mind2web/uground`)."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ def _is_coordinate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and point_of(value, value) is not None
 
 
-class _Said:
-    """What a model said in a row, field by field: what cannot be read is as if it were not there, and noted."""
+class _AnswerReader:
+    """Reads the fields of a model's answer in one row. A field that cannot be read counts as absent, and `lacks` says so."""
 
     def __init__(self) -> None:
         self._something = self._unreadable = False
 
     def text(self, value: Any) -> str:
-        """A text, or a number as one; empty where there is none."""
+        """`value`, a text or a number, as text; empty where it is neither."""
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -141,7 +141,7 @@ class _Said:
         return str(value)
 
     def point(self, value: Any) -> Point | None:
-        """A pair of numbers; None where there is none."""
+        """`value`, a list of two numbers, as a point; None where it is not."""
         if value is None or value == []:
             return None
         if not (isinstance(value, list) and len(value) == 2 and all(map(_is_coordinate, value))):
@@ -151,18 +151,18 @@ class _Said:
         return float(value[0]), float(value[1])
 
     def unreadable(self) -> None:
-        """Notes that there was something else."""
+        """Records that a part of the answer cannot be read."""
         self._unreadable = True
 
     @property
     def lacks(self) -> str:
-        """For `Case.lacks`."""
+        """The value of `Case.lacks`."""
         return UNREADABLE if self._unreadable else "" if self._something else NO_PREDICTION
 
 
 @contextmanager
 def _opened(path: Path, where: Callable[[], str]) -> Iterator[IO[bytes]]:
-    """The file, gzipped or not; ScoringError where it cannot be read, which `where` says."""
+    """The file, gzipped or not. Raises ScoringError, which names `where()`, if it cannot be read."""
     try:
         with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
@@ -173,12 +173,12 @@ def _opened(path: Path, where: Callable[[], str]) -> Iterator[IO[bytes]]:
 
 
 def _text(content: bytes) -> str:
-    """Bytes that are no UTF-8 stay apart, as half surrogates: they spoil the field in which they are, no other."""
+    """Decoded UTF-8. Invalid bytes become lone surrogates, so that only the field with them fails."""
     return content.decode(errors="surrogateescape")
 
 
 def read_jsonl(path: Path) -> list[PredictionRow]:
-    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are passed over."""
+    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are skipped."""
     rows: list[PredictionRow] = []
     where = f"{path}: row 1"
     try:
@@ -191,7 +191,7 @@ def read_jsonl(path: Path) -> list[PredictionRow]:
                 if not isinstance(data, dict):
                     raise ScoringError(f"{where}: must be a JSON object")
                 rows.append(PredictionRow(where, data))
-                where = f"{path}: row {i + 2}"  # which may be damaged
+                where = f"{path}: row {i + 2}"  # reading it may fail
     except jsonlines.NotJson as error:
         raise ScoringError(f"{where}: {error}") from error
     if not rows:
@@ -226,7 +226,7 @@ _GUI_R1_NAMES: Final = {"press_back": "back", "press_home": "home", "complete": 
 
 
 def _content_id(row: PredictionRow, fields: Iterable[str], seen: Counter[str]) -> str:
-    """An id for a row that has none: of the label's fields, so that runs in another order can be compared."""
+    """An id for a row that has none, from its label's fields: files in another order can be compared."""
     digest = hashlib.sha256(repr([row.data.get(field) for field in fields]).encode()).hexdigest()[:16]
     seen[digest] += 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
@@ -236,7 +236,7 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     """GUI-R1's prediction files (JSON lines): label, image sizes, and the prediction in original pixels.
 
     AndroidControl: with `history` in the rows (high) the goal `instruction` is the task; without (low) it is the step's
-    own and there is no task. Values stay as written ("no input text" included), for the owner's F1 compares them so; an
+    own and there is no task. Values stay as written ("no input text" included), because the owner's F1 compares them so; an
     action that the file has as null could not be read. Some files lack the original size (`orig_w`, `orig_h`).
     """
     if _family(protocol) not in ("android_control", "screenspot"):
@@ -246,8 +246,8 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         instruction = row.text("instruction")
         label_fields = ("instruction", "history", "gt_action", "gt_bbox", "gt_input_text", "group", "ui_type")
         step_id = _content_id(row, label_fields, ids)
-        said, place = _Said(), row.data.get("pred_coord")
-        predicted = said.point(place[:2] if isinstance(place, list) else place)
+        reader, place = _AnswerReader(), row.data.get("pred_coord")
+        predicted = reader.point(place[:2] if isinstance(place, list) else place)
         if _family(protocol) == "screenspot":
             (box,) = row.xyxy_boxes([row.get("gt_bbox", list)], "gt_bbox")
             cases.append(
@@ -258,11 +258,11 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
                     prediction=Action("click", "", predicted),
                     boxes=(box,),
                     group=f"{row.text('group')}_{row.text('ui_type')}",
-                    lacks=said.lacks,
+                    lacks=reader.lacks,
                 )
             )
             continue
-        names = row.text("gt_action"), said.text(row.data.get("pred_action"))
+        names = row.text("gt_action"), reader.text(row.data.get("pred_action"))
         label, action = (_GUI_R1_NAMES.get(name, name) for name in names)
         truth = row.point("gt_bbox") if label in POINTED else None
         cases.append(
@@ -270,11 +270,11 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
                 step_id=step_id,
                 episode_id=instruction if "history" in row.data else None,
                 label=Action(label, row.text("gt_input_text"), truth),
-                prediction=Action(action, said.text(row.data.get("pred_input_text")), predicted),
+                prediction=Action(action, reader.text(row.data.get("pred_input_text")), predicted),
                 size=row.width_height("orig_w", "orig_h") if "orig_w" in row.data else None,
                 seen_size=row.size("image_size"),
                 group=row.text("group"),
-                lacks=said.lacks,
+                lacks=reader.lacks,
             )
         )
     return cases, {}
@@ -283,7 +283,7 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 # --- ui_genie ---------------------------------------------------------------------------------------------------------
 
 
-def _genie_action(text: str, said: _Said) -> Action | None:
+def _genie_action(text: str, reader: _AnswerReader) -> Action | None:
     """UI-Genie's `{"action": …}` object, bare or as the arguments of a tool call; None where it cannot be parsed."""
     body = text.split("<tool_call>")[-1].split("</tool_call>")[0].strip()
     try:
@@ -292,10 +292,10 @@ def _genie_action(text: str, said: _Said) -> Action | None:
         data = None
     arguments = data.get("arguments", data) if isinstance(data, dict) else None
     if not isinstance(arguments, dict) or not isinstance(arguments.get("action"), str):
-        said.unreadable()
+        reader.unreadable()
         return None
-    name = said.text(arguments["action"]).lower()
-    points = [said.point(arguments.get(key)) for key in ("coordinate", "coordinate2")]
+    name = reader.text(arguments["action"]).lower()
+    points = [reader.point(arguments.get(key)) for key in ("coordinate", "coordinate2")]
     value = next((arguments[k] for k in ("text", "direction", "button", "status") if k in arguments), "")
     if name == "swipe" and "direction" not in arguments:
         value = _swipe_direction(points[0], points[1])
@@ -337,22 +337,22 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         listed = whole.inner(part, whole.get(part, dict))
         for i, entry in enumerate(listed.get(details, list), start=1):
             row = listed.inner(f"{details} {i}", entry)
-            label_said, said = _Said(), _Said()
-            label = _genie_action(row.text("gt"), label_said)
-            if label is None or label_said.lacks:
+            label_reader, reader = _AnswerReader(), _AnswerReader()
+            label = _genie_action(row.text("gt"), label_reader)
+            if label is None or label_reader.lacks:
                 raise row.fail("field 'gt' holds no action, or one that cannot be read")
             step_id = row.text("questionID")
             episode, _, index = step_id.rpartition("_")
-            answer = said.text(row.data.get("answer"))
+            answer = reader.text(row.data.get("answer"))
             cases.append(
                 Case(
                     step_id=step_id,
                     episode_id=episode,
                     step_index=int(index) if re.fullmatch("[0-9]{1,9}", index) else None,
                     label=label,
-                    prediction=_genie_action(answer, said) if answer else None,
+                    prediction=_genie_action(answer, reader) if answer else None,
                     facts={"listed_wrong": True},
-                    lacks=said.lacks,
+                    lacks=reader.lacks,
                 )
             )
     return cases, {f"owner's {key}": value for key, value in notes.items()}
@@ -363,7 +363,7 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 ORACLE: Final = "oracle: no grounder's answers were given; an element counts as right wherever a grounding query exists"
 
 
-def _output_point(row: PredictionRow, said: _Said) -> Point | None:
+def _output_point(row: PredictionRow, reader: _AnswerReader) -> Point | None:
     """The grounder's "(x, y)" divided by `scale`: pixels of the block or screenshot. None where there is no such output."""
     scale = row.get("scale", int, float, optional=True)
     scale = 1.0 if scale is None else float(scale)
@@ -374,9 +374,9 @@ def _output_point(row: PredictionRow, said: _Said) -> Point | None:
         try:
             output = [float(v) for v in output.strip().strip("()").split(",")]
         except ValueError:
-            said.unreadable()
+            reader.unreadable()
             return None
-    point = said.point(output or None)
+    point = reader.point(output or None)
     return None if point is None else point_of(point[0] / scale, point[1] / scale)
 
 
@@ -403,15 +403,15 @@ def read_uground(
 
 def _uground_screenspot_case(row: PredictionRow, ids: Counter[str]) -> Case:
     boxes = row.xywh_boxes([row.get("bbox", list)], "bbox")
-    image, said = row.text("img_filename" if "img_filename" in row.data else "image"), _Said()
+    image, reader = row.text("img_filename" if "img_filename" in row.data else "image"), _AnswerReader()
     return Case(
         step_id=f"{image}-{_content_id(row, ('image', 'img_filename', 'instruction', 'bbox'), ids)}",
         episode_id=None,
         label=Action("click"),
-        prediction=Action("click", "", _output_point(row, said)),
+        prediction=Action("click", "", _output_point(row, reader)),
         boxes=boxes,
         group=f"{row.text('platform')}_{row.text('data_type')}",
-        lacks=said.lacks,
+        lacks=reader.lacks,
     )
 
 
@@ -444,16 +444,16 @@ def _read_uground_mind2web(
     for sample in samples:
         step_id = _mind2web_id(sample)
         plan = by_id.get(step_id)
-        prediction, boxes, said = None, tuple[BoxTuple, ...](), _Said()
+        prediction, boxes, reader = None, tuple[BoxTuple, ...](), _AnswerReader()
         facts = {"no_label_boxes": not sample.get("bbox", list)}
         if oracle:
             facts["oracle"] = plan is not None and (step_id in answer_rows if answers is not None else _has_query(plan))
         if plan is not None:
             answer = plan if embedded else answer_rows.get(step_id)
-            point = None if answer is None else _output_point(answer, said)
+            point = None if answer is None else _output_point(answer, reader)
             boxes = () if answer is None else answer.xywh_boxes(answer.get("bbox", list), "bbox")
-            value = said.text(plan.data.get("gpt_value"))
-            action = said.text(plan.data.get("gpt_action"))
+            value = reader.text(plan.data.get("gpt_value"))
+            action = reader.text(plan.data.get("gpt_action"))
             prediction = Action(action, "" if value.lower() == "none" else value, point)
         cases.append(
             Case(
@@ -465,14 +465,14 @@ def _read_uground_mind2web(
                 step_index=sample.whole("step"),
                 episode_steps=sample.whole("total_steps", MOST_STEPS),
                 facts=facts,
-                lacks=said.lacks,
+                lacks=reader.lacks,
             )
         )
     return cases, notes | ({"grounder": ORACLE} if oracle else {})
 
 
 def _has_query(plan: PredictionRow) -> bool:
-    """Whether UGround asks its grounder: the chosen block holds a target and the plan describes an element."""
+    """Whether UGround queries its grounder: the chosen block holds a target and the plan describes an element."""
     description, chosen = plan.data.get("description"), str(plan.data.get("ans_block"))
     described = isinstance(description, str) and description not in ("", "None")
     return chosen in plan.get("target_blocks", dict) and described
@@ -481,16 +481,16 @@ def _has_query(plan: PredictionRow) -> bool:
 _UGROUND_VALUES: Final = ("text", "app_name", "direction", "goal_status")
 
 
-def _uground_action(data: Any, said: _Said) -> Action:
-    """An action of a sample or a plan; one without a type where there is none."""
+def _uground_action(data: Any, reader: _AnswerReader) -> Action:
+    """The action of a sample or a plan; with an empty type where there is none."""
     if data is not None and not (isinstance(data, dict) and isinstance(data.get("action_type"), str)):
-        said.unreadable()
+        reader.unreadable()
     if not isinstance(data, dict):
         return Action("")
     value = next((str(data[key]) for key in _UGROUND_VALUES if data.get(key) is not None), "")
     x, y = data.get("x"), data.get("y")
-    point = None if x is None and y is None else said.point([x, y])
-    return canonical(Action(said.text(data.get("action_type")), value, point))
+    point = None if x is None and y is None else reader.point([x, y])
+    return canonical(Action(reader.text(data.get("action_type")), value, point))
 
 
 def _nodes(row: PredictionRow, tree: Any) -> list[TreeNode]:
@@ -529,12 +529,12 @@ def _read_uground_android_control(plans: Sequence[PredictionRow], labels: Path, 
         sample, answer = samples.get(key(plan)), answered.get(key(plan))
         if sample is None:
             continue
-        label_said, said = _Said(), _Said()
-        label = _uground_action(sample.data.get("action"), label_said)
-        if label_said.lacks:
+        label_reader, reader = _AnswerReader(), _AnswerReader()
+        label = _uground_action(sample.data.get("action"), label_reader)
+        if label_reader.lacks:
             raise sample.fail("field 'action' must be an object with an action_type, and numbers where it has x and y")
-        predicted = _uground_action(plan.data.get("action"), said)
-        point = None if answer is None else _output_point(answer, said)
+        predicted = _uground_action(plan.data.get("action"), reader)
+        point = None if answer is None else _output_point(answer, reader)
         episode, step = key(plan)
         cases.append(
             Case(
@@ -544,15 +544,15 @@ def _read_uground_android_control(plans: Sequence[PredictionRow], labels: Path, 
                 label=label,
                 prediction=Action(predicted.type, predicted.value, point),
                 facts={"nodes": _nodes(sample, sample.get("accessibility_tree", list))},
-                lacks=said.lacks,
+                lacks=reader.lacks,
             )
         )
     return cases
 
 
-# --- our own ----------------------------------------------------------------------------------------------------------
+# --- coepg ------------------------------------------------------------------------------------------------------------
 
-_OWN_KEYS: Final = frozenset(
+_ROW_KEYS: Final = frozenset(
     [
         "step_id",
         "episode_id",
@@ -573,44 +573,44 @@ _PREDICTION_KEYS: Final = frozenset(["action_type", "value", "point", "element"]
 
 
 def _unknown(row: PredictionRow, keys: frozenset[str]) -> ScoringError | None:
-    """What is wrong with a row that has other fields than these."""
+    """The error for a row with fields other than `keys`; None where there are none."""
     strange = set(row.data) - keys
     if not strange:
         return None
     return row.fail(f"field {min(strange)!r} is not known; the fields are {', '.join(sorted(keys))}")
 
 
-def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
+def read_coepg(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     """Our own format: JSON lines, each a label and a prediction. Points and boxes in pixels of the stored screenshot.
 
     {"step_id": "…", "episode_id": "…" or null, "step_index": 0, "width": 1080, "height": 2400,
      "label": {"action_type": "click", "value": "", "point": [x, y] or null, "boxes": [[x1, y1, x2, y2]]},
      "prediction": {"action_type": "click", "value": "", "point": [x, y] or null} or null}
-    What of a prediction has another type is as if it were not there (`Case.lacks`). Besides, where a protocol needs them:
+    A field of a prediction that has another type counts as absent (`Case.lacks`). Further fields that some protocols need:
     `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding), `seen_width`, `seen_height`, label `positives`
     [[backend_node_id, rank]] and prediction `element` (mind2web/seeact), `nodes` [{"box", "text", "content_description"}]
-    (android_control/uground500). Unknown fields are errors; in predictions only where all have some, for then it was no
-    model that wrote them.
+    (android_control/uground500). Unknown fields are errors; in predictions only where all have some, which is then
+    no fault of the model.
     """
     mobile = "android_control" in protocol
     cases, strange, predictions = [], list[ScoringError](), 0
     for row in read_jsonl(path):
         truth = row.inner("label", row.get("label", dict))
-        if error := _unknown(row, _OWN_KEYS) or _unknown(truth, _LABEL_KEYS):
+        if error := _unknown(row, _ROW_KEYS) or _unknown(truth, _LABEL_KEYS):
             raise error
         label = Action(
             truth.text("action_type"), truth.text("value", optional=True), truth.point("point", optional=True)
         )
-        prediction, answer, said = None, row.data.get("prediction"), _Said()
+        prediction, answer, reader = None, row.data.get("prediction"), _AnswerReader()
         if isinstance(answer, dict):
             predictions += 1
             if error := _unknown(row.inner("prediction", answer), _PREDICTION_KEYS):
                 strange.append(error)
-                said.unreadable()
-            action_type, value = (said.text(answer.get(key)) for key in ("action_type", "value"))
-            prediction = Action(action_type, value, said.point(answer.get("point")))
+                reader.unreadable()
+            action_type, value = (reader.text(answer.get(key)) for key in ("action_type", "value"))
+            prediction = Action(action_type, value, reader.point(answer.get("point")))
         elif answer is not None:
-            said.unreadable()
+            reader.unreadable()
         if mobile:
             label, prediction = canonical(label), prediction and canonical(prediction)
         facts: dict[str, Any] = {}
@@ -622,9 +622,9 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
             ]
             if len(facts["positives"]) != len(truth.data["positives"]):
                 raise truth.fail("field 'positives' must be a list of [backend_node_id, rank]")
-            facts["element"] = said.text(answer.get("element")) or None if isinstance(answer, dict) else None
+            facts["element"] = reader.text(answer.get("element")) or None if isinstance(answer, dict) else None
         if "nodes" in row.data:
-            facts["nodes"] = [_own_node(row.inner("nodes", node)) for node in row.get("nodes", list)]
+            facts["nodes"] = [_node(row.inner("nodes", node)) for node in row.get("nodes", list)]
         cases.append(
             Case(
                 step_id=row.text("step_id"),
@@ -638,7 +638,7 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
                 step_index=row.whole("step_index", optional=True),
                 episode_steps=row.whole("episode_steps", MOST_STEPS, optional=True),
                 facts=facts,
-                lacks=said.lacks,
+                lacks=reader.lacks,
             )
         )
     if strange and len(strange) == predictions:
@@ -646,7 +646,7 @@ def read_own(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     return cases, {}
 
 
-def _own_node(row: PredictionRow) -> TreeNode:
+def _node(row: PredictionRow) -> TreeNode:
     (box,) = row.xyxy_boxes([row.get("box", list)], "box")
     return TreeNode(box, row.text("text", optional=True), row.text("content_description", optional=True))
 
@@ -657,12 +657,12 @@ FORMATS: Final = ("coepg", "gui_r1", "ui_genie", "uground")
 def read_predictions(
     path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
 ) -> tuple[list[Case], Notes]:
-    """The cases of a file in one of FORMATS, and what a reader of their score must know."""
+    """The cases of a file in one of FORMATS, and notes for the reader of their score."""
     if format != "uground" and (labels is not None or answers is not None):
         raise ScoringError(f"labels and answers belong to format uground; {format} files hold both")
     match format:
         case "coepg":
-            return read_own(path, protocol)
+            return read_coepg(path, protocol)
         case "gui_r1":
             return read_gui_r1(path, protocol)
         case "ui_genie":

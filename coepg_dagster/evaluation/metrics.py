@@ -1,6 +1,6 @@
 """F1 of action strings, as each public evaluation computes it, and the point tests.
 
-Every function is pure; strings in, a fraction out. Sources: METRICS of the field as named in each docstring.
+Every function is pure; strings in, a fraction out. Each docstring names its source.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def value_f1(predicted: str, label: str) -> float:
 
 
 def contains_either(a: str, b: str) -> bool:
-    """One is part of the other; the empty string is part of every string."""
+    """Whether one is a substring of the other; the empty string is one of every string."""
     return a in b or b in a
 
 
 def inside(point: Point, box: BoxTuple) -> bool:
-    """Borders included."""
+    """Whether the point is in the box, borders included."""
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
 
 
 def strictly_inside(point: Point, box: BoxTuple) -> bool:
-    """Borders excluded."""
+    """Whether the point is in the box, borders excluded."""
     return box[0] < point[0] < box[2] and box[1] < point[1] < box[3]
 
 

@@ -18,7 +18,7 @@ METRICS: Final = ("ele_acc", "op_f1", "step_sr")
 MISS: Final = Verdict((0.0, 0.0, 0.0))
 OPERATIONS: Final = ("CLICK", "TYPE", "SELECT")
 MAX_RANK: Final = 50
-"""`mind2web/seeact` knows only candidates that the ranker put before this place."""
+"""`mind2web/seeact` counts only candidates that the ranker put before this rank."""
 
 
 def _verdict(element: bool, f1: float) -> Verdict:
@@ -64,7 +64,7 @@ def judge_seeact(case: Case) -> Verdict:
 def judge_uground(case: Case, *, lowercase: bool = True, empty_boxes: str = "fail") -> Verdict:
     """Point in any box of the chosen block, borders included; a missing point counts as (0, 0).
 
-    `case.boxes` are those of the block that the planner chose: none where the target is elsewhere. The switches are
+    `case.boxes` are those of the block that the planner chose: none where the target is in another block. The switches are
     variants of the field; the protocol lower-cases and fails steps without boxes. Fact `oracle`: no grounder was run,
     and the element counts as right wherever this is true (a grounding query exists).
     """
@@ -112,7 +112,7 @@ def judge_seeclick(case: Case) -> Verdict:
 
 
 def pad(cases: Sequence[Case]) -> list[Case]:
-    """`cases`, and for each task as many 0 / 0 / 0 rows as it lacks of its `episode_steps` (`mind2web/uground`)."""
+    """`cases` and, for each task, 0 / 0 / 0 rows up to its `episode_steps` (`mind2web/uground`)."""
     counts = Counter(case.episode_id for case in cases)
     padded = list(cases)
     for case in {case.episode_id: case for case in cases if case.episode_steps is not None}.values():

@@ -42,7 +42,7 @@ READERS: Final[Mapping[str, frozenset[str]]] = {
 
 
 def find_protocol(name: str) -> Protocol:
-    """The protocol of that name, or SOP over it for "sop/NAME"; ScoringError with all names where there is none."""
+    """The protocol of that name, or SOP over it for "sop/NAME". Raises ScoringError with all names where there is none."""
     base = name.removeprefix(SOP_PREFIX)
     if base not in PROTOCOLS:
         raise ScoringError(
@@ -52,10 +52,10 @@ def find_protocol(name: str) -> Protocol:
 
 
 def refuse_protocol(name: str, reader: str) -> None:
-    """Raises ScoringError, which names those that would do, where a protocol cannot judge the steps of a reader.
+    """Raises ScoringError where a protocol cannot judge the steps of a reader; the message lists those that can.
 
-    Steps hold actions, boxes and points. What needs more, and SOP, for which a model must have written its own history,
-    scores files of predictions only.
+    Steps hold actions, boxes and points. A protocol that needs more scores files of predictions only; so does SOP, for
+    which a model must have written its own history.
     """
     choice = [known for known, rule in PROTOCOLS.items() if reader in READERS[known.split("/")[0]] and not rule.needs]
     if name not in choice:

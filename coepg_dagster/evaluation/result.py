@@ -21,7 +21,7 @@ from coepg_dagster.evaluation.statistics import Floats, Sampled, interval, sampl
 Interval = tuple[float, float]
 Notes = Mapping[str, int | str]
 LOST = "lost"
-"""The note of a result whose split has steps that could not be read: its denominator is short of the published one."""
+"""Key of the note on steps that could not be read: the denominator is short of the published one by these."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Result:
-    """What `protocol` says about a set of predictions. `rows` = `scored` + everything in `skipped`."""
+    """The scores of a set of predictions under `protocol`. `rows` = `scored` + everything in `skipped`."""
 
     protocol: str
     rows: int
@@ -79,18 +79,18 @@ class Result:
 STEP_COLUMNS = pa.schema(
     [
         pa.field("step_id", pa.string(), nullable=False),
-        pa.field("episode_id", pa.string()),  # null: the source names no task, the step stands for itself
+        pa.field("episode_id", pa.string()),  # null: the source names no task, the step is its own
         pa.field("step_index", pa.int32()),
         pa.field("group", pa.string(), nullable=False),  # class of the label, or ScreenSpot's group
         pa.field("skipped", pa.string()),  # why the step is in no denominator
     ]
 )
 _WEIGHT = "_weight"
-"""Suffix of the column that a metric has besides, where some step weighs other than 1 (see `Verdict.weights`)."""
+"""Suffix of a metric's column of weights, which is there where a weight is not 1 (see `Verdict.weights`)."""
 
 
 def result_of(protocol: Protocol, cases: Sequence[Case], *, notes: Notes | None = None, seed: int = 0) -> Result:
-    """Judge `cases` under `protocol` and average. ScoringError where there is nothing, or a step comes twice."""
+    """Judge `cases` under `protocol` and average. Raises ScoringError where there are none, or a step comes twice."""
     if not cases:
         raise ScoringError(f"{protocol.name}: there is no prediction to score")
     twice = [step for step, n in Counter(case.step_id for case in cases).items() if n > 1]
@@ -124,7 +124,7 @@ def _steps_table(protocol: Protocol, cases: Sequence[Case], verdicts: Sequence[V
 
 @dataclass(frozen=True)
 class _Arrays:
-    """The columns of a table of steps that averages are made of."""
+    """The columns of a table of steps from which averages are computed."""
 
     values: Floats
     weights: Floats
@@ -154,7 +154,7 @@ class _Arrays:
 
 
 def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None, seed: int = 0) -> Result:
-    """The `Result` of a table of judged steps (as in `Result.steps`, perhaps stored before)."""
+    """The `Result` of a table of judged steps (as in `Result.steps`, also read from the store)."""
     arrays = _Arrays.of(protocol, steps)
     notes = dict(notes or {})
     if protocol.macro == "group":
@@ -305,8 +305,8 @@ def sop(result: Result, *, seed: int = 0) -> Result:
     """Semi-online performance over trajectories (UI-S1): PG = mean(s/t), TSR = mean(s = t), score = their mean.
 
     s is the number of steps before the first miss, t the trajectory's length. The steps must have been predicted with
-    the model's own history. Needs task and position of every step, and a protocol that decides each: ScoringError
-    otherwise. Skipped steps are not part of a trajectory.
+    the model's own history. Needs task and position of every step, and a protocol that decides each; raises
+    ScoringError otherwise. Skipped steps are not part of a trajectory.
     """
     metric = next((name for name in SUCCESS if name in result.metrics), None)
     if metric is None:

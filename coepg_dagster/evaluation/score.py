@@ -26,10 +26,10 @@ def score_steps(
 ) -> Result:
     """Score one prediction per labelled step.
 
-    `steps` needs STEP_COLUMNS of STEP_SCHEMA (screenshots are not touched). `predictions` has PREDICTION_COLUMNS: x
+    `steps` needs STEP_COLUMNS of STEP_SCHEMA (screenshots are not read). `predictions` has PREDICTION_COLUMNS: x
     and y are pixels of the stored screenshot or null, action_type is null where the answer could not be parsed. Every
     step needs exactly one prediction; a missing, doubled or unknown one raises ScoringError with the step's name.
-    `lost` says how many steps the split has besides, which could not be read, by reason; the result notes them.
+    `lost` counts further steps of the split, which could not be read, by reason; the result's notes report them.
     """
     find_protocol(protocol)
     labelled = _rows(steps, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS, "steps")

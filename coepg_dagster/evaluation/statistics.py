@@ -23,7 +23,7 @@ _CELLS_AT_ONCE: Final = 200_000
 
 @dataclass(frozen=True)
 class Sampled:
-    """Per column: both averages, as fractions (NaN where no row counts), and what each is in every resample."""
+    """Per metric: both averages, as fractions (NaN where no row counts), and their values in every resample."""
 
     micro: Floats  # (metrics,)
     macro: Floats  # (metrics,)

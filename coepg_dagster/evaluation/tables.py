@@ -74,9 +74,9 @@ def protocols_of(cells: Iterable[Cell]) -> str:
     for cell in cells:
         protocols.setdefault(cell.metric, []).append(cell.protocol)
     metrics: dict[str, list[str]] = {}
-    for metric, found in protocols.items():
-        metrics.setdefault(one_protocol(metric, found), []).append(metric)
-    ways = "; of ".join(f"{', '.join(names)}: {protocol}" for protocol, names in metrics.items())
+    for metric, names in protocols.items():
+        metrics.setdefault(one_protocol(metric, names), []).append(metric)
+    ways = "; of ".join(f"{', '.join(metric_names)}: {protocol}" for protocol, metric_names in metrics.items())
     return f"Protocol of {ways}." if ways else ""
 
 
@@ -85,16 +85,16 @@ def _text(cell: str | Cell | None, digits: int) -> str:
 
 
 def one_protocol(metric: str, protocols: Iterable[str]) -> str:
-    """The protocol of numbers of one metric that stand together. Raises ScoringError where there are two.
+    """The protocol of numbers of one metric that stand together. Raises ScoringError where there are several.
 
-    In brackets a protocol says what single numbers lack; the longest is returned.
+    A bracket after the protocol's name says what single numbers lack; the longest text is returned.
     """
     names = set(protocols)
     ways = sorted({name.partition(" (")[0] for name in names})
     if len(ways) != 1:
         raise ScoringError(
-            f"one table holds one protocol: {metric} would be by {' and by '.join(ways)}; score again what is by another, or "
-            "leave it out"
+            f"one table holds one protocol: {metric} would be by {' and by '.join(ways)}; score all under one, or "
+            "leave the others out"
         )
     return max(names, key=len)
 

@@ -1,7 +1,7 @@
 """AndroidControl: the GZIP TFRecords of google-research, with splits.json and test_subsplits.json beside them.
 
 Labels hold a point. The box is that of the smallest clickable node of the accessibility tree that contains the point,
-borders included; of equal ones the deepest. Actions get the canonical names, in capitals; a scroll's value is the
+borders included; of equally small ones the deepest. Actions get the canonical names, in capitals; a scroll's value is the
 direction in which the content view moves on, as labelled.
 
 Levels: at `high` models see the goal alone; at `low` the step's own instruction too, which is null at `high`.
@@ -71,7 +71,7 @@ class Splits:
 
     @classmethod
     def of(cls, folder: Path, files: Files | None = None) -> Splits:
-        """From splits.json and, where it is there, test_subsplits.json, which are noted in `files`. Raises ReaderError."""
+        """From splits.json and, if present, test_subsplits.json; `files` records both. Raises ReaderError."""
         for name in ("splits.json", "test_subsplits.json"):
             if files is not None:
                 files.note(folder / name)
@@ -97,7 +97,7 @@ def _lists(path: Path) -> dict[str, list[int]]:
 
 
 def rows(path: Path, splits: Splits, level: Level, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
-    """A task per episode of one TFRecord file, which gives an item per step."""
+    """A SourceRow per episode of one TFRecord file; it gives an item per step."""
     for record in records(path):
         if isinstance(record, Reject):
             yield record
@@ -216,13 +216,15 @@ def _step(
     stated = values["screenshot_widths"], values["screenshot_heights"]
     if image.size != stated:
         if split in TRAINED:
-            said = f"the screenshot has {image.size[0]} x {image.size[1]} px, the record says {stated[0]} x {stated[1]}"
-            raise RejectedRow("bad_field", said)
+            detail = (
+                f"the screenshot has {image.size[0]} x {image.size[1]} px, the record says {stated[0]} x {stated[1]}"
+            )
+            raise RejectedRow("bad_field", detail)
         noticed = (*noticed, "another_size_stated")
     boxes, element = list[BoxTuple](), ""
     if action.point is not None:
-        found, element = _target(values["accessibility_trees"], action.point)
-        boxes, faults = target_boxes([found], image.size, trained=split in TRAINED)
+        box, element = _target(values["accessibility_trees"], action.point)
+        boxes, faults = target_boxes([box], image.size, trained=split in TRAINED)
         small = bool(boxes) and too_small(boxes[0], image.size, resize)
         noticed = (*noticed, *faults, *(("target_too_small",) if small else ()))
     ready = prepared(image, source, boxes=boxes, point=action.point, resize=resize if shrink else None)
@@ -237,16 +239,16 @@ def _step(
 
 
 def _target(tree: bytes, point: tuple[float, float]) -> tuple[BoxTuple | RejectedRow, str]:
-    """(box, text) of the node that was acted on; in place of the box why there is none."""
+    """(box, text) of the node that was acted on; instead of the box a RejectedRow where there is none."""
     try:
-        found = enclosing_node(parsed(Forest, tree, "the accessibility tree"), point)
+        node = enclosing_node(parsed(Forest, tree, "the accessibility tree"), point)
     except RejectedRow as damaged:
         return damaged, ""
-    return found or (RejectedRow("no_enclosing_node", f"no clickable node contains {point}"), "")
+    return node or (RejectedRow("no_enclosing_node", f"no clickable node contains {point}"), "")
 
 
 def enclosing_node(forest: Any, point: tuple[float, float]) -> tuple[tuple[float, float, float, float], str] | None:
-    """(box, text or description) of the smallest clickable node that contains `point`, of equal ones the deepest."""
+    """(box, text or description) of the smallest clickable node that contains `point`; ties: the deepest."""
     best = None
     for window in forest.windows:
         for node in window.tree.nodes:

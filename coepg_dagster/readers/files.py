@@ -1,6 +1,6 @@
-"""The files that an import reads: found, read, and remembered as they were, so that a later change of any of them is seen.
+"""The files that an import reads, with a version of each, so that later changes are detected.
 
-Links on the disk are the user's own and are followed. A name that comes out of the data stays below its folder.
+Symbolic links are the user's choice and are followed. A file name from the data must stay below its folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_IMAGE_BYTES: Final = 1 << 28
 """Larger image files are not read: 50 million pixels are at most 400 MB before compression."""
 
 Version = tuple[int, int, int, str] | None
-"""(bytes, time of the last change of content and of status, ns, SHA-256) of a file; None: it cannot be read."""
+"""(size in bytes, mtime and ctime in ns, SHA-256) of a file; None: it cannot be read."""
 
 
 def files_below(folder: Path, wanted: Callable[[str], bool], deep: bool = True) -> list[Path]:
-    """The files of a folder and, if `deep`, of those below it whose name is `wanted`, in order; hidden ones are none."""
+    """The files of a folder and, if `deep`, its subfolders whose name is `wanted`, sorted. Hidden ones are skipped."""
     files: list[Path] = []
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -35,14 +35,14 @@ def files_below(folder: Path, wanted: Callable[[str], bool], deep: bool = True) 
 
 
 class Files:
-    """The files that one import reads in `folder` and `images`; `versions` has each by its path from `folder`, if it is there."""
+    """The files that one import reads. `versions` has each by its path: relative to `folder` if below it, else absolute."""
 
     def __init__(self, folder: Path, images: Path | None = None) -> None:
         self._folder, self._images = folder, images or folder
         self.versions: dict[str, Version] = {}
 
     def note(self, path: Path) -> None:
-        """Remembers a file that is read elsewhere, or is not there; call it first, so that a change meanwhile is seen later."""
+        """Records a file that other code reads, or that is missing. Call it before reading, to detect a change meanwhile."""
         self.versions[self._name(path)] = version(path)
 
     def _name(self, path: Path) -> str:
@@ -51,7 +51,7 @@ class Files:
     def image(self, name: str) -> bytes:
         """The content of the image file that a row names, relative to the folder of images.
 
-        Raises RejectedRow where the name leaves that folder or cannot be read.
+        Raises RejectedRow where the name leaves that folder or the file cannot be read.
         """
         inside = Path(os.path.normpath(name))
         if inside.is_absolute() or os.pardir in inside.parts:
@@ -80,7 +80,7 @@ class Files:
 
 
 def version(path: Path | str, known: Version = None) -> Version:
-    """The version of a file, None where it cannot be read. It is read only where its size or a time is not as `known`."""
+    """The version of a file, None where it cannot be read. It is hashed only where its size or a time differs from `known`."""
     try:
         about = os.stat(path)  # noqa: PTH116 (a hundred thousand of them)
         if not stat.S_ISREG(about.st_mode):

@@ -1,7 +1,8 @@
-"""Screenshots in, screenshots out: checked, cut to a view, resized once.
+"""Checks screenshots, crops them to a view and resizes them once.
 
-A screenshot that is kept whole keeps its bytes, unless other programs would show them otherwise (`pictures`): then, and where
-it is cut or resized, it is stored in the format it came in (PNG lossless, JPEG at quality 95), as PNG where its pixels changed.
+A screenshot that is neither cropped nor resized keeps its bytes, unless other programs would show it differently: then
+`pictures` changes its pixels and it is stored as PNG. A cropped or resized one is stored in its original format (PNG
+lossless, JPEG at quality 95), or as PNG where `pictures` changed its pixels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Resize:
     max_pixels: int = 1_843_200
 
     def of(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The size that the model sees; RejectedRow where it sees no image of `size`."""
+        """The (width, height) that the model sees; raises RejectedRow where it cannot take an image of `size`."""
         try:
             target = smart_resize(
                 Size(*size), factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels
@@ -61,7 +62,7 @@ def encoded(image: Image.Image, format: str) -> bytes:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A screenshot as it is stored, and the places on it, in its own pixels."""
+    """A screenshot as it is stored; boxes (x1, y1, x2, y2) and point (x, y) in its pixels."""
 
     screenshot: bytes
     size: tuple[int, int]
@@ -71,7 +72,7 @@ class Prepared:
     def step(self, noticed: tuple[str, ...], **columns: Any) -> Step:
         """The row of this screenshot with the other columns of READER_SCHEMA, of which nullable ones may be left out.
 
-        RejectedRow where READER_SCHEMA cannot hold one of them.
+        Raises RejectedRow where READER_SCHEMA cannot hold one of them.
         """
         mine = {"screenshot": self.screenshot, "width": self.size[0], "height": self.size[1], "boxes": self.boxes}
         values = mine | {"point": self.point and list(self.point)} | columns
@@ -88,9 +89,9 @@ def prepared(
     point: tuple[float, float] | None = None,
     resize: Resize | None = None,
 ) -> Prepared:
-    """`image` (`opened` from `source`) cut to `view` and resized; boxes and point, in pixels of `image`, move along.
+    """`image` (`opened` from `source`) cropped to `view` and resized; boxes and point, in pixels of `image`, are mapped along.
 
-    RejectedRow where no model sees an image of that size.
+    Raises RejectedRow where the model cannot take an image of that size.
     """
     x0, y0, x1, y1 = view or (0, 0, *image.size)
     cut = Size(x1 - x0, y1 - y0)

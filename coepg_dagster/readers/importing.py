@@ -1,8 +1,8 @@
 """From a dataset's files to Arrow files of steps: streaming, restartable, counted.
 
 Each source file becomes one Arrow file of READER_SCHEMA, which is memory-mapped where it is used, and one of
-REJECT_SCHEMA. An import that was killed goes on after the last finished file. A file is imported anew where it, or an image that
-its rows name, is not as it was. Memory holds a few rows at a time.
+REJECT_SCHEMA. A killed import resumes after the last finished file. A file is imported again where it, or an image that its rows
+name, has changed. Memory holds a few rows at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.prompts import ACTION_TYPES, MOBILE_ACTION_TYPES, Style, needs_target
-from coepg_dagster.readers import android_control, mind2web, own, screenspot
+from coepg_dagster.readers import android_control, jsonl, mind2web, screenspot
 from coepg_dagster.readers.files import Files, Version, contents, same_content, version, versions_now
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.rows import (
@@ -51,10 +51,10 @@ class Options:
     level: android_control.Level = "high"
     resize: Resize = field(default_factory=Resize)  # what the legibility check assumes
     shrink: bool = False  # store screenshots as resized
-    images: str | None = None  # folder of images, where it is not the annotations' own
-    trained: tuple[str, ...] = tuple(sorted(TRAINED))  # splits without rows that lack the target that they need
+    images: str | None = None  # folder of images; None: that of the annotations
+    trained: tuple[str, ...] = tuple(sorted(TRAINED))  # splits that leave out rows without a needed target
     style: Style = "web"  # of the prompts for a user's own data: on the web a TYPE needs a target
-    max_bad_share: float = 0.05  # of rows, left out for a reason that is not EXPECTED
+    max_bad_share: float = 0.05  # most rows that may be left out for a reason that is not EXPECTED
     workers: int = 2
 
     def __post_init__(self) -> None:
@@ -63,13 +63,13 @@ class Options:
 
 
 def lost_of(lost: Mapping[str, int], split: str) -> dict[str, int]:
-    """How many steps `split` lacks, by reason, of `Counts.lost`; rows whose split is unknown may be of this one too."""
-    found = {}
+    """The steps of `Counts.lost` that `split` lacks, by reason. Rows of an unknown split count too: they may belong to it."""
+    steps = {}
     for key, n in lost.items():
         of, _, reason = key.rpartition(": ")
         if of in (split, UNKNOWN_SPLIT):
-            found[reason if of == split else f"{reason}, {UNKNOWN_SPLIT}"] = n
-    return found
+            steps[reason if of == split else f"{reason}, {UNKNOWN_SPLIT}"] = n
+    return steps
 
 
 COUNTERS: Final = ("steps", "rejected", "noticed", "lost")
@@ -77,12 +77,14 @@ COUNTERS: Final = ("steps", "rejected", "noticed", "lost")
 
 @dataclass
 class Counts:
-    """What an import saw; grows while it runs."""
+    """Running counts of an import."""
 
     steps: Counter[str] = field(default_factory=Counter)  # by split
     rejected: Counter[str] = field(default_factory=Counter)  # rows, by reason
     noticed: Counter[str] = field(default_factory=Counter)  # by "split: fact"
-    lost: Counter[str] = field(default_factory=Counter)  # steps that were not EXPECTED to go, by "split: reason"
+    lost: Counter[str] = field(
+        default_factory=Counter
+    )  # steps left out for a reason that is not EXPECTED, by "split: reason"
 
     @property
     def bad(self) -> int:
@@ -108,14 +110,14 @@ def source_files(dataset: Dataset, source: Path) -> list[Path]:
         "mind2web_blocks": mind2web.block_files,
         "android_control": android_control.files,
         "screenspot": screenspot.files,
-        "jsonl": own.files,
+        "jsonl": jsonl.files,
     }
     if dataset not in finders:
         raise ReaderError(f"reader {dataset!r} is not known; choose from {', '.join(finders)}")
-    found = finders[dataset](source) if source.exists() else []
-    if not found:
+    files = finders[dataset](source) if source.exists() else []
+    if not files:
         raise ReaderError(f"{source}: holds no files of a {dataset} dataset")
-    return found
+    return files
 
 
 def _folder(source: Path) -> Path:
@@ -138,17 +140,17 @@ def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: 
         case "screenspot":
             return screenspot.rows(path, files, options.resize, options.shrink)
         case "jsonl":
-            return own.rows(path, files, options.resize, options.shrink)
+            return jsonl.rows(path, files, options.resize, options.shrink)
 
 
 MANY_BAD: Final = 100
-"""The share of bad rows is judged at the end of the dataset, from so many on at once: nobody reads a wrong folder for hours."""
+"""From this many bad rows on, their share is checked after each row, not only at the end: a wrong folder fails early."""
 
 
 def read_items(
     dataset: Dataset, source: Path, options: Options, counts: Counts, seen: set[str], path: Path, files: Files
 ) -> Iterator[Item]:
-    """The items of one file: steps with new ids, and rejects; `counts`, `seen`, `files` grow. Raises ReaderError."""
+    """The items of one file: steps with new ids, and rejects. Updates `counts`, `seen`, `files`. Raises ReaderError."""
     for item in converted(_tasks(dataset, source, path, options, files), options.workers):
         kept = _judged(dataset, item, path, options, seen) if isinstance(item, Step) else item
         if isinstance(kept, Step):
@@ -163,7 +165,7 @@ def read_items(
 
 
 def _judged(dataset: Dataset, step: Step, path: Path, options: Options, seen: set[str]) -> Item:
-    """`step`, or why it is left out although it could be read."""
+    """`step`, or a Reject where its id came before or it lacks a needed target."""
     about = step.values
     if about["step_id"] in seen:
         return Reject(str(path), step.row, "duplicate_id", f"{about['step_id']!r} came before", about["split"])
@@ -208,7 +210,7 @@ MAX_BATCH: Final = 1 << 29
 
 
 def rejects_table(rejects: Iterable[Reject]) -> pa.Table:
-    """REJECT_SCHEMA; what is no text in them, such as file names of other encodings, is written as escapes."""
+    """A table of REJECT_SCHEMA. Text that is not valid UTF-8, such as a file name in another encoding, is escaped."""
 
     def plain(value: Any) -> Any:
         return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
@@ -218,9 +220,9 @@ def rejects_table(rejects: Iterable[Reject]) -> pa.Table:
 
 
 def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options | None = None) -> Counts:
-    """Import every file of `source` into `out`, which then `load`s; finished files of the same import are kept.
+    """Import every file of `source` into `out`; skip files that an earlier import with the same options has finished.
 
-    Rejects are written also where the import stops for them. Raises ReaderError, with what to do.
+    Rejects are also written where too many of them stop the import. Raises ReaderError, which says what to do.
     """
     options, counts, seen = options or Options(), Counts(), set[str]()
     out.mkdir(parents=True, exist_ok=True)
@@ -248,17 +250,17 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
         finally:
             pq.write_table(rejects_table(rejects), one.rejects)
             _write(one.read, files.versions)
-        own_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
-        draft.replace(one.steps)  # a draft that stays says that the import was cut off, see `load`
+        file_counts = Counts(**{name: getattr(counts, name) - before[name] for name in COUNTERS})
+        draft.replace(one.steps)  # a draft that remains means that the import was cut off
         facts = {"source": str(path), "options": asdict(options), "key": _chosen(dataset, options)}
-        _write(one.counts, own_counts.to_json() | facts | {"ids_before": ids_before})
+        _write(one.counts, file_counts.to_json() | facts | {"ids_before": ids_before})
     _judge(counts, options, out)
     return counts
 
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What the import of one source file leaves in `out`; `counts` is written last."""
+    """The files that the import of one source file writes to `out`; `counts` is written last."""
 
     out: Path
     key: str
@@ -273,7 +275,7 @@ class _Outputs:
 
     @property
     def read(self) -> Path:
-        """The versions of every file that was read, also of an import that stopped."""
+        """The versions of every file that was read; an import that stops writes them too."""
         return self.out / f"{self.key}.read"
 
     @property
@@ -281,22 +283,22 @@ class _Outputs:
         return self.out / f"{self.key}.json"
 
     def versions(self) -> dict[str, Version]:
-        """What was read, with times as they were; nothing where no import was begun."""
+        """Versions of the files as they were when read; empty where no import has started."""
         if not self.read.is_file():
             return {}
         return {name: was and tuple(was) for name, was in json.loads(self.read.read_text()).items()}
 
     def versions_now(self, folder: Path) -> dict[str, Version]:
-        """The present versions of what was read. New times of an old content are remembered: it is not hashed again."""
+        """Present versions of the files that were read. Where only times changed they are stored, to not hash again."""
         was = self.versions()
         now = versions_now(folder, was)
         if now != was and same_content(now, was):
-            with suppress(OSError):  # of a store that cannot be written
+            with suppress(OSError):  # the store may be read-only
                 _write(self.read, now)
         return now
 
     def finished(self, folder: Path, seen: set[str]) -> dict[str, Any] | None:
-        """The counts of a finished import that would come out the same now, after the ids `seen`; else None."""
+        """The counts of a finished import, if a new one after the ids `seen` would give the same; else None."""
         if not (self.counts.is_file() and self.steps.is_file() and self.read.is_file()):
             return None
         if not same_content(self.versions(), self.versions_now(folder)):
@@ -312,12 +314,12 @@ def _digest(ids: set[str]) -> str:
 
 
 def version_read(dataset: Dataset, source: Path, out: Path, options: Options) -> str:
-    """The version of everything that the import in `out` read, as it was then: names and content, no times."""
+    """Hash of names and contents, without times, of all files that the import in `out` read, as they were then."""
     return _version(dataset, source, out, options, lambda one: one.versions())
 
 
 def version_now(dataset: Dataset, source: Path, out: Path, options: Options) -> str:
-    """The same of what it would read now. Only files with another size or time are opened."""
+    """`version_read` of the files as they are now. Only files whose size or time changed are opened."""
     return _version(dataset, source, out, options, lambda one: one.versions_now(_folder(source)))
 
 
@@ -331,8 +333,8 @@ def _version(
     read = []
     for path in paths:
         key = _key(dataset, path, source, options)
-        found = look(_Outputs(out, key)) or {path.name: version(path)}
-        read.append([key, sorted(contents(found).items())])
+        versions = look(_Outputs(out, key)) or {path.name: version(path)}
+        read.append([key, sorted(contents(versions).items())])
     return hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
 
 
@@ -342,10 +344,10 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:
-    """Names the outputs of one source file: its place, and the options that change what is read."""
-    said = json.dumps([path.relative_to(_folder(source)).as_posix(), _chosen(dataset, options)])
+    """Name of the outputs of one source file, from its path and the options that change what is read."""
+    text = json.dumps([path.relative_to(_folder(source)).as_posix(), _chosen(dataset, options)])
     name = re.sub(r"[^\w.-]", "_", path.stem)[:80]
-    return f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:10]}"
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 CODE: Final = 2
@@ -353,7 +355,7 @@ CODE: Final = 2
 
 
 def _chosen(dataset: Dataset, options: Options) -> str:
-    """The dataset, how it is read, and the options that change what is read, as one text."""
+    """The dataset, how it is read, and the options that change what is read, as JSON."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("workers", "max_bad_share")}
     return json.dumps([CODE, dataset, chosen], sort_keys=True)
 
@@ -361,10 +363,9 @@ def _chosen(dataset: Dataset, options: Options) -> str:
 def load_benchmark(
     dataset: Dataset, source: Path, out: Path, options: Options | None = None
 ) -> tuple[pa.Table, Counts]:
-    """The steps of a dataset (READER_SCHEMA, memory-mapped) and what its import counted.
+    """The steps of a dataset (READER_SCHEMA, memory-mapped), imported into `out`, and the counts of the import.
 
-    Files are imported into `out`, those excepted that an earlier import with the same options has finished there; what
-    else lies in `out` is not looked at.
+    Files that an earlier import with the same options has finished are not read again. Other files in `out` are ignored.
     """
     options = options or Options()
     counts = import_dataset(dataset, source, out, options)
@@ -379,8 +380,8 @@ def _mapped(path: Path) -> pa.Table:
 
 def rejects(out: Path) -> pa.Table:
     """Every row that an import left out: file, row, reason, detail."""
-    found = sorted(out.glob("*.rejects.parquet"))
-    return pa.concat_tables([pq.read_table(file) for file in found]) if found else rejects_table([])
+    files = sorted(out.glob("*.rejects.parquet"))
+    return pa.concat_tables([pq.read_table(file) for file in files]) if files else rejects_table([])
 
 
 @dataclass(frozen=True)
@@ -389,15 +390,15 @@ class DataReport:
 
     counts: Counts
     rejects: pa.Table
-    problems: tuple[str, ...]  # of the whole, besides single rows
-    notes: tuple[str, ...] = ()  # what an experiment may want and is not there
+    problems: tuple[str, ...]  # of the data as a whole
+    notes: tuple[str, ...] = ()  # what is missing that an experiment may need
 
     @property
     def ok(self) -> bool:
         return not self.problems and not self.counts.bad
 
     def text(self, most: int = 20) -> str:
-        """For people: counts by split, and the first `most` rows that are left out."""
+        """Summary: counts by split, and the first `most` rows that are left out."""
         lines = [f"{n} steps in split {split}" for split, n in sorted(self.counts.steps.items())]
         lines += [f"noticed {fact}: {n}" for fact, n in sorted(self.counts.noticed.items())]
         lines += [*self.notes, *self.problems]
@@ -408,11 +409,11 @@ class DataReport:
 
 
 def check_data(path: Path, options: Options | None = None, splits: Sequence[str] = ()) -> DataReport:
-    """Read a user's own data (see `own`) as an import would, and say everything that is wrong (`coepg check-data`).
+    """Read a user's own data (see `jsonl`) as an import would, and list everything that is wrong (`coepg check-data`).
 
     Args:
-        options: those of an experiment. Without them the data is a phone's if an action is one that only phones have.
-        splits: those that the experiment needs. Without them a missing split is only noted.
+        options: reader options of an experiment. Without them, prompts are `mobile` if an action is of phones only, else `web`.
+        splits: splits that the experiment needs. Without them a missing split is only noted.
     """
     counts, seen, left_out = Counts(), set[str](), list[Reject]()
     problems, notes = [], []
@@ -431,7 +432,7 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
                 left_out.append(item)
             else:
                 episodes.setdefault(item.values["episode_id"], set()).add(item.values["split"])
-    if torn := sorted(episode for episode, found in episodes.items() if len(found) > 1):
+    if torn := sorted(episode for episode, splits_of in episodes.items() if len(splits_of) > 1):
         problems.append(f"{len(torn)} tasks are in more than one split, for example {torn[0]!r}: put each into one")
     if not counts.steps:
         problems.append(f"{path}: no usable step")

@@ -66,12 +66,12 @@ def files(source: Path) -> list[Path]:
 
 
 def rows(path: Path, view: Rule, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
-    """A task per row of one Parquet file; a file that is none is one reject."""
+    """A SourceRow per row of one Parquet file; not a Parquet file: one Reject."""
     return of_parquet(path, COLUMNS, lambda row, _: [convert(row, path, view, resize, shrink)])
 
 
 def target_box(candidate: object) -> BoxTuple:
-    """The box of a positive candidate (JSON, its `attributes` JSON again) in page pixels, wherever that is."""
+    """The box of a positive candidate (JSON, its `attributes` JSON again) in page pixels; it may lie off the page."""
     data = parse_json(candidate, "a positive candidate")
     if not isinstance(data, dict) or "attributes" not in data:
         raise RejectedRow("bad_candidates", f"{candidate!r:.80} has no attributes")
@@ -87,7 +87,7 @@ def target_box(candidate: object) -> BoxTuple:
 
 
 def convert(row: Mapping[str, Any], path: Path, view: Rule, resize: Resize, shrink: bool) -> Step:
-    """The step of one row; RejectedRow where it is left out."""
+    """The step of one row; raises RejectedRow where it is left out."""
     annotation = wanted(row, "annotation_id", str)
     split = split_of(path, annotation)
     with part_of(split):
@@ -163,7 +163,7 @@ def block_files(source: Path) -> list[Path]:
 
 
 def block_rows(path: Path, images: Files, resize: Resize) -> Iterator[SourceRow | Reject]:
-    """A task per row of a sample file; `images` holds the folders of blocks."""
+    """A SourceRow per row of a sample file; `images` holds the folders of blocks."""
     return of_lines(path, lambda line, _: [convert_block(line, images, resize)])
 
 

@@ -1,6 +1,6 @@
-"""What every reader gives: steps, or rows left out with a reason that names file and row.
+"""What every reader yields: steps, or rejects with file, row and reason.
 
-Nothing is guessed: a row that is not as its format says is left out, and counted. Test splits are whole: there a row is
+Nothing is guessed: a row that breaks its format is left out and counted. Test splits stay complete: there a row is
 left out only where no model could see it or its label cannot be read, and target boxes stay as they are (`target_boxes`).
 """
 
@@ -29,7 +29,7 @@ READER_SCHEMA: Final = pa.schema(
         pa.field("view_rule", pa.string()),  # how that was chosen, see `views`
     ]
 )
-"""STEP_SCHEMA and what only some sources know; a loop that wants STEP_SCHEMA selects its columns."""
+"""STEP_SCHEMA and columns that only some sources have; who needs STEP_SCHEMA alone selects its columns."""
 
 REJECT_SCHEMA: Final = pa.schema(
     [
@@ -37,7 +37,7 @@ REJECT_SCHEMA: Final = pa.schema(
         pa.field("row", pa.string(), nullable=False),  # as the format counts: row, record, record/step or line, from 0
         pa.field("reason", pa.string(), nullable=False),  # one of REASONS
         pa.field("detail", pa.string(), nullable=False),
-        pa.field("split", pa.string()),  # null: the row could not be read so far
+        pa.field("split", pa.string()),  # null: not known, the row failed earlier
         pa.field("steps", pa.int32(), nullable=False),  # how many steps the row holds
     ]
 )
@@ -70,7 +70,7 @@ EXPECTED: Final = frozenset({"no_target", "no_enclosing_node"})
 """Reasons that are facts of the data and no sign of damage: they do not count towards the share of bad rows."""
 
 TRAINED: Final = frozenset({"train", "validation"})
-"""Splits that rows without a target are left out of. Test splits keep them, as every protocol's denominator wants."""
+"""Splits from which rows without a target are left out. Test splits keep them: every protocol's denominator has them."""
 UNKNOWN_SPLIT: Final = "unknown split"
 
 ALL_ACTIONS: Final = frozenset(ACTION_TYPES) | frozenset(MOBILE_ACTION_TYPES) | {"SCROLL DOWN"}
@@ -81,7 +81,7 @@ class ReaderError(Refusal, ValueError):
 
 
 class RejectedRow(Exception):
-    """Raised while one row is converted: it is left out. `reason` is a key of REASONS; the rest is set by `part_of`."""
+    """Raised to leave out the row being converted. `reason` is a key of REASONS; `part_of` sets split and steps."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -95,17 +95,17 @@ class RejectedRow(Exception):
 
 
 STRANGE: Final = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
-"""What a row of a form that nobody thought of raises: it costs that row, and its name stands in the reject."""
+"""Errors that a row of an unforeseen form raises. They cost that row only, and its reject names the error."""
 
 
 def strange(error: Exception) -> RejectedRow:
-    """Why a row that raised one of STRANGE is left out."""
+    """The RejectedRow for an error of STRANGE."""
     return RejectedRow("bad_field", f"{type(error).__name__}: {error}")
 
 
 @contextmanager
 def part_of(split: str, steps: int = 1) -> Iterator[None]:
-    """Whatever is left out inside are `steps` steps of `split`, which then lacks them."""
+    """Rejections raised inside count as `steps` lost steps of `split`; errors of STRANGE become rejections."""
     try:
         yield
     except (RejectedRow, *STRANGE) as error:
@@ -120,7 +120,7 @@ class Reject:
     row: str
     reason: str
     detail: str
-    split: str | None = None  # None: the row could not be read so far
+    split: str | None = None  # None: not known, the row failed earlier
     steps: int = 1
 
 
@@ -140,7 +140,7 @@ _STORED: Final = [field for field in READER_SCHEMA if field.name != "screenshot"
 
 
 def assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED) -> None:
-    """RejectedRow where READER_SCHEMA cannot hold one of the values: half a surrogate pair, a number that is too large."""
+    """Raises RejectedRow where READER_SCHEMA cannot hold a value: a lone surrogate, a number that is too large."""
     try:
         pa.array([values], pa.struct(fields))
         if missing := [field.name for field in fields if not field.nullable and values[field.name] is None]:
@@ -155,7 +155,7 @@ def assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED)
 
 
 def parse_json(text: object, what: str) -> Any:
-    """`text` as JSON; RejectedRow where it is none."""
+    """`text` parsed as JSON; raises RejectedRow where it is invalid."""
     if not isinstance(text, str | bytes):
         raise RejectedRow("bad_field", f"{what} must be JSON text, not {type(text).__name__}")
     try:
@@ -165,7 +165,7 @@ def parse_json(text: object, what: str) -> Any:
 
 
 def wanted(row: Mapping[str, Any], key: str, *types: type) -> Any:
-    """The field, of one of `types`; a bool is never a number."""
+    """The field, of one of `types` (a bool is never a number); raises RejectedRow otherwise."""
     if key not in row:
         raise RejectedRow("missing_column", f"{key!r} is missing")
     value = row[key]
@@ -175,20 +175,20 @@ def wanted(row: Mapping[str, Any], key: str, *types: type) -> Any:
 
 
 def numbers(value: object, n: int, what: str) -> tuple[float, ...]:
-    """`value` as `n` finite numbers; RejectedRow where it is something else."""
+    """`value` as `n` finite numbers; raises RejectedRow where it is something else."""
     if isinstance(value, list | tuple) and len(value) == n:
-        found = tuple(float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool))
-        if len(found) == n and all(map(math.isfinite, found)):
-            return found
+        coordinates = tuple(float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool))
+        if len(coordinates) == n and all(map(math.isfinite, coordinates)):
+            return coordinates
     raise RejectedRow("bad_field", f"{what} must be {n} finite numbers, not {value!r:.80}")
 
 
 MAX_STEPS: Final = 10_000
-"""Steps of a task, or blocks of a page: more are no position in one, and evaluation pads tasks to their length."""
+"""Largest position of a step in a task or a block on a page: evaluation pads tasks to their stated length."""
 
 
 def position(value: object, what: str) -> int:
-    """`value`, a whole number or its decimal digits, as a number from 0 to MAX_STEPS; RejectedRow otherwise."""
+    """`value`, a whole number or its decimal digits, as a number from 0 to MAX_STEPS; raises RejectedRow otherwise."""
     digits = value if isinstance(value, str) else str(value) if type(value) is int else ""
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 10 and int(digits) <= MAX_STEPS):
         raise RejectedRow("bad_field", f"{what} must be a number from 0 to {MAX_STEPS}, not {value!r:.80}")
@@ -196,7 +196,7 @@ def position(value: object, what: str) -> int:
 
 
 def texts(value: list[Any], what: str) -> list[str]:
-    """`value`, a list of texts; RejectedRow where something else is in it."""
+    """`value`, a list of texts; raises RejectedRow where something else is in it."""
     for text in value:
         if not isinstance(text, str):
             raise RejectedRow("bad_field", f"{what} must be a list of texts, not of {text!r:.80}")
@@ -218,14 +218,14 @@ def _fault(box: BoxTuple, size: tuple[int, int]) -> RejectedRow | None:
 
 
 def checked_box(box: BoxTuple, size: tuple[int, int]) -> BoxTuple:
-    """`box` (x1, y1, x2, y2), unchanged, if it has area and lies in an image of `size`; RejectedRow otherwise."""
+    """`box` (x1, y1, x2, y2), unchanged, if it has area and lies in an image of `size`; else raises RejectedRow."""
     if fault := _fault(box, size):
         raise fault
     return box
 
 
 def attempted(read: Callable[[Any], BoxTuple], entries: Iterable[Any]) -> list[BoxTuple | RejectedRow]:
-    """The box that `read` makes of each entry, or why it makes none."""
+    """`read(entry)` of each entry, or the RejectedRow that it raised."""
 
     def attempt(entry: Any) -> BoxTuple | RejectedRow:
         try:
@@ -237,17 +237,18 @@ def attempted(read: Callable[[Any], BoxTuple], entries: Iterable[Any]) -> list[B
 
 
 def target_boxes(
-    found: Iterable[BoxTuple | RejectedRow], size: tuple[int, int], *, trained: bool
+    candidates: Iterable[BoxTuple | RejectedRow], size: tuple[int, int], *, trained: bool
 ) -> tuple[list[BoxTuple], tuple[str, ...]]:
-    """The target boxes of a step on an image of `size`, each once, and which faults there were (REASONS), for a count.
+    """The distinct target boxes of a step, and the faults of its `candidates` (keys of REASONS), for counting.
 
-    For training (`trained`), what lies outside the image is cut off, and a box that has no area then is none;
-    RejectedRow where that leaves none. In a test split every box stays as it is, since the owners of protocols count it
-    so: nobody hits what lies off the image. Only what is no box at all is none there.
+    Boxes are (x1, y1, x2, y2) in pixels of an image of `size` (width, height). For training (`trained`) they are cut at
+    the edge of the image, and those left without area are dropped; raises the first fault where no box is left. In a
+    test split boxes stay as they are, as the owners of the protocols count them: no point hits what lies off the image.
+    Only malformed boxes are dropped there.
     """
     width, height = size
     boxes, faults = list[BoxTuple](), list[RejectedRow]()
-    for box in found:
+    for box in candidates:
         fault = box if isinstance(box, RejectedRow) else _fault(box, size)
         if not isinstance(box, RejectedRow) and all(map(math.isfinite, box)):
             x1, y1, x2, y2 = box
@@ -267,7 +268,7 @@ def target_boxes(
 
 
 def checked_point(point: tuple[float, ...], size: tuple[int, int]) -> tuple[float, float]:
-    """`point` (x, y), unchanged, if it lies in an image of `size`; RejectedRow otherwise."""
+    """`point` (x, y), unchanged, if it lies in an image of `size`; raises RejectedRow otherwise."""
     x, y = point
     if not (-SLACK <= x <= size[0] + SLACK and -SLACK <= y <= size[1] + SLACK):
         raise RejectedRow("bad_field", f"point {point} lies outside the image of {size[0]} x {size[1]} px")

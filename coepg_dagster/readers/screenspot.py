@@ -40,7 +40,7 @@ def files(source: Path) -> list[Path]:
 
 
 def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
-    """A task per annotation of one file."""
+    """A SourceRow per annotation of one file."""
     if path.suffix == ".parquet":
         return of_parquet(path, COLUMNS, lambda row, i: [_parquet_step(row, i, path, resize, shrink)])
     if path.suffix == ".jsonl":
@@ -49,7 +49,7 @@ def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[So
 
 
 def _listed(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
-    """A task per entry of a JSON list. Bytes that are no UTF-8 become halves of surrogate pairs, which cost their entry."""
+    """A SourceRow per entry of a JSON list. Invalid UTF-8 becomes lone surrogates, so that only its entry is rejected."""
     try:
         entries = parse_json(path.read_bytes().decode("utf-8", "surrogateescape"), str(path))
     except (OSError, RejectedRow) as error:

@@ -1,4 +1,4 @@
-"""A unit of conversion work, so that both cores can decode while the file is read on."""
+"""Source rows and their conversion in threads, which decode while the file is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coepg_dagster.readers.rows import STRANGE, Item, ReaderError, Reject, Rejec
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One source row and how to convert it into steps; RejectedRow means that it is left out."""
+    """One source row and how to convert it into steps; `convert` raises RejectedRow to leave it out."""
 
     file: str
     row: str
@@ -56,7 +56,7 @@ Row = Mapping[str, Any]
 
 
 def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Iterator[SourceRow | Reject]:
-    """A task per line of a JSON-lines file; `convert` gets its content and its number from 0."""
+    """A SourceRow per line of a JSON-lines file; `convert` gets its content and its number from 0."""
     try:
         with path.open("rb") as file:
             for i, line in jsonlines.lines(file):
@@ -66,8 +66,8 @@ def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Ite
 
 
 def named(paths: Iterable[Path], field: str) -> set[str]:
-    """Every text that lines of JSON-lines files have in `field`; nothing else of them is looked at. Raises ReaderError."""
-    found = set()
+    """The distinct texts in `field` of JSON-lines files; invalid lines are ignored. Raises ReaderError."""
+    values = set()
     for path in paths:
         try:
             with path.open("rb") as file:
@@ -75,16 +75,16 @@ def named(paths: Iterable[Path], field: str) -> set[str]:
                     with suppress(jsonlines.NotJson):
                         data = jsonlines.parse(line)
                         if isinstance(data, dict) and isinstance(data.get(field), str):
-                            found.add(data[field])
+                            values.add(data[field])
         except OSError as error:
             raise ReaderError(f"{path}: cannot be read ({error.strerror or error})") from error
-    return found
+    return values
 
 
 def of_parquet(
     path: Path, columns: Sequence[str], convert: Callable[[Row, int], Sequence[Item]]
 ) -> Iterator[SourceRow | Reject]:
-    """A task per row of a Parquet file; `convert` gets its `columns` and its number from 0. A file that is none is one reject."""
+    """A SourceRow per row of a Parquet file; `convert` gets its `columns` and number from 0. Not a Parquet file: one Reject."""
     try:
         with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as parquet:
             missing = [name for name in columns if name not in parquet.schema_arrow.names]

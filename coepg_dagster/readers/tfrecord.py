@@ -2,7 +2,7 @@
 
 Framing (little endian): length (8 bytes), masked CRC-32C of the length (4), data, masked CRC-32C of the data (4).
 The messages are declared here with the published field numbers (tensorflow/core/example/example.proto and
-google-deepmind/android_env proto/a11y), only the fields that are read; protobuf parses them and passes over the rest.
+google-deepmind/android_env proto/a11y), only the fields that are read; protobuf skips the rest.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Forest: Final = _MESSAGES["Forest"]
 
 
 def parsed(kind: Any, data: bytes, what: str) -> Any:
-    """`data` as a message of `kind`; RejectedRow where it is none."""
+    """`data` parsed as a message of `kind`; raises RejectedRow where that fails."""
     message = kind()
     try:
         message.ParseFromString(data)

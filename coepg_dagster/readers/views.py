@@ -3,9 +3,10 @@
 `target_block`: UGround's vertical blocks (1280 × 1000 px, overlap 200); the first block that holds a target box entirely.
 `target_crop`: a crop of the block size, centred on the first target box as far as the page allows.
 `page`: all of it.
-A crop holds a box that reaches over the edge of the page if it holds what lies on the page; a block, as UGround's, does
-not. Without a target both rules give the first block; targets that fit into no view count as none. Where no block holds a
-target, `target_block` falls back to the crop (UGround crops at a random place there); the recorded rule says so.
+A box that reaches over the edge of the page fits into a crop if its part on the page does. A block, as in UGround, must
+hold all of it. Without a target both rules give the first block; targets that fit into no view count as absent. Where no
+block holds a target, `target_block` falls back to the crop (UGround crops at a random place there); the recorded rule
+says so.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def _meets(box: BoxTuple, view: View) -> bool:
 
 
 def _cut(box: BoxTuple, view: View) -> BoxTuple:
-    """What of `box` lies in `view`, which it meets."""
+    """The part of `box` that lies in `view`; they must overlap."""
     return max(box[0], view[0]), max(box[1], view[1]), min(box[2], view[2]), min(box[3], view[3])
 
 
 def target_crop(box: BoxTuple, width: int, height: int) -> View:
-    """A view of the block size centred on `box`, moved into the page where it would leave it."""
+    """A view of the block size centred on `box`, shifted to stay within the page."""
     w, h = min(width, BLOCK_WIDTH), min(height, BLOCK_HEIGHT)
     x = min(max(round((box[0] + box[2] - w) / 2), 0), width - w)
     y = min(max(round((box[1] + box[3] - h) / 2), 0), height - h)
@@ -54,7 +55,7 @@ def target_crop(box: BoxTuple, width: int, height: int) -> View:
 def choose(boxes: Sequence[BoxTuple], width: int, height: int, rule: Rule) -> tuple[View, list[BoxTuple], str]:
     """(view, the target boxes that lie in it entirely, the rule as recorded), all in page pixels.
 
-    Where no target fits into a view this is the first block without any.
+    Where no target fits into a view: the first block, and no boxes.
     """
     if rule == "page":
         return (0, 0, width, height), list(boxes), "page"

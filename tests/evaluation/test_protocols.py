@@ -376,7 +376,7 @@ def test_own_format(tmp_path: Path) -> None:
 
 
 def own_row(case: Case) -> dict[str, Any]:
-    """`case` as an object of our own format, which `read_own` reads back."""
+    """`case` as an object of our own format, which `read_coepg` reads back."""
     label: dict[str, Any] = {"action_type": case.label.type, "value": case.label.value, "point": case.label.point}
     label["boxes"] = case.boxes
     prediction: dict[str, Any] | None = None

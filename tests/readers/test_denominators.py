@@ -18,7 +18,7 @@ from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA
 from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.provenance import Record, Ref
-from coepg_dagster.readers import android_control, mind2web, own, screenspot
+from coepg_dagster.readers import android_control, jsonl, mind2web, screenspot
 from coepg_dagster.readers.files import Files
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.importing import Counts, Options, import_dataset, lost_of, rejects
@@ -193,7 +193,7 @@ def test_own_data_is_strict_for_training_only(tmp_path: Path) -> None:
         write_own(tmp_path, [])
         try:
             line = json.dumps(own_row(split=split, boxes=[box])).encode()
-            return own.convert(line, Files(tmp_path), Resize(), False).values["boxes"]
+            return jsonl.convert(line, Files(tmp_path), Resize(), False).values["boxes"]
         except RejectedRow as left_out:
             return left_out.reason
 

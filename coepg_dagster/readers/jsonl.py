@@ -60,12 +60,12 @@ def files(source: Path) -> list[Path]:
 
 
 def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
-    """A task per line."""
+    """A SourceRow per line."""
     return of_lines(path, lambda line, _: [convert(line, images, resize, shrink)])
 
 
 def convert(line: bytes, images: Files, resize: Resize, shrink: bool) -> Step:
-    """The step of one line; RejectedRow where it breaks the format."""
+    """The step of one line; raises RejectedRow where it breaks the format."""
     data = parse_json(line, "the line")
     if not isinstance(data, dict):
         raise RejectedRow("bad_field", f"a line must be an object, not {data!r:.80}")
@@ -84,7 +84,7 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
     boxes = [_box(entry) for entry in values["boxes"]]
     trained = values["split"] in TRAINED
     if trained:
-        boxes = [checked_box(box, image.size) for box in boxes]  # whoever owns the data can mend it
+        boxes = [checked_box(box, image.size) for box in boxes]  # the user can correct the data
     boxes, faults = target_boxes(boxes, image.size, trained=trained)
     point = None
     if data.get("point") is not None:
