@@ -198,8 +198,8 @@ def test_a_failed_alert_never_shows_the_address(monkeypatch: pytest.MonkeyPatch)
         refusing.shutdown()
     for address, says in (
         (secret, "cannot be reached"),
-        ("file:///etc/secret", "no http or https"),
-        ("http://[::1?secret", "no http or https"),
+        ("file:///etc/secret", "not an http or https"),
+        ("http://[::1?secret", "not an http or https"),
     ):
         monkeypatch.setenv(WEBHOOK, address)
         with pytest.raises(AlertFailed, match=says) as failed:
