@@ -122,10 +122,10 @@ class Loop:
             processes=1,
         )
         data = self.folder / DATASET
-        rows, _ = select(
-            self.used, pq.read_table(written / CANDIDATES), pq.read_table(judged / VERDICTS), pools, 0, None
-        )
-        write_table(rows, data)
+        if not data.exists():
+            tables = pq.read_table(written / CANDIDATES), pq.read_table(judged / VERDICTS)
+            rows, _ = select(self.used, *tables, pools, 0, None)
+            write_table(rows, data)
         models = [
             self.done(
                 SftJob,

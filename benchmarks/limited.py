@@ -14,6 +14,8 @@ from typing import Final
 
 import psutil
 
+from coepg_dagster.processes import is_alive
+
 ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false"}
 """With faulthandler, a process prints the stacks of its threads on SIGABRT."""
 
@@ -47,17 +49,10 @@ def _end(process: psutil.Process) -> None:
         _send([each], signal.SIGABRT)
         _send([each], signal.SIGCONT)
         end = time.monotonic() + 5
-        while not _ended(each) and time.monotonic() < end:
+        while is_alive(each.pid) and time.monotonic() < end:  # its parent is stopped and does not reap it
             time.sleep(0.02)
     _send(processes, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=5)
-
-
-def _ended(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)  # its parent is stopped and does not reap it
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

@@ -66,8 +66,9 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
 
+MINIWOB_SPLITS: Final = ("train", "validation", "test_seed", "test_text", "test_family")
 _KNOWN_SPLITS: Final[dict[str, tuple[str, ...]]] = {
-    "miniwob": ("train", "validation", "test_seed", "test_text", "test_family"),
+    "miniwob": MINIWOB_SPLITS,
     "mind2web": (*MIND2WEB_SPLITS, "validation"),
     "mind2web_blocks": tuple(split for split in MIND2WEB_SPLITS if split != "train"),
     "screenspot": ("test",),

@@ -28,17 +28,15 @@ def job_environment(threads: int) -> dict[str, str]:
     Args:
         threads: CPU threads of the process (more than 1 slows tiny models on few cores).
     """
-    return (
-        os.environ
-        | started_here()
-        | {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONHASHSEED": "0",
-            "PYTHONUNBUFFERED": "1",
-        }
-    )
+    return {
+        **os.environ,
+        **started_here(),
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def run_process(

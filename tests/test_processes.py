@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from coepg_dagster.processes import is_alive
@@ -28,8 +29,7 @@ subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=os.environ | started
 """
 
 
-def wait(condition: object, what: str) -> None:
-    assert callable(condition)
+def wait(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end, what

@@ -69,7 +69,7 @@ class CdremReward:
                 self._pool = None
 
     def ask(self, texts: Sequence[str], step_ids: Sequence[str]) -> None:
-        """Within `asking`: begins with the votes on planner answers that `score` will get later, and returns at once."""
+        """Within `pool`: begins with the votes on planner answers that `score` will get later, and returns at once."""
         assert self._pool is not None
         _, _, pairs = self._gated(texts, step_ids)
         self._pool.query(list(pairs.values()))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.pictures import BadPicture, picture
 from coepg_dagster.readers.rows import ReaderError
-from coepg_dagster.sandbox.miniwob.splits import SPLITS, SplitError, StepKey, assert_disjoint, page_hash
+from coepg_dagster.sandbox.miniwob.splits import SPLITS, SplitError, StepKey, assert_disjoint
 from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 
 REMEDY: Final = "Fetch it again, or make it: `coepg collect miniwob --snapshot data/miniwob`."
@@ -111,19 +111,7 @@ def _check(
             lengths[row["episode_id"]] = row["step_index"] + 1
             if row["step_id"] not in targets:
                 raise SnapshotError(f"{where}: not in {TARGETS_FILE}")
-            yield StepKey(
-                step_id=row["step_id"],
-                split=row["split"],
-                episode_id=row["episode_id"],
-                family=row["family"],
-                seed=row["seed"],
-                step_index=row["step_index"],
-                goal=row["goal"],
-                history=tuple(row["history"]),
-                names=targets[row["step_id"]][2],
-                value=row["value"],
-                page=page_hash(row["goal"], row["screenshot"]),
-            )
+            yield StepKey.of(row, targets[row["step_id"]][2])
             number += 1
 
 

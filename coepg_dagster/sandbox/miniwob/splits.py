@@ -19,9 +19,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from coepg_dagster.experiment import MINIWOB_SPLITS
 
 Split = Literal["pretrain", "train", "validation", "test_seed", "test_text", "test_family"]
 
@@ -33,7 +35,7 @@ SEEDS: Final[dict[Split, range]] = {
     "test_family": range(400_000, 500_000),
     "pretrain": range(1_000_000, 1_000_000_000),
 }
-SPLITS: Final[tuple[Split, ...]] = ("train", "validation", "test_seed", "test_text", "test_family")
+SPLITS: Final[tuple[Split, ...]] = MINIWOB_SPLITS
 """The splits of the shipped snapshot, which are those that an experiment with the reader `miniwob` may name."""
 
 UNSEEN_FAMILIES: Final = (
@@ -119,6 +121,23 @@ class StepKey:
     names: tuple[str, ...]
     value: str
     page: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], names: Iterable[str]) -> StepKey:
+        """The key of a step (STEP_SCHEMA) whose targets have these names."""
+        return cls(
+            step_id=row["step_id"],
+            split=row["split"],
+            episode_id=row["episode_id"],
+            family=row["family"],
+            seed=row["seed"],
+            step_index=row["step_index"],
+            goal=row["goal"],
+            history=tuple(row["history"]),
+            names=tuple(names),
+            value=row["value"],
+            page=page_hash(row["goal"], row["screenshot"]),
+        )
 
 
 class SplitError(ValueError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
-from coepg_dagster.sandbox.miniwob.splits import KNOWN_FAMILIES, SEEDS, StepKey, assert_disjoint, held_out, page_hash
+from coepg_dagster.sandbox.miniwob.splits import KNOWN_FAMILIES, SEEDS, StepKey, assert_disjoint, held_out
 
 pytest.importorskip("selenium")
 pytest.importorskip("miniwob")
@@ -56,19 +56,7 @@ def step_keys(shards: pa.Table) -> Iterator[StepKey]:
     """What the split rule needs to know of each step of `read_shards`, for `assert_disjoint`."""
     for batch in shards.to_batches(max_chunksize=512):
         for row in batch.to_pylist():
-            yield StepKey(
-                step_id=row["step_id"],
-                split=row["split"],
-                episode_id=row["episode_id"],
-                family=row["family"],
-                seed=row["seed"],
-                step_index=row["step_index"],
-                goal=row["goal"],
-                history=tuple(row["history"]),
-                names=tuple(row["elements"][index]["name"] for index in row["targets"]),
-                value=row["value"],
-                page=page_hash(row["goal"], row["screenshot"]),
-            )
+            yield StepKey.of(row, (row["elements"][index]["name"] for index in row["targets"]))
 
 
 @pytest.mark.browser
