@@ -93,7 +93,7 @@ class PredictionRow:
 
     def _positive(self, key: str, width: int, height: int) -> tuple[int, int]:
         if width <= 0 or height <= 0:
-            raise self.fail(f"field {key!r}: a size of {width} x {height} px is none")
+            raise self.fail(f"field {key!r}: {width} x {height} px is not a size")
         return width, height
 
     def width_height(self, width: str, height: str) -> tuple[int, int]:

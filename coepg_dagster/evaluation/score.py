@@ -64,7 +64,7 @@ def score_file(
     """Score a file of predictions in one of `formats.FORMATS` (`coepg score`).
 
     `labels` and `answers` are UGround's other files, see `formats.read_uground`. The notes count rows without a prediction
-    and those that cannot be read; ScoringError where no row has one.
+    and those that cannot be read. Raises ScoringError where no row has one.
     """
     find_protocol(protocol)
     cases, notes = _read(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)

@@ -39,7 +39,7 @@ class Resize:
 
 
 def opened(encoded: bytes | None) -> Image.Image:
-    """The whole picture as it is shown (see `pictures`); RejectedRow where it is null, too large, damaged or cut short."""
+    """The picture as it is shown (see `pictures`). Raises RejectedRow where it is null, too large, damaged or cut short."""
     if not encoded:
         raise RejectedRow("no_screenshot", "there are no bytes")
     try:

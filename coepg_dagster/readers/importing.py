@@ -184,7 +184,7 @@ def _judge(counts: Counts, options: Options, path: Path) -> None:
         why = ", ".join(f"{n} × {reason} ({REASONS[reason]})" for reason, n in worst[:3])
         raise ReaderError(
             f"{path}: {counts.bad} of {counts.rows} rows are bad, over the allowed {options.max_bad_share:.0%}: {why}. "
-            "Look at the rejected rows, mend the data, or raise `benchmark.max_bad_share` in the experiment"
+            "Look at the rejected rows, correct the data, or raise `benchmark.max_bad_share` in the experiment"
         )
 
 
@@ -405,7 +405,7 @@ class DataReport:
         lines += [f"{r['file']}: row {r['row']}: {r['reason']}: {r['detail']}" for r in self.rejects.to_pylist()[:most]]
         if self.rejects.num_rows > most:
             lines.append(f"… and {self.rejects.num_rows - most} more rows")
-        return "\n".join([*lines, "ok" if self.ok else "not ok: mend what is named above"])
+        return "\n".join([*lines, "ok" if self.ok else "not ok: correct what is named above"])
 
 
 def check_data(path: Path, options: Options | None = None, splits: Sequence[str] = ()) -> DataReport:

@@ -99,7 +99,7 @@ def group(data: Mapping[str, Any], path: Path) -> str:
     platform = data.get("platform") or next((p for p in PLATFORMS if p in path.name), None)
     if platform not in PLATFORMS:
         raise RejectedRow(
-            "bad_field", f"platform {platform!r} is none of {', '.join(PLATFORMS)}; name it, or the file so"
+            "bad_field", f"platform {platform!r} is none of {', '.join(PLATFORMS)}; state it, or name the file after it"
         )
     return f"{platform}_{wanted(data, 'data_type', str)}"
 

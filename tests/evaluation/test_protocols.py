@@ -413,7 +413,7 @@ def test_own_rows_come_back(tmp_path: Path) -> None:
         ([OWN, OWN | {"surprise": 1}], "row 2: field 'surprise' is not known"),
         ([OWN | {"label": {"action_type": "click", "boxes": [[1, 2, 3]]}}], "row 1: label: .*boxes"),
         ([OWN | {"width": "wide"}], "'width' must be int"),
-        ([OWN | {"width": 0}], "is none"),
+        ([OWN | {"width": 0}], "is not a size"),
         ([OWN | {"label": {"action_type": "click", "point": [1, None]}}], "row 1: label: .*'point' must be 2 numbers"),
         ([{k: v for k, v in OWN.items() if k != "step_id"}], "'step_id' is missing"),
         ([OWN, OWN], "more than once"),
