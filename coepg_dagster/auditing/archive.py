@@ -62,8 +62,8 @@ class Archive:
 
     def versions(self, loop: str, asset: Asset) -> list[Record]:
         """Every version of a partitioned asset of `loop`, newest first, each once."""
-        found = {r.folder: r for r in self.records if r.asset == asset and r.folder.startswith(f"{loop}/{asset}/")}
-        return sorted(found.values(), key=self.records.index, reverse=True)
+        by_folder = {r.folder: r for r in self.records if r.asset == asset and r.folder.startswith(f"{loop}/{asset}/")}
+        return sorted(by_folder.values(), key=self.records.index, reverse=True)
 
     def made_by(self, used: Input) -> Record:
         """The record of a version that was read. Raises NotFound where the event log no longer has it."""
@@ -86,14 +86,14 @@ class Archive:
 
     def lineage(self, record: Record) -> list[Record]:
         """`record` and everything that it was made from: nearest first, each once, the open models last."""
-        found = {(record.folder, record.run_id): record}
+        reached = {(record.folder, record.run_id): record}
         todo = [record]
         while todo:
             for used in todo.pop().inputs:
-                if (used.folder, used.run_id) not in found:
-                    found[used.folder, used.run_id] = above = self.made_by(used)
+                if (used.folder, used.run_id) not in reached:
+                    reached[used.folder, used.run_id] = above = self.made_by(used)
                     todo.append(above)
-        return sorted(found.values(), key=_distance)
+        return sorted(reached.values(), key=_distance)
 
     def readers(self, record: Record) -> list[Record]:
         """Every version that was made directly from this one, oldest first."""
@@ -119,13 +119,15 @@ class Archive:
             return ["its folder is gone"]
         if not record.files:
             return ["its record has no hashes of files (an older coepg made it): materialize it again"]
-        found = changes(record.files, folder)
-        if record.asset == "open_models" and not found:
+        differences = changes(record.files, folder)
+        if record.asset == "open_models" and not differences:
             for name, model in json.loads((folder / MODELS).read_text()).items():
                 checkpoint = model["checkpoint"]
                 if model.get("files"):  # a hub model has its revision instead
-                    found += [f"{name}: {what}" for what in changes(model["files"], self.root / checkpoint, checkpoint)]
-        return found
+                    differences += [
+                        f"{name}: {what}" for what in changes(model["files"], self.root / checkpoint, checkpoint)
+                    ]
+        return differences
 
 
 def changes(recorded: dict[str, str], folder: Path, name: str = "") -> list[str]:

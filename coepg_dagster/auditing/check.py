@@ -23,19 +23,19 @@ def check(archive: Archive, loop: str) -> dict[str, Any]:
     current = [record for place, record in archive.current.items() if place.startswith(f"{loop}/")]
     if not current:
         raise NotFound(f"{loop} has no artifacts yet: run `coepg evolve {loop}` first")
-    looked_at = {record.folder: record for one in current for record in archive.lineage(one)}
-    tampered = [line for record in looked_at.values() for line in archive.damage(record)]
+    checked = {record.folder: record for one in current for record in archive.lineage(one)}
+    tampered = [line for record in checked.values() for line in archive.damage(record)]
     rows = 0
     for record in current:
         if record.asset == "dataset":
             try:
-                found, lines = _rows(archive, record)
+                count, lines = _rows(archive, record)
             except NotFound as error:
-                lines, found = [f"{record.ref}: its rows cannot be looked at: {error}"], 0
-            rows, tampered = rows + found, tampered + lines
+                lines, count = [f"{record.ref}: its rows cannot be looked at: {error}"], 0
+            rows, tampered = rows + count, tampered + lines
     return {
-        "artifacts": len(looked_at),
-        "files": sum(len(record.files) for record in looked_at.values()),
+        "artifacts": len(checked),
+        "files": sum(len(record.files) for record in checked.values()),
         "rows": rows,
         "tampered": tampered,
     }

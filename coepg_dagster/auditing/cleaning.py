@@ -61,25 +61,25 @@ def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: f
     - visual embeddings of towers that no job has asked about anything new for VISUAL_SECONDS.
     """
     stay, known = needed(archive, keep), set(archive.current)
-    found: list[tuple[Path, str]] = []
+    unneeded: list[tuple[Path, str]] = []
     for place, versions in _places(archive.store):
         name = str(place.relative_to(archive.store))
         if place.parent.name == PLAY:
             old = sorted(versions, key=lambda folder: folder.stat().st_mtime, reverse=True)[keep:]
-            found += [(folder, "play") for folder in old]
+            unneeded += [(folder, "play") for folder in old]
         elif name in known:
-            found += [(folder, "version") for folder in versions if f"{name}/{folder.name}" not in stay]
+            unneeded += [(folder, "version") for folder in versions if f"{name}/{folder.name}" not in stay]
     for folder in _folders(archive.store / ".scratch"):
         job = _SCRATCH.fullmatch(folder.name)
         if job and job["job"] in finished:
-            found.append((folder, "scratch"))
+            unneeded.append((folder, "scratch"))
     for folder in _folders(archive.store / ".drafts"):
         if _last_write(folder) < (time.time() if now is None else now) - DRAFT_SECONDS:
-            found.append((folder, "draft"))
+            unneeded.append((folder, "draft"))
     for folder in _folders(archive.store / ".visual"):
         if _last_write(folder) < (time.time() if now is None else now) - VISUAL_SECONDS:
-            found.append((folder, "visual"))
-    return [Leftover(folder, kind, _size(folder)) for folder, kind in sorted(found)]
+            unneeded.append((folder, "visual"))
+    return [Leftover(folder, kind, _size(folder)) for folder, kind in sorted(unneeded)]
 
 
 def _places(store: Path) -> Iterator[tuple[Path, list[Path]]]:

@@ -189,11 +189,11 @@ def weights_distance(a: Path, b: Path) -> float | None:
     """
 
     def tensors(folder: Path) -> dict[str, Path]:
-        found = {}
+        files = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), file))
-        return found
+                files.update(dict.fromkeys(opened.keys(), file))
+        return files
 
     here, there = tensors(a), tensors(b)
     if not here or here.keys() != there.keys():
@@ -212,14 +212,14 @@ def _results(archive: Archive, a: Record | None, b: Record | None) -> dict[str, 
     """B minus A per split, paired by step, with 95 % intervals; None where one was not evaluated."""
     if a is None or b is None:
         return None
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     scored_a, scored_b = (_scored(archive, record) for record in (a, b))
     for split in sorted(scored_a.keys() & scored_b.keys()):
         try:
-            found[split] = json.loads(compare(scored_a[split], scored_b[split]).to_json())
+            results[split] = json.loads(compare(scored_a[split], scored_b[split]).to_json())
         except ScoringError as error:
-            found[split] = {"not_comparable": str(error)}
-    return found
+            results[split] = {"not_comparable": str(error)}
+    return results
 
 
 def _scored(archive: Archive, evaluation: Record) -> dict[str, Result]:
@@ -230,9 +230,9 @@ def _scored(archive: Archive, evaluation: Record) -> dict[str, Result]:
     with readable(archive, benchmark, STEPS):
         steps = all_steps(archive.folder(benchmark) / STEPS).drop_columns(["screenshot"])
     steps = steps.filter(pc.is_in(steps["step_id"], predictions["step_id"]))
-    found = {}
+    results = {}
     for split in sorted(set(steps["split"].to_pylist())):
         mine = steps.filter(pc.equal(steps["split"], split))
         answers = predictions.filter(pc.is_in(predictions["step_id"], mine["step_id"]))
-        found[split] = score_steps(evaluation.config["protocol"], mine, answers)
-    return found
+        results[split] = score_steps(evaluation.config["protocol"], mine, answers)
+    return results

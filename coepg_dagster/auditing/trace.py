@@ -56,19 +56,19 @@ def parse_place(text: str) -> Place:
 
 def find_row(archive: Archive, row_id: str) -> tuple[Record, dict[str, Any]]:
     """The newest version of a D_k that holds a row, in any loop, and the row. Raises NotFound, and where loops share it."""
-    found: dict[str, tuple[Record, dict[str, Any]]] = {}
+    matches: dict[str, tuple[Record, dict[str, Any]]] = {}
     for record in reversed([record for record in archive.records if record.asset == "dataset"]):
         loop = loop_of(record)
-        if loop not in found and (archive.store / record.folder).is_dir():
+        if loop not in matches and (archive.store / record.folder).is_dir():
             rows = _select(archive, record, DATASET, "row_id", row_id)
             if rows:
-                found[loop] = record, rows[0]
-    if not found:
+                matches[loop] = record, rows[0]
+    if not matches:
         raise NotFound(f"no D_k in the store holds row {row_id}: it was pruned, or the id is of another project")
-    if len(found) > 1:
-        places = ", ".join(f"{loop}@{record.iteration}#{row_id}" for loop, (record, _) in sorted(found.items()))
+    if len(matches) > 1:
+        places = ", ".join(f"{loop}@{record.iteration}#{row_id}" for loop, (record, _) in sorted(matches.items()))
         raise NotFound(f"row {row_id} is in several experiments: name one of {places}")
-    return next(iter(found.values()))
+    return next(iter(matches.values()))
 
 
 def trace(archive: Archive, loop: str, k: int, what: str) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def home_of(archive: Archive, dataset: Record, made_in: int) -> Record:
 
 def _versions_with(archive: Archive, home: Record, row_id: str) -> list[tuple[Record, int]]:
     """Every version of D_k that holds a row of `home`, which is `home` and what carried it over; with its number there."""
-    found, todo = [], [home]
+    holders, todo = [], [home]
     while todo:
         version = todo.pop(0)
         if not (archive.store / version.folder).is_dir():
@@ -282,9 +282,9 @@ def _versions_with(archive: Archive, home: Record, row_id: str) -> list[tuple[Re
             pq.read_table(archive.store / version.folder / DATASET, columns=["row_id"])["row_id"], row_id
         ).as_py()
         if number >= 0:
-            found.append((version, number))
+            holders.append((version, number))
             todo += [reader for reader in archive.readers(version) if reader.asset == "dataset"]
-    return found
+    return holders
 
 
 def _select(archive: Archive, record: Record, file: str, column: str, value: str) -> list[dict[str, Any]]:

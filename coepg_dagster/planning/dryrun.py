@@ -89,7 +89,7 @@ class Sized:
     source: str
 
 
-def found_card() -> tuple[Card, int] | None:
+def detect_card() -> tuple[Card, int] | None:
     """(card, number) of this machine's GPUs, from nvidia-smi; None without any, or where the card is not known."""
     try:
         out = subprocess.run(
@@ -202,7 +202,7 @@ class DryRun:
         written = pools.plans_per_planner * (len(models.planners) + pools.trained_members)
         per_step = max(1, round(min(pools.max_plans_per_step, KEPT * written)))
         rows = covered * per_step
-        asked = self.train_steps * max(1, round(KEPT * written))
+        verified = self.train_steps * max(1, round(KEPT * written))
         stages = [
             self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
             self._sft("grounder", grounder, point, rows, changed, hardware, rates),
@@ -213,7 +213,7 @@ class DryRun:
             steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
             validated = min(self.validation_steps, changed.grpo.validation_steps)
             seen = validations(changed.grpo, steps)
-            own = Graders([grounder], point, changed.batch_size)
+            judge = Graders([grounder], point, changed.batch_size)
             stages.append(
                 StageEstimate(
                     "planner",
@@ -227,10 +227,10 @@ class DryRun:
                     gpu_seconds=grpo_seconds(
                         planner, Graders(graders, point, changed.batch_size), changed.grpo, plan, prompts, rates
                     )
-                    + seen * look_seconds(planner, own, changed.grpo, plan, validated, rates)
+                    + seen * look_seconds(planner, judge, changed.grpo, plan, validated, rates)
                     + probe_seconds(
                         planner,
-                        replace(own, batch=changed.grpo.micro_batch_size),
+                        replace(judge, batch=changed.grpo.micro_batch_size),
                         plan,
                         self._probed(changed.grpo.probe_steps),
                         2 * (2 + changed.grpo.probe_between),  # greedy and sampled
@@ -241,7 +241,7 @@ class DryRun:
         stages.append(
             self._pool_stage("candidate_plans", planners, plan, pools.plans_per_planner, changed, hardware, rates)
         )
-        per_screen = max(1, asked // max(1, self.train_steps))
+        per_screen = max(1, verified // max(1, self.train_steps))
         stages.append(self._pool_stage("verdicts", verifiers, point, per_screen, changed, hardware, rates))
         stages.append(self._evaluation(changed, hardware, rates))
         return stages

@@ -122,14 +122,14 @@ def rates_of(card: Card, baselines: Path) -> Rates:
     file = baselines / "sft_mfu.json"
     if not file.exists():
         return arithmetic
-    found = json.loads(file.read_text())
-    if found.get("value") is None:
+    measured = json.loads(file.read_text())
+    if measured.get("value") is None:
         return arithmetic
-    same = next((c for c in CARDS.values() if c.name.split("-")[0] in found["device"]), card)
+    same = next((c for c in CARDS.values() if c.name.split("-")[0] in measured["device"]), card)
     return replace(
         arithmetic,
-        train=_train_rate(found["configurations"][found["fastest"]]) * card.rate / same.rate,
-        basis=f"measured: {found['ratio']:.0%} of the matrix rate of {found['device']} in sft_mfu"
+        train=_train_rate(measured["configurations"][measured["fastest"]]) * card.rate / same.rate,
+        basis=f"measured: {measured['ratio']:.0%} of the matrix rate of {measured['device']} in sft_mfu"
         + ("" if same == card else f", scaled to {card.name}"),
     )
 
@@ -527,8 +527,8 @@ def look_seconds(
 
 
 def probe_seconds(
-    model: Architecture, graders: Graders, example: Example, steps: int, asked: int, rates: Rates
+    model: Architecture, graders: Graders, example: Example, steps: int, repeats: int, rates: Rates
 ) -> float:
     """GPU-seconds of asking about the same `steps` so often: an answer each time, and one pass over all plans of a step."""
     answers = generation_seconds(model, example, graders.batch, 1, steps, rates)
-    return asked * answers + replace(graders, batch=max(graders.batch, asked)).seconds(asked, steps, rates)
+    return repeats * answers + replace(graders, batch=max(graders.batch, repeats)).seconds(repeats, steps, rates)

@@ -194,7 +194,7 @@ def _rows(
         zip(decisions["candidate_id"].to_pylist(), decisions["decision"].to_pylist(), strict=True),
     )
     numbers: dict[str, int] = {}
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_step: dict[str, list[dict[str, Any]]] = defaultdict(list)
     carried = []
     ids: dict[str, str] = {}
     for number, row in enumerate(dataset.to_pylist()):
@@ -208,16 +208,16 @@ def _rows(
         decision = decided[candidate]
         # a plan that repeats another one was not shown to the verifiers; their votes on the other one hold for it
         seen = votes.get(row["duplicate_of"] or candidate, [])
-        found[row["step_id"]].append(
+        by_step[row["step_id"]].append(
             _row(about, candidate, row | {"row_id": ids.get(candidate)}, numbers.get(candidate), about.iteration, seen)
             | {"decision": decision, "reason": (decision, row["duplicate_of"])}
         )
     for number, row in carried:
-        found[row["step_id"]].append(
+        by_step[row["step_id"]].append(
             _row(about, row["candidate_id"], row | {"text": None}, number, row["made_in"], [])
             | {"decision": CARRIED, "reason": (CARRIED, None)}
         )
-    return found
+    return by_step
 
 
 def _row(
@@ -241,7 +241,7 @@ def _row(
 
 def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
     """Per candidate [verifier, HIT …, x, y, confidence, what to say where there is no point]."""
-    found: dict[str, list[list[Any]]] = defaultdict(list)
+    by_candidate: dict[str, list[list[Any]]] = defaultdict(list)
     for batch in verdicts.to_batches(max_chunksize=10_000):
         for vote in batch.to_pylist():
             state = NO_ANSWER if vote["failure"] is not None else HIT if vote["hit"] else MISS
@@ -250,10 +250,10 @@ def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
             point = [None, None] if x is None else [round(x, 2), round(y, 2)]
             note = (vote["failure"] or f"no point: {vote['text']}") if x is None else None
             code = columns.code("verifier", vote["verifier"])
-            found[vote["candidate_id"]].append([code, state, *point, confidence, note])
-    for cast in found.values():
+            by_candidate[vote["candidate_id"]].append([code, state, *point, confidence, note])
+    for cast in by_candidate.values():
         cast.sort(key=lambda vote: vote[0])
-    return found
+    return by_candidate
 
 
 def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, Any], config: Regeneration) -> str:
@@ -261,12 +261,12 @@ def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, An
     decision, original = reason
     hits = sum(vote[1] == HIT for vote in row["votes"])
     answered = sum(vote[1] in (HIT, MISS) for vote in row["votes"])
-    said = f"{hits} of {answered} verifiers hit" if row["votes"] else "the action has no target: nothing to verify"
+    verdict = f"{hits} of {answered} verifiers hit" if row["votes"] else "the action has no target: nothing to verify"
     return {
-        KEPT: said,
-        NOT_VERIFIED: f"{said}; kept if {_rule(config)}",
+        KEPT: verdict,
+        NOT_VERIFIED: f"{verdict}; kept if {_rule(config)}",
         DUPLICATE: f"says the same as {original}",
-        OVER_CAP: f"{said}, but the step has {config.max_plans_per_step} plans that rank higher",
+        OVER_CAP: f"{verdict}, but the step has {config.max_plans_per_step} plans that rank higher",
         CARRIED: f"in D_{row['madeIn']} already; no new plan of the step took its place",
         GATE_UNPARSED: "the answer is no plan",
         GATE_WRONG_TYPE: f"its action type is {row['action']}, the label's {step['action']}",

@@ -78,10 +78,9 @@ class Evolution:
 
         Ablations stand beside the experiment as its variants; the loop itself is always `full` under its own name.
         """
-        own = self.experiment.name
         rows: list[Row] = []
         for loop in self.loops:
-            name = own if loop.experiment.name == own else None
+            name = self.experiment.name if loop.experiment.name == self.experiment.name else None
             rows += rows_of(loop.experiment, self.seed, loop.records, name)
         table, left_out = comparable(frame(rows), self.experiment)
         return Cells(table, self.experiment.benchmark.test), headline_of(table), left_out
@@ -107,7 +106,7 @@ class Evolution:
     def labels(self) -> dict[float, str]:
         """Figure 4: per cent of the labelled steps → experiment."""
         whole = self.experiment.benchmark.max_train_steps
-        found: dict[float, str] = {100: self.experiment.name}
+        by_share: dict[float, str] = {100: self.experiment.name}
         for loop in self.loops:
             limit = loop.experiment.benchmark.max_train_steps
             if (
@@ -117,8 +116,8 @@ class Evolution:
                 and loop.experiment.variant == FULL
                 and not self._other_base(loop.experiment)
             ):
-                found[100 * limit / whole] = loop.experiment.name
-        return found
+                by_share[100 * limit / whole] = loop.experiment.name
+        return by_share
 
     def _other_base(self, other: Experiment) -> bool:
         return (other.models.base_planner, other.models.base_grounder) != (
@@ -254,7 +253,7 @@ def case_study(
 
 
 def _rows(predictions: pa.Table, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = predictions.filter(
+    rows: list[dict[str, Any]] = predictions.filter(
         pc.is_in(predictions["step_id"], pa.array(wanted, pa.string()))
     ).to_pylist()
-    return found
+    return rows

@@ -201,12 +201,12 @@ class Origin:
 
 
 def _origins(models: Mapping[str, Mapping[str, Any]], below: ArtifactNode) -> list[Origin]:
-    found = []
+    origins = []
     for row, (name, model) in enumerate(sorted(models.items())):
         what = "weights" if "files" in model else "revision"
         y = below.y + HEIGHT + 22 + row * (ORIGIN + 10)
-        found.append(Origin(name, model["checkpoint"], model["version"], what, below.x + 22, y))
-    return found
+        origins.append(Origin(name, model["checkpoint"], model["version"], what, below.x + 22, y))
+    return origins
 
 
 @dataclass(frozen=True)
@@ -221,11 +221,11 @@ class Relative:
 def _family(experiments: Sequence[Experiment]) -> list[Relative]:
     """Parents left of their overlays, each overlay in a row of its own."""
     known = {experiment.name for experiment in experiments}
-    found: list[Relative] = []
+    relatives: list[Relative] = []
 
     def place(experiment: Experiment, depth: int) -> None:
         column = MARGIN + depth * (FAMILY[0] + GAP_X)
-        found.append(Relative(experiment, column, MARGIN + len(found) * (FAMILY[1] + 10)))
+        relatives.append(Relative(experiment, column, MARGIN + len(relatives) * (FAMILY[1] + 10)))
         for child in experiments:
             if child.parent == experiment.name:
                 place(child, depth + 1)
@@ -233,7 +233,7 @@ def _family(experiments: Sequence[Experiment]) -> list[Relative]:
     for experiment in experiments:
         if experiment.parent not in known:
             place(experiment, 0)
-    return found
+    return relatives
 
 
 def _x(k: int) -> int:

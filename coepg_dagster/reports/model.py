@@ -64,13 +64,13 @@ def training_notes(figures: Mapping[str, Any]) -> list[str]:
     notes = []
     probe = figures.get("probe") or {}
     for how, changes in (("greedy answers", probe), ("sampled answers", probe.get("sampled") or {})):
-        found = [
+        measured = [
             f"{split} {change_text(changes[split])} on {probe['steps'][split]} steps"
             for split in PROBED
             if changes.get(split)
         ]
-        if found:
-            notes.append(f"Before and after, {how}, judged by {probe['judge']}, per cent: {'; '.join(found)}.")
+        if measured:
+            notes.append(f"Before and after, {how}, judged by {probe['judge']}, per cent: {'; '.join(measured)}.")
     if "kept_step" in figures:
         notes.append(
             f"Kept: the weights of step {figures['kept_step']}, whose greedy answers did best on the validation split "
@@ -186,9 +186,9 @@ def reward_figure(rollouts: pa.Table) -> Figure:
     shares = [[100 * gates[step][name] / gates[step].total() for step in steps] for name in names]
     gate.stackplot(steps, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
     gate.set_title("gate, % of rollouts", fontsize="medium")
-    for name, found in hits.items():
-        at = sorted(found)
-        hit.plot(at, [100 * fmean(found[step]) for step in at], label=name)
+    for name, by_step in hits.items():
+        at = sorted(by_step)
+        hit.plot(at, [100 * fmean(by_step[step]) for step in at], label=name)
     hit.set_title("hits of each grounder, %", fontsize="medium")
     flat = [100 * fmean(_std(rewards) < SPREAD_FLOOR for rewards in groups[step].values()) for step in steps]
     spread.bar(steps, flat, color="0.6")
@@ -211,22 +211,22 @@ def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, 
     differ = [rows for _, rows in sorted(groups.items()) if _std([row["reward"] for row in rows]) >= SPREAD_FLOOR]
     pairs = max(1, count // 2)
     chosen = [differ[i * len(differ) // pairs] for i in range(pairs)] if len(differ) >= pairs else differ
-    found = []
+    samples = []
     for rows in chosen:
         ranked = sorted(rows, key=lambda row: row["reward"])
-        found += [ranked[-1], ranked[0]]
-    return found
+        samples += [ranked[-1], ranked[0]]
+    return samples
 
 
 def sample_verdicts(verdicts: pa.Table, name: str, count: int = SAMPLES) -> list[dict[str, Any]]:
     """Answers of one grounder, half of them hits and half misses, spread evenly over the table."""
     mine = [row for row in verdicts.to_pylist() if row["verifier"] == name and row["failure"] is None]
-    found = []
+    samples = []
     for hit in (True, False):
         of = [row for row in mine if row["hit"] is hit and row["x"] is not None]
         half = min(len(of), count // 2)
-        found += [of[i * len(of) // half] for i in range(half)]
-    return found
+        samples += [of[i * len(of) // half] for i in range(half)]
+    return samples
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,9 @@ def write_model(
     if votes is not None:
         chosen = sample_verdicts(votes.verdicts, votes.member)
         samples = [_verdict(row, votes.plans[row["candidate_id"]]) for row in chosen]
-        calibrations = {name: found for name, found in of_verdicts(votes.verdicts).items() if name == votes.member}
+        calibrations = {
+            name: calibration for name, calibration in of_verdicts(votes.verdicts).items() if name == votes.member
+        }
     shown = {step["id"]: step for step in shown_steps(steps, {s["step_id"] for s in samples}, ScreenFiles(folder))}
     curves = curves_figure(log)
     file = folder / page

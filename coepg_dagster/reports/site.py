@@ -80,13 +80,13 @@ class Site:
 
     def pages(self) -> dict[str, str]:
         """File → what it shows, of every page that can be made now."""
-        found = {INDEX: "all pages", LINEAGE: "lineage map", EVOLUTION: "evolution report"}
+        pages = {INDEX: "all pages", LINEAGE: "lineage map", EVOLUTION: "evolution report"}
         for ref in sorted(self.view.records, key=lambda ref: (ref.iteration or 0, str(ref))):
             if ref.asset == "dataset":
-                found[str(page_of(ref))] = f"audit of D{subscript(ref.iteration)}"
+                pages[str(page_of(ref))] = f"audit of D{subscript(ref.iteration)}"
             elif ref.asset in MODELS:
-                found[str(page_of(ref))] = f"{SYMBOLS[ref.asset]}{subscript(ref.iteration)} {ref.asset}"
-        return found
+                pages[str(page_of(ref))] = f"{SYMBOLS[ref.asset]}{subscript(ref.iteration)} {ref.asset}"
+        return pages
 
     def make(self, page: str) -> Path:
         """Writes a page and what it needs, unless it is there and made from the same versions. Raises NotFound."""
@@ -209,13 +209,13 @@ class Site:
         benchmark = archive.made_by(candidates.input("benchmark_steps"))
         plans, votes = self._table(candidates, CANDIDATES), self._table(verdicts, VERDICTS)
         members = [
-            PoolMember(name, role, found["model"], found["weights"])
+            PoolMember(name, role, model["model"], model["weights"])
             for role, reader, names in (
                 ("planner", candidates, plans["planner"].unique().to_pylist()),
                 ("verifier", verdicts, votes["verifier"].unique().to_pylist()),
             )
             for name in names
-            for found in [member(archive, name, reader, models)]
+            for model in [member(archive, name, reader, models)]
         ]
         assert dataset.iteration is not None
         write_audit(
@@ -275,8 +275,8 @@ class Site:
 def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Record]) -> list[dict[str, Any]]:
     """`case_study` of a loop, from the predictions that are in the store."""
     evaluations = {ref.iteration: r for ref, r in records.items() if ref.asset == "evaluation" and ref.iteration}
-    found = {k: store / record.folder / PREDICTIONS for k, record in evaluations.items()}
-    predictions = {k: pq.read_table(file) for k, file in found.items() if file.exists()}
+    files = {k: store / record.folder / PREDICTIONS for k, record in evaluations.items()}
+    predictions = {k: pq.read_table(file) for k, file in files.items() if file.exists()}
     if len(predictions) < 2:
         return []
     steps = store / evaluations[max(predictions)].input("benchmark_steps").folder / STEPS

@@ -122,8 +122,8 @@ class Study:
         scored = [(row.protocol.partition(" (")[0], run) for run in runs for row in run.rows if row.metric in HEADLINES]
         by = {protocol: run.reference for protocol, run in reversed(scored)}
         if len(by) > 1:
-            said = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
-            raise ScoringError(f"a study compares numbers of one protocol, but {said}: score them again by one")
+            protocols = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
+            raise ScoringError(f"a study compares numbers of one protocol, but {protocols}: score them again by one")
 
     def find(self, experiment: str, variant: str = FULL) -> dict[int, Run]:
         """Seed → run."""
@@ -248,7 +248,7 @@ def findings(study: Study) -> list[Finding]:
 
     full = (root, FULL)
     control = (f"{root}_no_gap", FULL)
-    found = [
+    return [
         _difference(study, f"M_{last} - M_1", (*full, last), (*full, 1), "the aim is 5 points", 0.0),
         _difference(study, "M_1 - M_0", (*full, 1), (*full, 0), "what the first iteration adds to the base pair", 0.0),
         against("full - no GRPO", full, (root, "no_grpo"), "both loops over whole iterations"),
@@ -274,7 +274,6 @@ def findings(study: Study) -> list[Finding]:
         _due_to_the_gap(study, control),
         *(_live(study, k, before) for k, before in ((last, 1), (1, 0))),
     ]
-    return found
 
 
 def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:

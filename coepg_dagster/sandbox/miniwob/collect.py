@@ -196,7 +196,7 @@ def play_shard(browser: Browser, shard: Shard) -> tuple[list[dict[str, Any]], Co
         episode = play(
             browser, shard.family, seed, lambda goal: goal_wanted(shard.split, goal), reload=seed == shard.seeds.start
         )
-        if not episode.reason and not episode_wanted(shard.split, asked_for(episode)):
+        if not episode.reason and not episode_wanted(shard.split, target_texts(episode)):
             dropped[f"{shard.family}: words of another split"] += 1
         elif episode.reason:
             dropped[f"{shard.family}: {episode.reason}"] += 1
@@ -205,7 +205,7 @@ def play_shard(browser: Browser, shard: Shard) -> tuple[list[dict[str, Any]], Co
     return rows, dropped
 
 
-def asked_for(episode: Episode) -> list[str]:
+def target_texts(episode: Episode) -> list[str]:
     """The names of all targets and the values of an episode: what the split rule looks at."""
     return [text for step in episode.steps for text in (*(e.name for e in step.move.targets), step.move.value)]
 

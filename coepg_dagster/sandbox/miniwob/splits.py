@@ -170,7 +170,7 @@ def assert_disjoint(steps: Iterable[StepKey]) -> dict[str, dict[str, int]]:
     rows = list(steps)
     home: dict[str, str] = {}
     pages: dict[str, StepKey] = {}
-    asks: dict[str, bool] = {}
+    has_held_out: dict[str, bool] = {}
     seen_ids: set[str] = set()
     for row in rows:
         if row.split not in SEEDS:
@@ -184,18 +184,18 @@ def assert_disjoint(steps: Iterable[StepKey]) -> dict[str, dict[str, int]]:
             raise SplitError(f"{row.step_id}: the family {row.family} does not belong in {row.split}")
         if row.seed not in SEEDS[row.split]:
             raise SplitError(f"{row.step_id}: the seed {row.seed} is not one of {row.split}")
-        asked = [w for text in (*row.names, row.value) for w in held_out(text)]
-        asks[row.episode_id] = asks.get(row.episode_id, False) or bool(asked)
+        in_targets = [w for text in (*row.names, row.value) for w in held_out(text)]
+        has_held_out[row.episode_id] = has_held_out.get(row.episode_id, False) or bool(in_targets)
         if row.split not in ("test_text", "test_family"):
-            found = asked + [w for text in (row.goal, *row.history) for w in held_out(text)]
-            if found:
-                raise SplitError(f"{row.step_id}: the held-out word {found[0]!r} is in a step of {row.split}")
+            offending = in_targets + [w for text in (row.goal, *row.history) for w in held_out(text)]
+            if offending:
+                raise SplitError(f"{row.step_id}: the held-out word {offending[0]!r} is in a step of {row.split}")
         if row.step_index == 0 and row.split != "pretrain":
             other = pages.setdefault(row.page, row)
             if other is not row and not row.split == other.split == "train":
                 raise SplitError(f"{row.step_id}: the same goal and screenshot begin {other.step_id} ({other.split})")
     for row in rows:
-        if row.split == "test_text" and not asks[row.episode_id]:
+        if row.split == "test_text" and not has_held_out[row.episode_id]:
             raise SplitError(f"{row.step_id}: no step of this test_text episode asks for a held-out word")
     return _counts(rows)
 

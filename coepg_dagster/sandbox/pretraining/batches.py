@@ -73,12 +73,12 @@ class Vocabulary:
         self.end = tokens.token_id(tokenizer, tokens.IM_END)
 
     def ids(self, text: str) -> list[int]:
-        found = self._known.get(text)
-        if found is None:
-            found = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._known.get(text)
+        if ids is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
             if len(self._known) < self._remember:
-                self._known[text] = found
-        return found
+                self._known[text] = ids
+        return ids
 
 
 def sequence_length(text_tokens: int) -> int:
@@ -193,15 +193,15 @@ class Batches(Dataset[Batch]):
 
     def _fill(self, out: Batch, row: int, questions: Iterator[tuple[list[int], list[int]]]) -> None:
         at = labelled = 0
-        for segment, (asked, answer) in enumerate(questions, start=1):
-            length = len(asked) + len(answer)
+        for segment, (prompt, answer) in enumerate(questions, start=1):
+            length = len(prompt) + len(answer)
             if at + length - 1 > self.length or labelled + len(answer) > self.task.label_tokens:
                 break
             end = at + length - 1  # the last answer token is predicted, never read
-            out["text"][row, at:end] = (asked + answer)[:-1]
+            out["text"][row, at:end] = (prompt + answer)[:-1]
             out["positions"][row, at:end] = np.arange(length - 1)
             out["segments"][row, at:end] = segment
-            first = at + len(asked) - 1
+            first = at + len(prompt) - 1
             out["label_at"][row, labelled : labelled + len(answer)] = np.arange(first, first + len(answer))
             out["labels"][row, labelled : labelled + len(answer)] = answer
             at, labelled = end, labelled + len(answer)
@@ -213,9 +213,9 @@ class Batches(Dataset[Batch]):
             target = elements[step.target] if step.target >= 0 else None
             if target is not None:
                 yield self._planning(step, target, visible, rng)
-        asked = [i for i in step.askable if elements[i] is not None]
-        rng.shuffle(asked)
-        for index in asked:
+        indices = [i for i in step.askable if elements[i] is not None]
+        rng.shuffle(indices)
+        for index in indices:
             element = elements[index]
             if element is None:
                 continue
@@ -236,12 +236,12 @@ class Batches(Dataset[Batch]):
         vagueness = self.task.vagueness.on(step.family, self.task.name)
         form = habit(step.family, self.task.name)
         plan = describe(wording, target, visible, step.action_type, rng, vagueness, form)
-        asked = user_text(prompts.planner_messages(step.goal, step.history, "compact"))
-        return self._pair(asked, prompts.planner_answer(plan, step.action_type, step.value))
+        prompt = user_text(prompts.planner_messages(step.goal, step.history, "compact"))
+        return self._pair(prompt, prompts.planner_answer(plan, step.action_type, step.value))
 
-    def _pair(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
+    def _pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         vocabulary = self.vocabulary
-        return vocabulary.ids(asked) + vocabulary.after_question, [*vocabulary.ids(answer), vocabulary.end]
+        return vocabulary.ids(prompt) + vocabulary.after_question, [*vocabulary.ids(answer), vocabulary.end]
 
 
 _TIGHT: Final = frozenset({"link", "text", "folder", "file", "tab"})
@@ -296,16 +296,16 @@ def dense_labels(
     boxes = np.full((len(steps), most_elements, 4), -1000, np.int16)
     known: dict[str, tuple[list[int], list[int], list[int]]] = {}
     for row, step in enumerate(steps):
-        found: list[tuple[tuple[float, ...], int]] = []
+        labels: list[tuple[tuple[float, ...], int]] = []
         for number, element in enumerate(step.elements[:most_elements]):
             boxes[row, number] = np.round(element.box)
-            found += [(element.box, token) for token in tokenizer.encode(element.kind, add_special_tokens=False)]
+            labels += [(element.box, token) for token in tokenizer.encode(element.kind, add_special_tokens=False)]
             if element.name not in known:
                 known[element.name] = _visible_tokens(tokenizer, element.name)
             name_ids, starts, ends = known[element.name]
             spans = _token_spans(element, element.name, starts, ends)
-            found += list(zip(spans, name_ids, strict=True))
-        for number, (span, token) in enumerate(found[:most_tokens]):
+            labels += list(zip(spans, name_ids, strict=True))
+        for number, (span, token) in enumerate(labels[:most_tokens]):
             rectangles[row, number] = np.round(span)
             ids[row, number] = token
     return DenseLabels(rectangles, ids, boxes)

@@ -89,7 +89,7 @@ class Rate:
 
 
 def _rates(hits: Mapping[str, list[bool]]) -> dict[str, Rate]:
-    return {name: Rate(100 * sum(found) / len(found), len(found)) for name, found in sorted(hits.items())}
+    return {name: Rate(100 * sum(values) / len(values), len(values)) for name, values in sorted(hits.items())}
 
 
 def grounding(

@@ -139,8 +139,8 @@ def _tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """The id of one token of the vocabulary. Raises KeyError where there is none."""
-    found: int = tokenizer.get_vocab()[token]
-    return found
+    number: int = tokenizer.get_vocab()[token]
+    return number
 
 
 def load(directory: Path) -> PreTrainedTokenizerFast:

@@ -480,26 +480,26 @@ def _all(
         return {prefix + name: make(plant, name, _ready(device), progress) for name, device in dealt}
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        said = manager.Queue()
-        listener = threading.Thread(target=_listen, args=(said, progress), daemon=True)
+        messages = manager.Queue()
+        listener = threading.Thread(target=_listen, args=(messages, progress), daemon=True)
         listener.start()
         with ProcessPoolExecutor(max_workers=machine.parallel, mp_context=context) as pool:
-            jobs = {prefix + name: pool.submit(_job, make, plant, name, device, said) for name, device in dealt}
+            jobs = {prefix + name: pool.submit(_job, make, plant, name, device, messages) for name, device in dealt}
             reports = {name: job.result() for name, job in jobs.items()}
-        said.put(None)
+        messages.put(None)
         listener.join()
     return reports
 
 
-def _listen(said: Any, progress: Progress) -> None:
-    while (message := said.get()) is not None:
+def _listen(messages: Any, progress: Progress) -> None:
+    while (message := messages.get()) is not None:
         progress(*message)
 
 
-def _job(make: _Make, plant: _Plant, name: str, device: str, said: Any) -> StageReport:
+def _job(make: _Make, plant: _Plant, name: str, device: str, messages: Any) -> StageReport:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(1)
-    return make(plant, name, _ready(device), lambda *message: said.put(message))
+    return make(plant, name, _ready(device), lambda *message: messages.put(message))
 
 
 def _ready(device: str) -> torch.device:
