@@ -1,4 +1,4 @@
-"""What auditors read in a terminal: traces, audits and differences as plain text."""
+"""Traces and differences as plain text for the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trace_text(trace: dict[str, Any]) -> str:
         f"          prompt {planner['prompt']['hash']} ({planner['prompt']['style']}), seed {planner['seed']}, "
         f"sample {plan['sample']}, {sampling}",
         *(f"verdict   {_verdict(vote)}" for vote in trace["verdicts"]),
-        f"rule      {_rule(rule) if step['boxes'] else 'the action has no target, so nobody is asked'} → {row['decision']}; "
+        f"rule      {_rule(rule) if step['boxes'] else 'the action has no target, so no verifier ran'} → {row['decision']}; "
         f"kept for this step: {', '.join(rule['kept_for_this_step']) or 'none'}",
         *(f"dropped   {_dropped(other)}" for other in trace["dropped"]),
         *(
@@ -78,7 +78,7 @@ def _parent(one: dict[str, Any]) -> str:
 
 
 def diff_text(diff: dict[str, Any]) -> str:
-    """Differences (see auditing.differences) as lines; of rows, a few of each kind."""
+    """Differences (see auditing.differences) as lines, with SHOWN rows of each kind."""
     data = diff["data"]
     (version_a, version_b), (rows_a, rows_b) = data["versions"], data["rows"]
     lines = [
