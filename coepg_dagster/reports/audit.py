@@ -1,7 +1,7 @@
-"""The audit page of D_k: a gallery of every candidate, kept or dropped, that filters and pages in the browser.
+"""The audit page of D_k: a gallery of every candidate, kept or dropped, with filters and paging in the browser.
 
-One HTML file, a folder of data scripts beside it (numbers to filter by; what the cards show, CHUNK candidates each; texts to
-search), and the screenshots as image files. It opens from a file and from a server, and needs no network.
+One HTML file, a folder of data scripts (an index to filter by, cards of CHUNK candidates each, texts to search), and the
+screenshots as image files. It opens from a file and from a server, and needs no network.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
 CHUNK: Final = 200
 """Candidates in one data script."""
 CARRIED: Final = "carried"
-"""Shown as the decision of a row that D_k took from D_{k-1}."""
+"""The decision shown for a row that D_k carried over from D_{k-1}."""
 NOT_ASKED, MISS, HIT, NO_ANSWER = range(4)
-"""What a verifier said of a candidate, as in audit.js."""
+"""The verdict of a verifier on a candidate, as in audit.js."""
 RULES: Final = {
     "any": "at least one verifier hits the target",
     "majority": "more than half of the verifiers that answered hit the target",
@@ -38,7 +38,7 @@ RULES: Final = {
 
 @dataclass(frozen=True)
 class PoolMember:
-    """A model of the pools: its name in the tables, and what it is."""
+    """A model of the pools: its name in the tables, role, checkpoint and version."""
 
     name: str
     role: str
@@ -48,7 +48,7 @@ class PoolMember:
 
 @dataclass(frozen=True)
 class AuditOf:
-    """What the page says above the gallery."""
+    """The heading of the page, above the gallery."""
 
     loop: str  # EXPERIMENT/sSEED
     iteration: int
@@ -66,7 +66,7 @@ class AuditOf:
 
 @dataclass
 class _Columns:
-    """What the index holds, one entry per candidate; names are numbered in the order of their appearance."""
+    """The columns of the index, one entry per candidate; names are coded as numbers in the order of appearance."""
 
     names: dict[str, dict[str, int]] = field(
         default_factory=lambda: {name: {} for name in ("decision", "planner", "action", "verifier")}
@@ -95,7 +95,7 @@ def write_audit(
     """Writes the audit page of D_k into `folder` and returns its file.
 
     `steps` holds at least the steps of the other tables; its screenshots are read one at a time, so it may be mapped memory.
-    Rows that D_k carried over stand among the candidates of their step.
+    Rows that D_k carried over are listed among the candidates of their step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / about.name
@@ -158,7 +158,7 @@ def write_audit(
 
 
 class _Cards:
-    """Collects what the cards show and writes it, CHUNK candidates to a script, with the steps that they belong to."""
+    """Writes the data of the cards, CHUNK candidates to a script, with the steps that they belong to."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._written = folder, 0
@@ -188,7 +188,7 @@ def _rows(
     dataset: pa.Table,
     columns: _Columns,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The candidates of each step, and the rows that were carried over, as the cards show them."""
+    """Step id → data of the cards of its candidates and of its carried-over rows."""
     votes = _votes(verdicts, columns)
     decided = dict(
         zip(decisions["candidate_id"].to_pylist(), decisions["decision"].to_pylist(), strict=True),
@@ -206,7 +206,7 @@ def _rows(
     for row in candidates.to_pylist():
         candidate = row["candidate_id"]
         decision = decided[candidate]
-        # a plan that repeats another one was not shown to the verifiers; their votes on the other one hold for it
+        # verifiers do not see a duplicate plan; it has the votes of its original
         seen = votes.get(row["duplicate_of"] or candidate, [])
         by_step[row["step_id"]].append(
             _row(about, candidate, row | {"row_id": ids.get(candidate)}, numbers.get(candidate), about.iteration, seen)
@@ -240,7 +240,7 @@ def _row(
 
 
 def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
-    """Per candidate [verifier, HIT …, x, y, confidence, what to say where there is no point]."""
+    """Candidate id → votes [verifier code, NOT_ASKED to NO_ANSWER, x, y (px), confidence, note where there is no point]."""
     by_candidate: dict[str, list[list[Any]]] = defaultdict(list)
     for batch in verdicts.to_batches(max_chunksize=10_000):
         for vote in batch.to_pylist():

@@ -1,4 +1,4 @@
-"""Reliability curves of grounders: how often they hit, against how sure they were."""
+"""Reliability curves of grounders: hit rate against confidence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reliability_figure(calibrations: Mapping[str, Calibration]) -> Figure:
     """A reliability curve per grounder, with the share of answers in each bin of confidence below.
 
     Points are bins that hold an answer, at their mean confidence; bars are 95 % intervals of the hit rate. On the diagonal
-    a grounder hits as often as it says.
+    confidence equals the hit rate.
     """
     from matplotlib.figure import Figure
 

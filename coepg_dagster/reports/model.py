@@ -1,4 +1,4 @@
-"""The page of one trained model: how training went, what rewarded it, samples, and how calibrated the confidences are."""
+"""The page of one trained model: training curves, rewards, samples, and calibration of the confidences."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ CURVES: Final = (
     ("grad_norm", "gradient norm"),
     ("learning_rate", "learning rate"),
 )
-"""What is drawn of a trainer's log, where it is there: key, title."""
+"""The curves of a trainer's log: (key, title). Keys that a log lacks are left out."""
 SAMPLES: Final = 8
 """Rollouts or verdicts shown with their screenshots."""
 
 
 @dataclass(frozen=True)
 class ModelOf:
-    """What the page says of the model."""
+    """The heading of the page."""
 
     name: str  # EXPERIMENT/sSEED
     symbol: str  # π, π′ or ϕ with its index
@@ -56,11 +56,11 @@ class ModelOf:
     config: Mapping[str, Any]
     made_from: Sequence[tuple[str, str, str | None]]  # (artifact, data version, address of its page)
     crumbs: Sequence[tuple[str, str]] = ()
-    notes: Sequence[str] = ()  # what training chose, and warned of
+    notes: Sequence[str] = ()  # from `training_notes`
 
 
 def training_notes(figures: Mapping[str, Any]) -> list[str]:
-    """What the figures of a training say in words: what it changed, which weights were kept, and what it warned of."""
+    """Notes on a training run, from its figures: changes in accuracy, which weights were kept, and warnings."""
     notes = []
     probe = figures.get("probe") or {}
     for how, changes in (("greedy answers", probe), ("sampled answers", probe.get("sampled") or {})):
@@ -82,7 +82,7 @@ def training_notes(figures: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Reward:
-    """What rewarded a planner's rollouts, in per cent where it is a share."""
+    """The rewards of a planner's rollouts; shares in per cent."""
 
     rollouts: int
     reward: float
@@ -93,11 +93,11 @@ class Reward:
     without_spread: float
     all_zero: float  # of the groups: every reward is 0
     all_best: float  # of the groups: every reward is 1
-    fractional: float  # of the groups: equal, and neither
+    fractional: float  # of the groups: all rewards equal, neither 0 nor 1
 
 
 def reward_of(rollouts: pa.Table) -> Reward:
-    """The breakdown of a rollout table (ROLLOUT_SCHEMA). `adds` is the mean of w_j·Acc_j over the plans that j was asked."""
+    """The breakdown of a rollout table (ROLLOUT_SCHEMA). `adds`: mean of w_j·Acc_j over the plans that j judged."""
     rows = rollouts.to_pylist()
     gates = Counter(row["gate"] for row in rows)
     votes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -144,7 +144,7 @@ def _grader(name: str, votes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def curves_figure(log: Sequence[Mapping[str, float]]) -> Figure | None:
-    """The curves of a trainer's log, a panel each; None where it logged nothing of them."""
+    """The curves of a trainer's log, a panel each; None where the log has none of CURVES."""
     shown = [(key, title) for key, title in CURVES if sum(key in entry for entry in log) > 1]
     if not shown:
         return None
@@ -168,7 +168,7 @@ def curves_figure(log: Sequence[Mapping[str, float]]) -> Figure | None:
 
 
 def reward_figure(rollouts: pa.Table) -> Figure:
-    """Over the optimizer steps: what stopped rollouts, how often each grounder hit, and groups without spread."""
+    """Over the optimizer steps: gate outcomes, hit rate of each grounder, and share of groups without spread."""
     gates: dict[int, Counter[str]] = defaultdict(Counter)
     hits: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -201,9 +201,9 @@ def reward_figure(rollouts: pa.Table) -> Figure:
 
 
 def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, Any]]:
-    """Pairs of rollouts, the best and the worst of a group, from groups spread evenly over training that do differ.
+    """The best and the worst rollout of groups whose rewards differ, spread evenly over training.
 
-    A rule, so that the page shows what happened and not what looks good.
+    A fixed rule, so that samples are not picked by their looks.
     """
     groups: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rollouts.to_pylist():
@@ -231,7 +231,7 @@ def sample_verdicts(verdicts: pa.Table, name: str, count: int = SAMPLES) -> list
 
 @dataclass(frozen=True)
 class Votes:
-    """The verdicts of the pool that a grounder was a verifier of, the plan of each candidate, and its name in the pool."""
+    """The verdicts of the pool in which a grounder was a verifier, candidate id → plan, and its name in the pool."""
 
     verdicts: pa.Table
     plans: Mapping[str, str]
@@ -251,7 +251,7 @@ def write_model(
 
     Args:
         log: the trainer's log lines, in order; empty where nothing was trained.
-        steps: at least those of the tables; may be mapped memory.
+        steps: contains at least the steps of the tables; may be mapped memory.
         rollouts: of GRPO, for π'_k.
         votes: for ϕ_k.
     """

@@ -50,7 +50,7 @@ def _models(experiment: str, iterations: int) -> list[tuple[int, str]]:
 def table_1(cells: Cells, through: Mapping[str, int]) -> Table:
     """Ele.Acc, Op.F1 and Step SR on each test split, for the base pair M_0 and M_1 to M_K; `through`: experiment → K.
 
-    On the paper's splits its printed rows come first; on others they are no comparison and stand in `paper_table_1`.
+    On the paper's splits its printed rows come first; on others they are not comparable, see `paper_table_1`.
     """
     names = MIND2WEB_SPLITS if set(cells.splits) == set(MIND2WEB_SPLITS) else {s: s for s in cells.splits}
     header = ["Planner + grounder", PROTOCOL]
@@ -113,11 +113,11 @@ TABLE_3: Final = (
     ("decoupled, SFT", "before_grpo", "52.6 (third-party note)"),
     ("decoupled, SFT and GRPO", FULL, "53.5"),
 )
-"""Model, variant, what the paper prints for 7B at M_1: it compares an end-to-end model with a decoupled one after GRPO."""
+"""Model, variant, the paper's number for 7B at M_1: it compares an end-to-end model with a decoupled one after GRPO."""
 
 
 def table_3(cells: Cells, experiment: str, iteration: int) -> Table:
-    """One model against planner and grounder, with and without GRPO, which the paper mixes."""
+    """One model against planner and grounder, each with and without GRPO; the paper mixes the two."""
     rows = []
     for name, variant, printed in TABLE_3:
         cell = cells.cell(experiment, variant, iteration, AVERAGE, "step_sr")
@@ -134,11 +134,11 @@ TABLE_4: Final = (
     ("literal Eq. 5 (log-probability)", "literal", MISSING),
     ("probability, with temperature", "temperature", MISSING),
 )
-"""Row, variant, what the paper prints for 7B at M_3."""
+"""Row, variant, the paper's number for 7B at M_3."""
 
 
 def table_4(cells: Cells, experiment: str, iteration: int) -> Table:
-    """The ablation of C-DREM, and what the paper does not have: the literal Eq. 5, and confidences with a temperature."""
+    """The ablation of C-DREM, and two rows that the paper lacks: the literal Eq. 5, and confidences with a temperature."""
     rows = []
     for name, variant, printed in TABLE_4:
         cell = cells.cell(experiment, variant, iteration, AVERAGE, "step_sr")
@@ -165,7 +165,7 @@ def _line(axes: Any, series: Sequence[tuple[int, Cell]], label: str, style: str 
 
 
 def _over_k(axes: Any, shown: Sequence[tuple[int, Cell]], label: str) -> None:
-    """Dresses axes that show these cells. Raises ScoringError where they are of two protocols."""
+    """Labels axes that show these cells over k. Raises ScoringError where they are of two protocols."""
     protocols_of(cell for _, cell in shown)
     over_k(axes, [k for k, _ in shown], label)
 
@@ -211,7 +211,7 @@ def figure_4(cells: Cells, experiments: Mapping[float, str], iteration: int) -> 
 def grpo_progress(rollouts: pa.Table, grounder: str, window: int = 4) -> list[tuple[int, float]]:
     """[(optimizer step, per cent)]: sampled plans of a rollout table that pass the gate and that `grounder` finds in the box.
 
-    Step SR on training steps at sampling temperature, by one judge that all rewards share; the mean of the last `window`
+    Step SR on training steps at sampling temperature, by the same judge for all rewards; the mean of the last `window`
     optimizer steps. Steps without a target count as right once the gate passes.
     """
     sums: dict[int, list[bool]] = defaultdict(list)
@@ -277,7 +277,7 @@ def figure_7(
 ) -> Figure:
     """Step SR of each test split over the iterations; `experiments`: size → experiment. On its splits, the paper's M_3.
 
-    `metric` and `label` stand for Step SR where another protocol has another headline.
+    `metric` and `label`: the headline metric of another protocol.
     """
     drawn = figure(9, 3.2)
     panels = drawn.subplots(1, len(cells.splits), sharey=True, squeeze=False)[0]

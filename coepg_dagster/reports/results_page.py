@@ -1,4 +1,4 @@
-"""docs/results.md: the study as people read it, made from its rows and findings; with the figures beside it."""
+"""docs/results.md and its figures, made from the rows and findings of a study."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MECHANISM: Final = {
     "grpo_before": "before GRPO",
     "grpo_after": "after GRPO",
 }
-"""What D_k and GRPO were like, metric → head: where a claim is missed, the reason is looked for here first."""
+"""Metrics of D_k and GRPO that may explain a missed claim: metric → column heading."""
 
 
 def write_page(
@@ -109,7 +109,7 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
 
 
 def _plays(study: Study) -> list[tuple[Table, list[str]]]:
-    """Success of live play by iteration and family, a table for each split and way to play; and the commands to play again."""
+    """Success of live play by iteration and family, a table for each split and protocol; and the commands to play again."""
     played: dict[tuple[str, str], dict[tuple[str, int], Mapping[str, Any]]] = {}
     for run in sorted(study.runs, key=lambda run: run.reference):
         for (k, split), live in sorted(run.live.items()):
