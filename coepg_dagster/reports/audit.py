@@ -27,7 +27,7 @@ CHUNK: Final = 200
 """Candidates in one data script."""
 CARRIED: Final = "carried"
 """The decision shown for a row that D_k carried over from D_{k-1}."""
-NOT_ASKED, MISS, HIT, NO_ANSWER = range(4)
+NOT_QUERIED, MISS, HIT, NO_ANSWER = range(4)
 """The verdict of a verifier on a candidate, as in audit.js."""
 RULES: Final = {
     "any": "at least one verifier hits the target",
@@ -240,7 +240,7 @@ def _row(
 
 
 def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
-    """Candidate id → votes [verifier code, NOT_ASKED to NO_ANSWER, x, y (px), confidence, note where there is no point]."""
+    """Candidate id → votes [verifier code, NOT_QUERIED to NO_ANSWER, x, y (px), confidence, note where there is no point]."""
     by_candidate: dict[str, list[list[Any]]] = defaultdict(list)
     for batch in verdicts.to_batches(max_chunksize=10_000):
         for vote in batch.to_pylist():

@@ -1,10 +1,9 @@
-"""What to do next on each MiniWoB++ page: one small rule per task family, reading the goal and the DOM.
+"""Oracles for MiniWoB++ pages: one small rule per task family chooses the next action from the goal and the DOM.
 
-Belongs here: the rules, and how a finished action is written into the history. A rule looks at a PageView and answers
-with a Move, or None where it does not know (the episode is then dropped). It depends on nothing but the PageView, so the
-same episode always gets the same steps. `targets` lists every element for which the very same label would be right;
-the first of them is acted on. Where several different labels would be right (two forms to fill in any order), the
-rule takes reading order.
+A rule takes a PageView and returns a Move, or None where it does not know (the episode is then dropped). It depends only
+on the PageView, so the same episode always has the same steps. `targets` lists every element for which the same label is
+correct; the first of them is acted on. Where several different labels are correct (two forms to fill in any order), the
+rule follows reading order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Query = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Move:
-    """One action of an oracle: what, on which elements (any of them; the first is acted on), with which value."""
+    """One action of an oracle: type, elements (all are correct, the first is acted on), and value."""
 
     action_type: ActionType
     targets: tuple[Element, ...]
@@ -44,7 +43,7 @@ class PageView:
     run: Query
 
     def all(self, kind: str, name: str | None = None) -> list[Element]:
-        """Visible elements of a kind, and of a name where one is given, in document order."""
+        """Visible elements of a kind (and of a name, if given), in document order."""
         return [e for e in self.elements if e.kind == kind and (name is None or e.name == name)]
 
     def with_class(self, css_class: str) -> list[Element]:
@@ -61,11 +60,11 @@ Oracle = Callable[[PageView], Move | None]
 
 
 class OracleError(ValueError):
-    """The page is not what the oracle's rule was written for."""
+    """The page does not look as the oracle's rule expects."""
 
 
 def look(browser: Browser, goal: str, done: Sequence[Move]) -> PageView:
-    """The PageView of a browser's present page."""
+    """The PageView of a browser's current page."""
     return PageView(goal, browser.elements(), tuple(done), browser.run)
 
 
@@ -190,7 +189,7 @@ def click_collapsible(view: PageView) -> Move | None:
 
 
 def _choose(view: PageView, kind: str, names: Sequence[str]) -> Move | None:
-    """Marks every named checkbox or radio, then clicks Submit. Any that is still missing is equally right."""
+    """Marks every named checkbox or radio, then clicks Submit. All that are still unmarked are correct targets."""
     marked = {e.name for e in view.all(kind) if e.value}
     if not set(names) <= {e.name for e in view.all(kind)}:
         return None
@@ -224,7 +223,7 @@ def choose_list(view: PageView) -> Move | None:
 
 def click_color(view: PageView) -> Move | None:
     match = re.search(r"Click on the (\w+) colored box", view.goal)
-    return _click(view.all("box", match[1])) if match else None  # the goal is a painted box: not said in words
+    return _click(view.all("box", match[1])) if match else None  # the goal is a painted box, not text
 
 
 def click_shades(view: PageView) -> Move | None:
@@ -273,7 +272,7 @@ def click_menu(view: PageView) -> Move | None:
 def click_menu_2(view: PageView) -> Move | None:
     labels = _quoted(view.goal)
     if len(labels) < 2:
-        return None  # the goal is a painted icon: not said in words
+        return None  # the goal is a painted icon, not text
     items = view.all("item", labels[1])
     if items:
         return _click(items)
@@ -446,7 +445,7 @@ def odd_or_even(view: PageView) -> Move | None:
             missing.append(right)
     if not missing:
         return _click(view.all("button", "Submit"))
-    same = [e for e in missing if e.name == missing[0].name]  # the other name would be another label
+    same = [e for e in missing if e.name == missing[0].name]  # another name would be another label
     return _click(same)
 
 

@@ -1,4 +1,4 @@
-"""Which episode belongs to which split of the embedded benchmark. Written down before any model was scored.
+"""The split rule of the embedded benchmark. It was fixed before any model was scored.
 
 1. Families. UNSEEN_FAMILIES are played in test_family only. All others, KNOWN_FAMILIES, make up the rest.
 2. Seeds. Each split draws from its own range of seeds (SEEDS), pretraining included; no range meets another.
@@ -6,8 +6,8 @@
    vocabulary (the fixed wording of the pages: "submit", "password", colours, ordinals). It is held out when the
    SHA-256 of its UTF-8 bytes, as a number, is divisible by HELD_OUT_ONE_IN. An episode is in test_text if the name of
    a target or a value of one of its steps has a held-out word. In pretraining, train, validation and test_seed no
-   goal, target name, history or value has one. Held-out words may still be seen on those pages, as words that nobody
-   asks for. test_family is free.
+   goal, target name, history or value has one. Held-out words may still be visible on those pages, but no step
+   asks for them. test_family has no such limit.
 4. Pages. No episode of validation or a test split begins with the goal and the screenshot of a train episode or of
    another evaluated one (pages with few variants repeat themselves under new seeds).
 
@@ -106,7 +106,7 @@ INTERFACE: Final = frozenset(_INTERFACE_TEXT.split())
 
 @dataclass(frozen=True)
 class StepKey:
-    """What the split rule needs to know of a step. `names`: of every target; `page`: a hash of goal and screenshot."""
+    """The fields of a step that the split rule checks. `names`: of every target; `page`: a hash of goal and screenshot."""
 
     step_id: str
     split: str
@@ -146,7 +146,7 @@ def families_of(split: Split) -> tuple[str, ...]:
 
 
 def goal_wanted(split: Split, goal: str) -> bool:
-    """Whether an episode with this goal can be in a split (what its steps ask for is checked by `episode_wanted`)."""
+    """Whether an episode with this goal can be in a split (`episode_wanted` checks its targets)."""
     return split in ("test_text", "test_family") or not held_out(goal)
 
 

@@ -27,21 +27,21 @@ from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, Vagueness,
 IGNORED: Final = -100
 SHIFT_X: Final = (-2, 8)
 SHIFT_Y: Final = (-6, 14)
-"""Range of the random shift of a training screen, px; to the right and down there is a white margin to spend."""
+"""Range of the random shift of a training screen, px; larger to the right and down, where there is a white margin."""
 UNSHIFTED: Final = 0.25
-"""Share of screens that stay where they are."""
+"""Share of screens that are not shifted."""
 VISIBLE: Final = 0.7
-"""Share of an element's area that must be left after a shift for it to be asked about."""
+"""Share of an element's area that must stay visible after a shift for questions about it."""
 
 VALUE_WEIGHT: Final = 2
-"""How often a planner sees a step with a value for each time that it sees one without."""
+"""Sampling weight of a planner's steps with a value, relative to steps without."""
 
 Batch = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the sequences of a stage hold.
+    """The content of the training sequences of a stage.
 
     Attributes:
         role: "grounder": element questions in `wordings`; "planner": one planning question, then element questions.
@@ -63,7 +63,7 @@ class Contents:
 
 
 class Vocabulary:
-    """Token ids of texts, remembered: training asks for the same few hundred thousand texts again and again."""
+    """Token ids of texts, cached: training encodes the same few hundred thousand texts again and again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, remember: int = 400_000) -> None:
         self._tokenizer = tokenizer
@@ -82,12 +82,12 @@ class Vocabulary:
 
 
 def sequence_length(text_tokens: int) -> int:
-    """`text_tokens`, enlarged so that prefix and text together are a multiple of 8 (attention masks want that)."""
+    """`text_tokens`, enlarged so that prefix and text together are a multiple of 8, as attention masks need."""
     return -(-(PREFIX + text_tokens) // 8) * 8 - PREFIX
 
 
 def shifted(elements: Sequence[ScreenElement], dx: int, dy: int) -> list[ScreenElement | None]:
-    """The elements after the shift, clipped to the screen; None where less than VISIBLE of one is left."""
+    """The elements after the shift, clipped to the screen; None where less than VISIBLE of an element is left."""
     result: list[ScreenElement | None] = []
     for element in elements:
         x1, y1, x2, y2 = element.box
@@ -129,7 +129,7 @@ def random_value(rng: Random) -> str:
 def with_other_value(step: ScreenStep, values: Sequence[str], rng: Random) -> ScreenStep:
     """The step with its typed value replaced in goal and label, where the goal names it and no element shows it.
 
-    The new one is another step's (from `values`) or made up.
+    The new value is another step's (from `values`) or random.
     """
     value = step.value
     shown = any(value in element.name for element in step.elements)
@@ -274,11 +274,11 @@ def _token_spans(
 
 @dataclass(frozen=True)
 class DenseLabels:
-    """What each visual token should know, as rectangles per screen; padded with empty rectangles.
+    """Dense labels of the visual tokens, as rectangles (x1, y1, x2, y2) px per screen; padded with empty rectangles.
 
     Attributes:
         rectangles: (N, R, 4) int16; where a word token is drawn.
-        tokens: (N, R) int16; which.
+        tokens: (N, R) int16; the id of that token.
         elements: (N, E, 4) int16; boxes of the elements.
     """
 
@@ -290,7 +290,7 @@ class DenseLabels:
 def dense_labels(
     steps: Sequence[ScreenStep], tokenizer: PreTrainedTokenizerFast, *, most_tokens: int = 128, most_elements: int = 32
 ) -> DenseLabels:
-    """Labels for the warm-up of the vision tower; what is beyond the two limits is left out."""
+    """Labels for the warm-up of the vision tower; tokens and elements beyond the two limits are left out."""
     rectangles = np.full((len(steps), most_tokens, 4), -1000, np.int16)
     ids = np.zeros((len(steps), most_tokens), np.int16)
     boxes = np.full((len(steps), most_elements, 4), -1000, np.int16)

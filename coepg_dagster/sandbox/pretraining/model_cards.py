@@ -1,6 +1,6 @@
-"""Model cards: what a checkpoint is, what it was made from, and what it was measured to do.
+"""Model cards: what a checkpoint is, what it was made from, and its measured accuracy.
 
-Choices between variants may look at `validation` only; the test splits are measured once, for the card.
+Choices between variants may use `validation` only; the test splits are measured once, for the card.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TITLES: Final = {"planner": "A tiny planner", "grounder": "A tiny grounder"}
 def held_out_results(
     directory: Path, checkpoint: Checkpoint, screens: Corpus, *, cases: int = 600, device: str = "cpu"
 ) -> Results:
-    """Results on pretraining screens that were kept from training: at most `cases` questions or steps a row."""
+    """Results on held-out pretraining screens: at most `cases` questions or steps per row."""
     model: Any
     model, processor = tiny_models.load(directory)
     model = model.to(device)
@@ -92,9 +92,9 @@ def text(
     """The card in Markdown.
 
     Args:
-        name: of the checkpoint.
-        recipe: that made it.
-        parameters: of the model.
+        name: name of the checkpoint.
+        recipe: the recipe that made it.
+        parameters: their number.
         data: `Corpus.summary()`.
         stages: reports of its tower and of its own stage, as `run` writes them to `work/reports.json`.
         held_out: from `held_out_results`.
@@ -187,7 +187,7 @@ def write(
 
 
 def _partners(name: str, recipe: Recipe) -> list[tuple[str, str]]:
-    """Pairs (planner, grounder) that say something about this checkpoint."""
+    """The pairs (planner, grounder) by which this checkpoint is judged."""
     checkpoint = recipe.checkpoints[name]
     if checkpoint.role == "grounder":
         return [(BASE_PLANNER, name)]
