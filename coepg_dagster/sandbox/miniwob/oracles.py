@@ -154,15 +154,15 @@ def click_tab(view: PageView) -> Move | None:
 
 LINK_IN_PANEL_JS: Final = """
 (word, panelSelector) => {
-const nodes = Array.from(document.querySelectorAll('*')), found = [];
+const nodes = Array.from(document.querySelectorAll('*')), pairs = [];
 for (const a of document.querySelectorAll('.alink')) {
   if (a.textContent !== word) continue;
   const panel = a.closest(panelSelector);
   const tab = document.querySelector('.ui-tabs-nav a[href="#' + panel.id + '"]');
   const head = tab || panel.previousElementSibling;
-  found.push([nodes.indexOf(a), nodes.indexOf(head)]);
+  pairs.push([nodes.indexOf(a), nodes.indexOf(head)]);
 }
-return found;
+return pairs;
 }
 """
 
@@ -282,15 +282,15 @@ def click_menu_2(view: PageView) -> Move | None:
 
 TREE_JS: Final = """
 (name) => {
-const nodes = Array.from(document.querySelectorAll('*')), found = [];
+const nodes = Array.from(document.querySelectorAll('*')), paths = [];
 for (const s of document.querySelectorAll('#tree span')) {
   if (s.textContent !== name) continue;
   const path = [nodes.indexOf(s)];
   for (let li = s.parentElement.parentElement.closest('li'); li; li = li.parentElement.closest('li'))
     path.unshift(nodes.indexOf(li.querySelector(':scope > span')));
-  found.push(path);
+  paths.push(path);
 }
-return found;
+return paths;
 }
 """
 
