@@ -28,7 +28,7 @@ from coepg_dagster import running
 from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment import Grpo, Regeneration, Sft
 from coepg_dagster.jobs import VerdictsJob
-from coepg_dagster.planning.dryrun import found_card
+from coepg_dagster.planning.dryrun import detect_card
 from coepg_dagster.planning.estimates import (
     CARDS,
     Example,
@@ -308,7 +308,7 @@ def main() -> None:
     if options.again:
         estimate_again()
         return
-    here = found_card()
+    here = detect_card()
     if here is None and not options.quick:
         reason = f"no GPU here of a kind that `coepg plan` knows ({', '.join(CARDS)}); `--quick` proves the code path on a CPU"
         write_none(NAME, "×", reason)

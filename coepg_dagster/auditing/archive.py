@@ -1,7 +1,7 @@
-"""Every version that was ever made, from its records: what it was made from, what was made from it, is it still the same.
+"""The records of every version: what each was made from, what was made from it, and whether its files are unchanged.
 
-Belongs here: looking things up, and comparing files with the hashes that were recorded when they were made. What a table
-means is elsewhere. Folders of versions are named by their content, so older versions are read like current ones.
+This module looks versions up and compares their files with the recorded hashes; it does not interpret tables. Folders of
+versions are named by their content, so older versions are read like current ones.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ MODELS = "models.json"
 """The list of open models in an `open_models` artifact: name → {"checkpoint", "version", "files"}."""
 
 BASE = "base.json"
-"""In the artifact of a model that stands for one that lies elsewhere, untrained here: {"checkpoint", "version"}."""
+"""Stands in a model artifact in place of weights, where the model is an untrained base checkpoint: {"checkpoint", "version"}."""
 
 
 class NotFound(Refusal, LookupError):
-    """Something that an auditor named, or that a lineage needs, is not there; the message says what to do."""
+    """A row, version or file that was named, or that a lineage needs, does not exist; the message says what to do."""
 
 
 class Archive:
     """The records of all versions, oldest first, and the folders in which artifacts and checkpoints lie.
 
     Args:
-        records: of every materialization that there was, of any experiment.
+        records: one per materialization, of all experiments, oldest first.
         store: the folder of all artifacts.
         root: the project, where relative paths of checkpoints start.
     """
@@ -48,7 +48,7 @@ class Archive:
         return {place_of(record): record for record in self.records}
 
     def is_current(self, record: Record) -> bool:
-        """Whether nothing else was made in this version's place since; the same content counts as the same."""
+        """Whether this is the newest version in its place. Versions with the same content are the same version."""
         return self.current[place_of(record)].data_version == record.data_version
 
     def newest(self, loop: str, asset: Asset, iteration: int | None) -> Record:
@@ -62,21 +62,21 @@ class Archive:
 
     def versions(self, loop: str, asset: Asset) -> list[Record]:
         """Every version of a partitioned asset of `loop`, newest first, each once."""
-        found = {r.folder: r for r in self.records if r.asset == asset and r.folder.startswith(f"{loop}/{asset}/")}
-        return sorted(found.values(), key=self.records.index, reverse=True)
+        by_folder = {r.folder: r for r in self.records if r.asset == asset and r.folder.startswith(f"{loop}/{asset}/")}
+        return sorted(by_folder.values(), key=self.records.index, reverse=True)
 
     def made_by(self, used: Input) -> Record:
-        """The record of a version that was read. Raises NotFound where the event log no longer has it."""
+        """The record of the version that was read as `used`. Raises NotFound where the event log has lost it."""
         try:
             return self._by_run[used.folder, used.run_id]
         except KeyError:
             raise NotFound(
                 f"the record of {used.ref} {used.data_version} (run {used.run_id[:8]}) is not in the event log: "
-                f"it was wiped there; materialize {used.ref} again, and what follows"
+                f"it was wiped there; materialize {used.ref} again, and everything made from it"
             ) from None
 
     def folder(self, record: Record) -> Path:
-        """Where a version lies. Raises NotFound where it was pruned."""
+        """The folder of a version. Raises NotFound where it was pruned."""
         folder = self.store / record.folder
         if not folder.is_dir():
             raise NotFound(
@@ -86,14 +86,14 @@ class Archive:
 
     def lineage(self, record: Record) -> list[Record]:
         """`record` and everything that it was made from: nearest first, each once, the open models last."""
-        found = {(record.folder, record.run_id): record}
+        reached = {(record.folder, record.run_id): record}
         todo = [record]
         while todo:
             for used in todo.pop().inputs:
-                if (used.folder, used.run_id) not in found:
-                    found[used.folder, used.run_id] = above = self.made_by(used)
+                if (used.folder, used.run_id) not in reached:
+                    reached[used.folder, used.run_id] = above = self.made_by(used)
                     todo.append(above)
-        return sorted(found.values(), key=_distance)
+        return sorted(reached.values(), key=_distance)
 
     def readers(self, record: Record) -> list[Record]:
         """Every version that was made directly from this one, oldest first."""
@@ -104,9 +104,9 @@ class Archive:
         ]
 
     def damage(self, record: Record) -> list[str]:
-        """What of a version is not as it was recorded: files that changed, are gone, or came later; checkpoints likewise.
+        """How a version, and the checkpoints that it lists, differ from what was recorded: one line for each changed file.
 
-        Empty: all of it is the same, byte for byte. A version is read once, however often it is asked about.
+        A file has other content, is gone, or was added. Empty: all files are the same, byte for byte. Results are cached.
         """
         if record.folder not in self._damage:
             newest = self._newest.get(record.folder, record)  # lost files may have been made again, logs and all
@@ -119,21 +119,23 @@ class Archive:
             return ["its folder is gone"]
         if not record.files:
             return ["its record has no hashes of files (an older coepg made it): materialize it again"]
-        found = changes(record.files, folder)
-        if record.asset == "open_models" and not found:
+        differences = changes(record.files, folder)
+        if record.asset == "open_models" and not differences:
             for name, model in json.loads((folder / MODELS).read_text()).items():
                 checkpoint = model["checkpoint"]
                 if model.get("files"):  # a hub model has its revision instead
-                    found += [f"{name}: {what}" for what in changes(model["files"], self.root / checkpoint, checkpoint)]
-        return found
+                    differences += [
+                        f"{name}: {what}" for what in changes(model["files"], self.root / checkpoint, checkpoint)
+                    ]
+        return differences
 
 
 def changes(recorded: dict[str, str], folder: Path, name: str = "") -> list[str]:
-    """How the files of a folder differ from those that were recorded (name → SHA-256), one line each."""
+    """How the files of a folder differ from the recorded ones (name → SHA-256), one line for each file."""
     now = digests(folder) if folder.is_dir() else {}
     where = f"{name}/" if name else ""
     lines = [f"{where}{file} is gone" for file in sorted(recorded.keys() - now.keys())]
-    lines += [f"{where}{file} was not there" for file in sorted(now.keys() - recorded.keys())]
+    lines += [f"{where}{file} was added later" for file in sorted(now.keys() - recorded.keys())]
     lines += [
         f"{where}{file} has other content than when it was made"
         for file in sorted(recorded.keys() & now.keys())
@@ -143,7 +145,7 @@ def changes(recorded: dict[str, str], folder: Path, name: str = "") -> list[str]
 
 
 def place_of(record: Record) -> str:
-    """EXPERIMENT/sSEED/ASSET/PARTITION: where the versions of an artifact lie beside each other."""
+    """EXPERIMENT/sSEED/ASSET/PARTITION: the folder that holds all versions of an artifact."""
     return record.folder.rpartition("/")[0]
 
 
@@ -153,7 +155,7 @@ def loop_of(record: Record) -> str:
 
 
 def _distance(record: Record) -> tuple[int, int, str]:
-    """Newest iteration first, within it the last that is made; what is shared comes last, the open models at the end."""
+    """Sort key: newest iteration first, within it the asset made last; then shared artifacts, the open models at the end."""
     if record.iteration is None:
         return 1, int(record.asset == "open_models"), record.folder
     return -record.iteration, -LOOP.index(record.asset), record.folder

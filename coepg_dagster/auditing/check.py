@@ -1,4 +1,4 @@
-"""`coepg audit`: is everything of a loop as it was recorded, byte for byte and row for row?"""
+"""`coepg audit`: checks every file and every row of a loop against what was recorded."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from coepg_dagster.steps import short_hash
 
 
 def check(archive: Archive, loop: str) -> dict[str, Any]:
-    """{"artifacts", "files", "rows": how much was looked at, "tampered": what is not as it was, one line each}.
+    """{"artifacts", "files", "rows": how many were checked, "tampered": one line for each difference}.
 
-    Looked at are the current artifacts of `loop` (EXPERIMENT/sSEED) and all that they were made from, and every row of each
-    current D_k: against its step and screenshot, its candidate and its verdicts. Raises NotFound where there is nothing.
+    Checks the files of the current artifacts of `loop` (EXPERIMENT/sSEED) and of all that they were made from, and every row
+    of each current D_k against its step and screenshot, its candidate and its verdicts. Raises NotFound for an empty loop.
     """
     current = [record for place, record in archive.current.items() if place.startswith(f"{loop}/")]
     if not current:
         raise NotFound(f"{loop} has no artifacts yet: run `coepg evolve {loop}` first")
-    looked_at = {record.folder: record for one in current for record in archive.lineage(one)}
-    tampered = [line for record in looked_at.values() for line in archive.damage(record)]
+    checked = {record.folder: record for one in current for record in archive.lineage(one)}
+    tampered = [line for record in checked.values() for line in archive.damage(record)]
     rows = 0
     for record in current:
         if record.asset == "dataset":
             try:
-                found, lines = _rows(archive, record)
+                count, lines = _rows(archive, record)
             except NotFound as error:
-                lines, found = [f"{record.ref}: its rows cannot be looked at: {error}"], 0
-            rows, tampered = rows + found, tampered + lines
+                lines, count = [f"{record.ref}: its rows cannot be checked: {error}"], 0
+            rows, tampered = rows + count, tampered + lines
     return {
-        "artifacts": len(looked_at),
-        "files": sum(len(record.files) for record in looked_at.values()),
+        "artifacts": len(checked),
+        "files": sum(len(record.files) for record in checked.values()),
         "rows": rows,
         "tampered": tampered,
     }
 
 
 def _rows(archive: Archive, dataset: Record) -> tuple[int, list[str]]:
-    """How many rows one version of D_k has, and what is wrong with them."""
+    """(number of rows of one version of D_k, one line for each fault in them)."""
     with readable(archive, dataset, DATASET):
         table = pq.read_table(archive.folder(dataset) / DATASET)
     by_home: dict[int, list[dict[str, Any]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""`coepg gc`: what of the store nothing needs any more. What a current artifact was made from is always needed."""
+"""`coepg gc`: folders of the store that nothing needs. Whatever a current artifact was made from is needed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from coepg_dagster.auditing.archive import Archive, place_of
 PLAY: Final = "play"
 """The folder of `coepg play` beside the assets of a loop."""
 DRAFT_SECONDS: Final = 3600
-"""A draft in which nothing was written for so long belongs to a process that was killed."""
+"""A draft that was not written to for this long belongs to a process that was killed."""
 VISUAL_SECONDS: Final = 7 * 24 * 3600
-"""Embeddings to which nothing was added for so long are hardly read any more; they are computed again if they are."""
+"""Cached embeddings that were not added to for this long may go; they are computed again on demand."""
 _SCRATCH: Final = re.compile(r"(?P<job>.+)-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder of the store that may go."""
+    """A folder of the store that may be removed."""
 
     folder: Path
     kind: str  # "version", "play", "scratch", "draft" or "visual"
@@ -37,7 +37,7 @@ class Leftover:
 def needed(archive: Archive, keep: int = 1) -> set[str]:
     """The folders of the newest `keep` versions of every artifact, and of all that these were made from.
 
-    Raises NotFound where the record of something needed is gone: what that was made from cannot be told then.
+    Raises NotFound where the record of one of them is gone, so that its inputs are unknown.
     """
     by_place: dict[str, dict[str, None]] = defaultdict(dict)
     newest = {record.folder: record for record in archive.records}
@@ -51,39 +51,39 @@ def needed(archive: Archive, keep: int = 1) -> set[str]:
 
 
 def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: float | None = None) -> list[Leftover]:
-    """What may go, in alphabetical order. Nothing may be at work in the store meanwhile.
+    """Folders that may be removed, in alphabetical order. No other process may write to the store meanwhile.
 
-    - versions that are not `needed`; a place of which the event log knows no version at all is left alone, so that a lost
-      log does not cost the store;
-    - what `coepg play` left, but for the newest `keep` of each iteration;
-    - scratch folders of jobs in `finished` (EXPERIMENT-sSEED-ASSET-K of current artifacts): nothing will go on from them;
+    - versions that are not `needed`; artifacts that the event log does not know are kept, so that a lost log does not
+      cost the store;
+    - results of `coepg play`, except the newest `keep` of each iteration;
+    - scratch folders of jobs in `finished` (EXPERIMENT-sSEED-ASSET-K of current artifacts): no job resumes from them;
     - drafts of processes that were killed;
-    - visual embeddings of towers that no job has asked about anything new for VISUAL_SECONDS.
+    - cached visual embeddings of vision towers to which nothing was added for VISUAL_SECONDS.
     """
     stay, known = needed(archive, keep), set(archive.current)
-    found: list[tuple[Path, str]] = []
+    unneeded: list[tuple[Path, str]] = []
     for place, versions in _places(archive.store):
         name = str(place.relative_to(archive.store))
         if place.parent.name == PLAY:
             old = sorted(versions, key=lambda folder: folder.stat().st_mtime, reverse=True)[keep:]
-            found += [(folder, "play") for folder in old]
+            unneeded += [(folder, "play") for folder in old]
         elif name in known:
-            found += [(folder, "version") for folder in versions if f"{name}/{folder.name}" not in stay]
+            unneeded += [(folder, "version") for folder in versions if f"{name}/{folder.name}" not in stay]
     for folder in _folders(archive.store / ".scratch"):
         job = _SCRATCH.fullmatch(folder.name)
         if job and job["job"] in finished:
-            found.append((folder, "scratch"))
+            unneeded.append((folder, "scratch"))
     for folder in _folders(archive.store / ".drafts"):
         if _last_write(folder) < (time.time() if now is None else now) - DRAFT_SECONDS:
-            found.append((folder, "draft"))
+            unneeded.append((folder, "draft"))
     for folder in _folders(archive.store / ".visual"):
         if _last_write(folder) < (time.time() if now is None else now) - VISUAL_SECONDS:
-            found.append((folder, "visual"))
-    return [Leftover(folder, kind, _size(folder)) for folder, kind in sorted(found)]
+            unneeded.append((folder, "visual"))
+    return [Leftover(folder, kind, _size(folder)) for folder, kind in sorted(unneeded)]
 
 
 def _places(store: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """EXPERIMENT[/sSEED]/ASSET/PARTITION and the versions there."""
+    """(EXPERIMENT[/sSEED]/ASSET/PARTITION, the folders of its versions)."""
     for experiment in _folders(store):
         if experiment.name.startswith("."):
             continue

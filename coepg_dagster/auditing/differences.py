@@ -24,12 +24,12 @@ from coepg_dagster.provenance import Asset, Input, Record
 
 _MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "planner")
 _FIELDS: Final = ("planner", "carried_over", "action_type", "value", "box", "votes", "screenshot_hash")
-"""What may differ between two rows that are the same plan for the same step."""
+"""Columns that are compared between two rows with the same plan for the same step."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """An iteration to compare: its name, k, the experiment in which each asset of it is made, and the seed."""
+    """An iteration to compare: its name, k, the experiment that makes each of its assets, and the seed."""
 
     name: str
     k: int
@@ -46,7 +46,7 @@ class Side:
 
 
 def differences(archive: Archive, a: Side, b: Side) -> dict[str, Any]:
-    """{"a", "b", "data", "models", "results"} of two iterations, from A to B; what one of the two does not have is None.
+    """{"a", "b", "data", "models", "results"} of two iterations, from A to B; None for what one of them lacks.
 
     Raises NotFound where one of them has no D_k.
     """
@@ -63,7 +63,7 @@ def differences(archive: Archive, a: Side, b: Side) -> dict[str, Any]:
 def data(archive: Archive, a: Record, b: Record) -> dict[str, Any]:
     """Rows that two versions of D_k share, and those gained, lost and changed from `a` to `b`, each with the reason.
 
-    Two rows are one if they are the same plan for the same step.
+    Two rows are the same row if they have the same plan for the same step.
     """
     rows_a, rows_b = _rows(archive, a), _rows(archive, b)
     there, here = _written(archive, a), _written(archive, b)
@@ -104,7 +104,7 @@ def _rows(archive: Archive, record: Record) -> dict[tuple[str, str], dict[str, A
 
 
 _Written = tuple[dict[tuple[str, str], str], set[str], set[str]]
-"""(step, plan) → decision, of all candidates of one version of D_k; the steps and the planners that have any."""
+"""Of the candidates of one version of D_k: (step, plan) → decision, their steps, their planners."""
 
 
 def _written(archive: Archive, dataset: Record) -> _Written:
@@ -122,7 +122,7 @@ def _written(archive: Archive, dataset: Record) -> _Written:
 
 
 def _absent(row: dict[str, Any], written: _Written) -> dict[str, Any]:
-    """A row that the other version does not hold, and why not, from what was `written` for the other one."""
+    """A row that the other version lacks, with the reason; `written`: the candidates of the other version."""
     decided, steps, planners = written
     decision = decided.get((row["step_id"], row["plan"]))
     if decision is not None:
@@ -157,13 +157,13 @@ def _models(archive: Archive, a: Record | None, b: Record | None) -> dict[str, A
 
 
 def _relative(used: Input, reader: Record) -> str:
-    """The name of an input that is the same for every k: its asset, and whether it is of the iteration before."""
+    """The name of an input without its k: its asset, with `previous/` where it is of the iteration before."""
     before = used.iteration is not None and used.iteration != reader.iteration
     return f"previous/{used.asset}" if before else used.asset
 
 
 def _pairs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, list[Any]]:
-    """Key → [value in a, value in b], where they differ; None stands for a key that is not there."""
+    """Key → [value in a, value in b], where they differ; None for a missing key."""
     return {key: [a.get(key), b.get(key)] for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
 
 
@@ -171,29 +171,29 @@ def _distance(archive: Archive, a: Record, b: Record) -> float | None:
     try:
         return weights_distance(_checkpoint(archive, a), _checkpoint(archive, b))
     except SafetensorError as error:
-        changed = "; ".join(archive.damage(a) + archive.damage(b)) or "their files are as they were made"
+        changed = "; ".join(archive.damage(a) + archive.damage(b)) or "their files are unchanged"
         raise NotFound(f"the weights of {a.folder} or {b.folder} cannot be read ({error}): {changed}") from None
 
 
 def _checkpoint(archive: Archive, record: Record) -> Path:
-    """The folder of a model's weights: the artifact's own, or that of the base model that it stands for."""
+    """The folder of a model's weights: the artifact's, or that of the base checkpoint that it names."""
     folder = archive.folder(record)
     base = folder / BASE
     return archive.root / json.loads(base.read_text())["checkpoint"] if base.exists() else folder
 
 
 def weights_distance(a: Path, b: Path) -> float | None:
-    """‖A − B‖ / ‖A‖ over all tensors of two checkpoints, read one by one; None where their tensors have no equal shapes.
+    """‖A − B‖ / ‖A‖ over all tensors of two checkpoints, read one by one.
 
-    None too where a checkpoint is not a local folder (a model of the hub).
+    None where their tensors differ in name or shape, or where a checkpoint is not a local folder (a hub model).
     """
 
     def tensors(folder: Path) -> dict[str, Path]:
-        found = {}
+        files = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), file))
-        return found
+                files.update(dict.fromkeys(opened.keys(), file))
+        return files
 
     here, there = tensors(a), tensors(b)
     if not here or here.keys() != there.keys():
@@ -209,17 +209,17 @@ def weights_distance(a: Path, b: Path) -> float | None:
 
 
 def _results(archive: Archive, a: Record | None, b: Record | None) -> dict[str, Any] | None:
-    """B minus A per split, paired by step, with 95 % intervals; None where one was not evaluated."""
+    """Split → metrics of B minus A, paired by step, with 95 % intervals; None where one was not evaluated."""
     if a is None or b is None:
         return None
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     scored_a, scored_b = (_scored(archive, record) for record in (a, b))
     for split in sorted(scored_a.keys() & scored_b.keys()):
         try:
-            found[split] = json.loads(compare(scored_a[split], scored_b[split]).to_json())
+            results[split] = json.loads(compare(scored_a[split], scored_b[split]).to_json())
         except ScoringError as error:
-            found[split] = {"not_comparable": str(error)}
-    return found
+            results[split] = {"not_comparable": str(error)}
+    return results
 
 
 def _scored(archive: Archive, evaluation: Record) -> dict[str, Result]:
@@ -230,9 +230,9 @@ def _scored(archive: Archive, evaluation: Record) -> dict[str, Result]:
     with readable(archive, benchmark, STEPS):
         steps = all_steps(archive.folder(benchmark) / STEPS).drop_columns(["screenshot"])
     steps = steps.filter(pc.is_in(steps["step_id"], predictions["step_id"]))
-    found = {}
+    results = {}
     for split in sorted(set(steps["split"].to_pylist())):
         mine = steps.filter(pc.equal(steps["split"], split))
         answers = predictions.filter(pc.is_in(predictions["step_id"], mine["step_id"]))
-        found[split] = score_steps(evaluation.config["protocol"], mine, answers)
-    return found
+        results[split] = score_steps(evaluation.config["protocol"], mine, answers)
+    return results

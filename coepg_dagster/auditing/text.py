@@ -1,13 +1,13 @@
-"""What auditors read in a terminal: traces, audits and differences as plain text."""
+"""Traces and differences as plain text for the terminal."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 
-def trace_text(found: dict[str, Any]) -> str:
+def trace_text(trace: dict[str, Any]) -> str:
     """A trace (see auditing.trace) as lines."""
-    row, step, plan, planner, rule = (found[name] for name in ("row", "step", "plan", "planner", "rule"))
+    row, step, plan, planner, rule = (trace[name] for name in ("row", "step", "plan", "planner", "rule"))
     shot = step["screenshot"]
     sampling = ", ".join(f"{name} {value}" for name, value in planner["sampling"].items())
     lines = [
@@ -28,18 +28,18 @@ def trace_text(found: dict[str, Any]) -> str:
         f"planner   {planner['name']}: {_model(planner)}",
         f"          prompt {planner['prompt']['hash']} ({planner['prompt']['style']}), seed {planner['seed']}, "
         f"sample {plan['sample']}, {sampling}",
-        *(f"verdict   {_verdict(vote)}" for vote in found["verdicts"]),
-        f"rule      {_rule(rule) if step['boxes'] else 'the action has no target, so nobody is asked'} → {row['decision']}; "
+        *(f"verdict   {_verdict(vote)}" for vote in trace["verdicts"]),
+        f"rule      {_rule(rule) if step['boxes'] else 'the action has no target, so no verifier ran'} → {row['decision']}; "
         f"kept for this step: {', '.join(rule['kept_for_this_step']) or 'none'}",
-        *(f"dropped   {_dropped(other)}" for other in found["dropped"]),
+        *(f"dropped   {_dropped(other)}" for other in trace["dropped"]),
         *(
             f"trained   {one['asset']}[{one['iteration']}] {one['data_version']}: {one['how']}"
             f"{'' if one['current'] else ', not current'}"
-            for one in found["trained"]
+            for one in trace["trained"]
         ),
-        *(f"parent    {_parent(one)}" for one in found["parents"]),
+        *(f"parent    {_parent(one)}" for one in trace["parents"]),
     ]
-    for name, model in found["parents"][-1].get("models", {}).items() if found["parents"] else ():
+    for name, model in trace["parents"][-1].get("models", {}).items() if trace["parents"] else ():
         lines.append(f"          {name}: {model['checkpoint']} {model['version']}")
     return "\n".join(lines)
 
@@ -62,8 +62,8 @@ def _verdict(vote: dict[str, Any]) -> str:
     if vote["failure"] is not None:
         return f"{vote['name']}: gave no answer ({vote['failure']}); {_model(vote)}"
     point = "no coordinates" if vote["point"] is None else "({:.1f}, {:.1f})".format(*vote["point"])
-    said = f"{point}, confidence {vote['confidence']:.3f}"
-    return f"{vote['name']}: {'hit ' if vote['hit'] else 'miss'} {said}; {_model(vote)}"
+    answer = f"{point}, confidence {vote['confidence']:.3f}"
+    return f"{vote['name']}: {'hit ' if vote['hit'] else 'miss'} {answer}; {_model(vote)}"
 
 
 def _dropped(other: dict[str, Any]) -> str:
@@ -77,19 +77,19 @@ def _parent(one: dict[str, Any]) -> str:
     return f"{name} {one['data_version']} (run {one['run_id'][:8]}){state}{', TAMPERED' if one['tampered'] else ''}"
 
 
-def diff_text(found: dict[str, Any]) -> str:
-    """Differences (see auditing.differences) as lines; of rows, a few of each kind."""
-    data = found["data"]
+def diff_text(diff: dict[str, Any]) -> str:
+    """Differences (see auditing.differences) as lines, with SHOWN rows of each kind."""
+    data = diff["data"]
     (version_a, version_b), (rows_a, rows_b) = data["versions"], data["rows"]
     lines = [
-        f"{found['a']} → {found['b']}",
+        f"{diff['a']} → {diff['b']}",
         f"data      {version_a} ({rows_a} rows) → {version_b} ({rows_b} rows): {data['same']} the same, "
         f"{len(data['gained'])} gained, {len(data['lost'])} lost, {len(data['changed'])} changed",
     ]
     for kind in ("gained", "lost", "changed"):
         lines += [f"{kind:9} {n:6}  {why}" for why, n in data["why"][kind].items()]
         lines += [f"          e.g. {_row(one)}" for one in data[kind][:SHOWN]]
-    for asset, model in found["models"].items():
+    for asset, model in diff["models"].items():
         if model is None:
             lines.append(f"{asset:12} is not there on both sides")
             continue
@@ -101,13 +101,13 @@ def diff_text(found: dict[str, Any]) -> str:
                 f"          {what[:-1] if what != 'code' else what} {key}: {was} → {now}"
                 for key, (was, now) in model[what].items()
             ]
-    for split, result in (found["results"] or {}).items():
+    for split, result in (diff["results"] or {}).items():
         if "not_comparable" in result:
             lines.append(f"results   {split}: {result['not_comparable']}")
             continue
         for metric, difference in result["differences"].items():
             lines.append(f"results   {split:12} {metric:8} {_difference(difference)} ({result['steps']} steps)")
-    if found["results"] is None:
+    if diff["results"] is None:
         lines.append("results   were not evaluated on both sides")
     return "\n".join(lines)
 

@@ -35,7 +35,7 @@ _HOW: Final = {
 
 @dataclass(frozen=True)
 class Place:
-    """What `coepg trace` was asked for: a row id alone, or something of EXPERIMENT@k."""
+    """What `coepg trace` looks up: a row id alone, or a row or candidate of EXPERIMENT@k."""
 
     what: str  # row id, number of a row from 0, or candidate id
     reference: str | None = None  # EXPERIMENT@k or EXPERIMENT/sSEED@k, see `experiment.split_iteration`
@@ -55,27 +55,27 @@ def parse_place(text: str) -> Place:
 
 
 def find_row(archive: Archive, row_id: str) -> tuple[Record, dict[str, Any]]:
-    """The newest version of a D_k that holds a row, in any loop, and the row. Raises NotFound, and where loops share it."""
-    found: dict[str, tuple[Record, dict[str, Any]]] = {}
+    """(newest version of D_k that holds the row, the row), in any loop. Raises NotFound for no such loop, or for several."""
+    matches: dict[str, tuple[Record, dict[str, Any]]] = {}
     for record in reversed([record for record in archive.records if record.asset == "dataset"]):
         loop = loop_of(record)
-        if loop not in found and (archive.store / record.folder).is_dir():
+        if loop not in matches and (archive.store / record.folder).is_dir():
             rows = _select(archive, record, DATASET, "row_id", row_id)
             if rows:
-                found[loop] = record, rows[0]
-    if not found:
+                matches[loop] = record, rows[0]
+    if not matches:
         raise NotFound(f"no D_k in the store holds row {row_id}: it was pruned, or the id is of another project")
-    if len(found) > 1:
-        places = ", ".join(f"{loop}@{record.iteration}#{row_id}" for loop, (record, _) in sorted(found.items()))
+    if len(matches) > 1:
+        places = ", ".join(f"{loop}@{record.iteration}#{row_id}" for loop, (record, _) in sorted(matches.items()))
         raise NotFound(f"row {row_id} is in several experiments: name one of {places}")
-    return next(iter(found.values()))
+    return next(iter(matches.values()))
 
 
 def trace(archive: Archive, loop: str, k: int, what: str) -> dict[str, Any]:
     """The provenance of row `what` of D_k of `loop` (EXPERIMENT/sSEED): its number from 0, its id, or a candidate's id.
 
     Returns {"row", "step", "plan", "planner", "verdicts", "rule", "dropped", "trained", "parents"}. The current D_k is
-    looked at first, then older versions. Raises NotFound.
+    searched first, then older versions. Raises NotFound.
     """
     dataset = archive.newest(loop, "dataset", k)
     if not re.fullmatch(r"[0-9]{1,9}", what):
@@ -103,7 +103,7 @@ def trace_row(archive: Archive, dataset: Record, row: dict[str, Any]) -> dict[st
 
 
 def trace_candidate(archive: Archive, dataset: Record, candidate_id: str) -> dict[str, Any]:
-    """The provenance of a candidate that one version of D_k decided on, kept or not; see `trace`."""
+    """The provenance of a candidate, kept or dropped, of one version of D_k; see `trace`."""
     rows = [row for row in _select(archive, dataset, DATASET, "candidate_id", candidate_id)]
     mine = [row for row in rows if row["made_in"] == dataset.iteration]
     if mine:
@@ -114,7 +114,7 @@ def trace_candidate(archive: Archive, dataset: Record, candidate_id: str) -> dic
 def _trace(
     archive: Archive, home: Record, candidate_id: str, row: dict[str, Any] | None, holders: list[tuple[Record, int]]
 ) -> dict[str, Any]:
-    """`home` is the version of D_k whose pools wrote the candidate; `holders` are all that hold its row, with its number."""
+    """`home`: the version of D_k whose pools wrote the candidate; `holders`: (version of D_k, number of its row there)."""
     verdicts = archive.made_by(home.input("verdicts"))
     candidates = archive.made_by(verdicts.input("candidate_plans"))
     models = archive.made_by(candidates.input("open_models"))
@@ -208,7 +208,7 @@ def _trace(
 
 
 def step_of(archive: Archive, benchmark: Record, step_id: str) -> dict[str, Any]:
-    """A benchmark step: its columns but for the screenshot, which is described by file, size and hash. Raises NotFound."""
+    """A benchmark step as a dict; the screenshot is given by file, row, size and hash. Raises NotFound."""
     file = archive.folder(benchmark) / STEPS
     with readable(archive, benchmark, STEPS):
         table = all_steps(file)
@@ -232,7 +232,7 @@ def step_of(archive: Archive, benchmark: Record, step_id: str) -> dict[str, Any]
 def disagreements(
     row: dict[str, Any], step: dict[str, Any], candidate: dict[str, Any], votes: Iterable[dict[str, Any]]
 ) -> list[str]:
-    """Where a row of D_k does not say what its step, its candidate and its verdicts say; each names the row."""
+    """Where a row of D_k contradicts its step, its candidate or its verdicts: one line each, with the row's id."""
     answered = [vote for vote in votes if vote["failure"] is None]
     pairs = {
         "screenshot": (row["screenshot_hash"], step["screenshot"]["hash"]),
@@ -254,7 +254,7 @@ def disagreements(
 
 
 def member(archive: Archive, name: str, reader: Record, models: Record) -> dict[str, Any]:
-    """Which model a pool member was when `reader` (candidate_plans or verdicts) was made: its iteration and weights."""
+    """The model behind a pool member when `reader` (candidate_plans or verdicts) was made: its iteration and weights."""
     trained = _MEMBER.fullmatch(name)
     if trained:
         used = next(u for u in reader.inputs if u.ref == Ref(trained[1], int(trained[2])))  # type: ignore[arg-type]
@@ -265,15 +265,15 @@ def member(archive: Archive, name: str, reader: Record, models: Record) -> dict[
 
 
 def home_of(archive: Archive, dataset: Record, made_in: int) -> Record:
-    """The version of D_`made_in` from which `dataset` has the rows that were made there."""
+    """The version of D_`made_in` from which `dataset` carried over the rows of that iteration."""
     while dataset.iteration is not None and dataset.iteration > made_in:
         dataset = archive.made_by(dataset.input("dataset"))
     return dataset
 
 
 def _versions_with(archive: Archive, home: Record, row_id: str) -> list[tuple[Record, int]]:
-    """Every version of D_k that holds a row of `home`, which is `home` and what carried it over; with its number there."""
-    found, todo = [], [home]
+    """(version of D_k, number of the row there) for `home` and every version that carried the row over."""
+    holders, todo = [], [home]
     while todo:
         version = todo.pop(0)
         if not (archive.store / version.folder).is_dir():
@@ -282,9 +282,9 @@ def _versions_with(archive: Archive, home: Record, row_id: str) -> list[tuple[Re
             pq.read_table(archive.store / version.folder / DATASET, columns=["row_id"])["row_id"], row_id
         ).as_py()
         if number >= 0:
-            found.append((version, number))
+            holders.append((version, number))
             todo += [reader for reader in archive.readers(version) if reader.asset == "dataset"]
-    return found
+    return holders
 
 
 def _select(archive: Archive, record: Record, file: str, column: str, value: str) -> list[dict[str, Any]]:
@@ -297,16 +297,16 @@ def _select(archive: Archive, record: Record, file: str, column: str, value: str
 
 @contextmanager
 def readable(archive: Archive, record: Record, file: str) -> Iterator[None]:
-    """Turns an error while a table of `record` is read into NotFound, which says how its files changed."""
+    """Turns an error in reading a table of `record` into NotFound, with the changes to its files."""
     try:
         yield
     except (pa.ArrowInvalid, OSError) as error:
-        changed = "; ".join(archive.damage(record)) or "its files are as they were made"
+        changed = "; ".join(archive.damage(record)) or "its files are unchanged"
         raise NotFound(f"{record.folder}/{file} cannot be read ({error}): {changed}") from None
 
 
 def _named(archive: Archive, record: Record) -> dict[str, Any]:
-    """An artifact as people refer to it."""
+    """An artifact by asset, iteration, version, run and folder."""
     return {
         "asset": record.asset,
         "iteration": record.iteration,

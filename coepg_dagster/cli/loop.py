@@ -223,7 +223,7 @@ def _dry_run(
     from coepg_dagster.planning.estimates import rates_of
     from coepg_dagster.provenance import Ref
 
-    here = dryrun.found_card() if gpu is None else (CARDS[gpu], gpus or 1)
+    here = dryrun.detect_card() if gpu is None else (CARDS[gpu], gpus or 1)
     if here is None and experiment.pool != "cpu":
         here = CARDS["A100-80GB"], gpus or 8  # the paper's machine
     card, count = here or (None, 1)

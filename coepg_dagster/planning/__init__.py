@@ -1,1 +1,1 @@
-"""What a run would take, said before anything runs: memory, time and disk of every stage."""
+"""Estimates before a run: memory, time and disk of every stage."""

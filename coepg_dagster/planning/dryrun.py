@@ -1,8 +1,8 @@
-"""`coepg plan` as a dry run: every stage of an iteration on given GPUs, what cannot fit, and what would help most.
+"""`coepg plan`: a dry run of every stage of an iteration on given GPUs, what does not fit, and which settings help most.
 
 Sizes come from a checkpoint's config.json: in a local folder, in a small table of known hub models, in the hub's cache, or
-from the hub; whether its files are whole is looked at too (`broken`). Numbers of steps come from the imported benchmark, else
-from a table of known benchmarks. What is assumed is said (`ASSUMED`).
+from the hub; `broken` checks that its files are complete. Numbers of steps come from the imported benchmark, else from a
+table of known benchmarks. The report names its assumptions (`ASSUMED`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS: Final[dict[str, dict[str, int]]] = {
     "android_control": {"train": 74700, "test": 8400},
     "miniwob": {"train": 2138, "validation": 326, "test_seed": 470, "test_text": 302, "test_family": 338},
 }
-"""Steps of benchmarks that are not imported yet; AndroidControl's about, from its paper."""
+"""Steps of benchmarks that are not imported yet; AndroidControl's are approximate, from its paper."""
 KEPT: Final = 0.5
 """Share of candidates that pass the gate and are verified."""
 COVERED: Final = 0.9
@@ -57,14 +57,14 @@ ASSUMED: Final = (
     "has 350 text tokens, a plan 80, a point 12"
 )
 CPU: Final = Card("CPU", 0.0, 0.1e12, 20e9)
-"""About what two cores do."""
+"""Roughly two cores."""
 SCREENS: Final[dict[str, tuple[int, int]]] = {"web": (1288, 1008), "mobile": (1092, 2408), "compact": (168, 224)}
-"""What models see of typical screenshots: a block of a web page, a phone, a MiniWoB++ page."""
+"""Typical screenshots as models see them, (width, height) px: a block of a web page, a phone, a MiniWoB++ page."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs of one machine, and how training is spread over them. No card: a CPU, where nothing is refused."""
+    """The GPUs of one machine, and how training is spread over them. No card: a CPU, where memory is not checked."""
 
     card: Card | None
     gpus: int = 1
@@ -72,7 +72,7 @@ class Hardware:
 
     @property
     def spread(self) -> Spread:
-        """How training is spread; on a CPU it is not."""
+        """How training is spread over the GPUs; on a CPU: one process."""
         return Spread(self.strategy, self.gpus, self.card.memory) if self.card else Spread(self.strategy)
 
     def text(self) -> str:
@@ -83,14 +83,14 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sized:
-    """A model of the experiment, and where its size is from."""
+    """The architecture of a model of the experiment, and its source."""
 
     architecture: Architecture
     source: str
 
 
-def found_card() -> tuple[Card, int] | None:
-    """(card, number) of this machine's GPUs, from nvidia-smi; None without any, or where the card is not known."""
+def detect_card() -> tuple[Card, int] | None:
+    """(card, number) of this machine's GPUs, from nvidia-smi; None without GPUs, or for a card that is not in CARDS."""
     try:
         out = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
@@ -123,9 +123,9 @@ def size_of(model: str, root: Path) -> Sized:
 
 
 def broken(models: Models, root: Path) -> list[str]:
-    """What is wrong with the files of the checkpoints, as `open_models` would find; one line for each fault.
+    """The faults of the checkpoints' files that `open_models` would report, one line each.
 
-    Of a hub model that is not in the built-in table, what describes it is downloaded, and no weights.
+    For a hub model that is not in the built-in table, this downloads its configuration files, but no weights.
     """
     wrong: dict[str, list[str]] = {}
     for name, member in models.named().items():
@@ -143,7 +143,7 @@ def broken(models: Models, root: Path) -> list[str]:
 
 
 def examples_of(experiment: Experiment) -> tuple[Example, Example]:
-    """A typical sequence of the planner, and of a grounder."""
+    """A typical sequence of the planner, and one of a grounder."""
     prompt = 90 if experiment.models.prompts == "compact" else 350
     image = SCREENS[experiment.models.prompts]
     plan = min(80, experiment.regeneration.max_plan_tokens)
@@ -151,7 +151,7 @@ def examples_of(experiment: Experiment) -> tuple[Example, Example]:
 
 
 def stored_bytes(experiment: Experiment) -> int:
-    """Bytes of a weight of a checkpoint as it is loaded for answers."""
+    """Bytes per weight of a checkpoint that is loaded for inference."""
     return 4 if experiment.models.dtype == "float32" else 2
 
 
@@ -182,7 +182,7 @@ class DryRun:
         return [experiment.models.base_planner, experiment.models.base_grounder]
 
     def _pool(self, members: Mapping[str, Any]) -> dict[str, Architecture]:
-        """The members that this machine loads; endpoints run elsewhere."""
+        """The pool members that this machine loads; members behind an endpoint are left out."""
         return {
             name: self.models[member.model].architecture
             for name, member in members.items()
@@ -190,7 +190,7 @@ class DryRun:
         }
 
     def stages(self, hardware: Hardware, rates: Rates, experiment: Experiment | None = None) -> list[StageEstimate]:
-        """What each heavy asset of an iteration k ≥ 1 takes; `experiment`: with changed settings."""
+        """The estimate of each heavy asset of an iteration k ≥ 1; `experiment`: one with changed settings."""
         changed = experiment or self.experiment
         planner, grounder = (self.models[name].architecture for name in self._loaded(changed))
         plan, point = examples_of(changed)
@@ -202,7 +202,7 @@ class DryRun:
         written = pools.plans_per_planner * (len(models.planners) + pools.trained_members)
         per_step = max(1, round(min(pools.max_plans_per_step, KEPT * written)))
         rows = covered * per_step
-        asked = self.train_steps * max(1, round(KEPT * written))
+        verified = self.train_steps * max(1, round(KEPT * written))
         stages = [
             self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
             self._sft("grounder", grounder, point, rows, changed, hardware, rates),
@@ -213,7 +213,7 @@ class DryRun:
             steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
             validated = min(self.validation_steps, changed.grpo.validation_steps)
             seen = validations(changed.grpo, steps)
-            own = Graders([grounder], point, changed.batch_size)
+            judge = Graders([grounder], point, changed.batch_size)
             stages.append(
                 StageEstimate(
                     "planner",
@@ -227,10 +227,10 @@ class DryRun:
                     gpu_seconds=grpo_seconds(
                         planner, Graders(graders, point, changed.batch_size), changed.grpo, plan, prompts, rates
                     )
-                    + seen * look_seconds(planner, own, changed.grpo, plan, validated, rates)
+                    + seen * look_seconds(planner, judge, changed.grpo, plan, validated, rates)
                     + probe_seconds(
                         planner,
-                        replace(own, batch=changed.grpo.micro_batch_size),
+                        replace(judge, batch=changed.grpo.micro_batch_size),
                         plan,
                         self._probed(changed.grpo.probe_steps),
                         2 * (2 + changed.grpo.probe_between),  # greedy and sampled
@@ -241,17 +241,17 @@ class DryRun:
         stages.append(
             self._pool_stage("candidate_plans", planners, plan, pools.plans_per_planner, changed, hardware, rates)
         )
-        per_screen = max(1, asked // max(1, self.train_steps))
+        per_screen = max(1, verified // max(1, self.train_steps))
         stages.append(self._pool_stage("verdicts", verifiers, point, per_screen, changed, hardware, rates))
         stages.append(self._evaluation(changed, hardware, rates))
         return stages
 
     def exposure(self, experiment: Experiment) -> Exposure:
-        """What GRPO sees in an iteration."""
+        """The prompts and rollouts of GRPO in one iteration."""
         return exposure(experiment.grpo, round(COVERED * self.train_steps))
 
     def _probed(self, limit: int) -> int:
-        """Steps of training and of validation on which a model is compared with what it began as."""
+        """Training and validation steps on which a model is compared before and after training."""
         return min(limit, self.train_steps) + min(limit, self.validation_steps)
 
     def _sft(
@@ -290,7 +290,7 @@ class DryRun:
         hardware: Hardware,
         rates: Rates,
     ) -> StageEstimate:
-        """A pool of members that take turns; a process for each GPU, each with the member of the moment."""
+        """A pool whose members run one after the other, each with one process per GPU."""
         batch, screenshots, bytes_each = experiment.batch_size, self.train_steps, stored_bytes(experiment)
         needs = [generation_memory(m, example, batch, samples, bytes_each=bytes_each) for m in members.values()]
         largest = max(members.values(), key=lambda m: m.parameters)
@@ -331,18 +331,18 @@ class DryRun:
         )
 
     def too_large(self, hardware: Hardware, stages: list[StageEstimate]) -> list[StageEstimate]:
-        """The stages that the card cannot hold, the largest first."""
+        """The stages that do not fit into the card's memory, the largest first."""
         if hardware.card is None:
             return []
         room = hardware.card.memory - CONTEXT
         return sorted((s for s in stages if s.memory.total > room), key=lambda s: -s.memory.total)
 
     def remedies(self, asset: str, hardware: Hardware, rates: Rates) -> list[tuple[str, float]]:
-        """(setting, bytes per GPU that `asset` would need with it), the three that help most."""
+        """The three settings that help most: (setting, bytes per GPU that `asset` needs with it)."""
         changes: dict[str, Callable[[], tuple[Experiment, Hardware]]] = {}
         experiment = self.experiment
         card = hardware.card
-        assert card is not None  # without a card nothing is refused
+        assert card is not None  # on a CPU nothing is refused
 
         def with_(section: str, **values: Any) -> Callable[[], tuple[Experiment, Hardware]]:
             part = getattr(experiment, section).model_copy(update=values)
@@ -387,7 +387,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Report:
-    """What `coepg plan` prints, line by line, and why the experiment is refused (empty: it fits)."""
+    """The lines that `coepg plan` prints, and the reasons why the experiment is refused (empty: it fits)."""
 
     lines: list[str]
     refused: list[str]
@@ -440,7 +440,7 @@ def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[StageEs
     if not too_large:
         return []
     card = hardware.card
-    assert card is not None  # without a card nothing is too large
+    assert card is not None  # on a CPU nothing is too large
     room = card.memory - CONTEXT
     lines = []
     for stage in too_large:

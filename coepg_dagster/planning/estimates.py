@@ -1,9 +1,10 @@
-"""What an experiment will take before anything runs: memory per GPU and host, disk, steps, tokens, GPU-hours per asset.
+"""Estimates for an experiment before it runs: memory per GPU and host, disk, steps, tokens, GPU-hours per asset.
 
 Pure arithmetic over model sizes (inference/architecture.py), the experiment, and rates: those of the committed benchmarks
-where they are there, else shares of the card's. Memory is what tensors take at most; a CUDA context and fragmentation come on top
-(`CONTEXT`). The terms are counted from what torch saves for the backward pass, see `language_activations`. A training pass
-takes the time of its operations, and that of the host, which launches the kernels of each layer, see `pass_seconds`.
+where they exist, else shares of the card's peak rates. Memory is the peak of the tensors; a CUDA context and fragmentation
+come on top (`CONTEXT`). Activations are counted from what torch saves for the backward pass, see `language_activations`.
+A training pass takes the time of its operations, plus the time in which the host launches each layer's kernels, see
+`pass_seconds`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from coepg_dagster.refusal import Refusal
 GB: Final = 1e9
 DEFAULT_SERVING: Final = Serving()
 CONTEXT: Final = 1.5 * GB
-"""Beside the tensors of a process: CUDA context, libraries, fragments."""
+"""Bytes per process in addition to its tensors: CUDA context, libraries, fragmentation."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU by its data sheet: bytes, FLOP/s of dense bf16 matrix products, bytes per second."""
+    """A GPU by its data sheet: memory (bytes), rate (FLOP/s of dense bf16 matrix products), bandwidth (bytes/s)."""
 
     name: str
     memory: float
@@ -49,41 +50,41 @@ CARDS: Final[dict[str, Card]] = {
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast things go, and where that is from."""
+    """Rates of a card, and their basis."""
 
-    train: float  # FLOP/s of compiled layers' forward and backward passes, launches of kernels apart
+    train: float  # FLOP/s of compiled layers' forward and backward passes, kernel launches not counted
     prefill: float  # FLOP/s of prompts in generation
     bandwidth: float  # bytes/s
-    layer: float  # seconds that one layer takes at least for one token, however few rows (launches of kernels)
-    image: float  # seconds of the CPU for one screenshot, in generation
+    layer: float  # least seconds of one layer for one token, however few rows (kernel launches)
+    image: float  # CPU seconds for one screenshot, in generation
     basis: str
 
 
 TRAIN_SHARE: Final = 0.54
-"""Of the data sheet's rate; as the H200 of sft_mfu. The next three explain every training pass that was timed on an H200 (SFT
-and GRPO of a 3B, compiled or not, 2 to 8 rows, log-probabilities alone) within 10 %."""
+"""Share of the data sheet's rate, measured on the H200 of sft_mfu. With the next three constants, it predicts every training
+pass that was timed on an H200 (SFT and GRPO of a 3B, compiled or not, 2 to 8 rows, log-probabilities alone) within 10 %."""
 EAGER: Final = 0.54
-"""Rate of layers that are not compiled, of the compiled ones' rate: norms, rotary embeddings and gates move more memory."""
+"""Rate of eager layers as a share of the compiled rate: norms, rotary embeddings and gates move more memory."""
 EAGER_LAYER_SECONDS: Final = 1.47e-3
 COMPILED_LAYER_SECONDS: Final = 0.95e-3
-"""What going through one layer costs the host, however few rows: in a training process, on machines with an H200."""
+"""Host seconds per layer, however few rows, in a training process on machines with an H200."""
 PREFILL_SHARE: Final = 0.35
 DECODE_LAYER_SECONDS: Final = 0.9e-3
-"""0.87 to 0.93 in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
+"""Measured: 0.87 to 0.93 ms in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
 IMAGE_SECONDS: Final = 0.04
 
 
 def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) -> float:
-    """How many layers a training pass goes through: forward, again for the share that is recomputed, backward (as two).
+    """Layer passes of a training pass: forward, again for the share that is recomputed, backward (counted twice).
 
-    A frozen vision tower is gone through once.
+    A frozen vision tower counts its forward pass only.
     """
     each = FORWARD + recompute + BACKWARD
     return model.layers * each + model.vision.layers * (FORWARD if freeze_vision else each)
 
 
 def sequence_flops(model: Architecture, config: Sft | Grpo, example: Example, *, train: bool) -> Flops:
-    """Operations of one sequence as `config` trains on it, or of its forward pass alone."""
+    """Operations of one sequence in training with `config`, or, with `train` False, of its forward pass alone."""
     return flops(
         model,
         image=example.image,
@@ -96,21 +97,21 @@ def sequence_flops(model: Architecture, config: Sft | Grpo, example: Example, *,
 
 
 def recomputed(one: Flops, share: float, *, freeze_vision: bool, fixed_weights: bool) -> float:
-    """Operations of the forward passes that are done again in the backward pass, of `one` sequence in training."""
+    """Operations of the `share` of forward passes that the backward pass recomputes; `one`: a sequence in training."""
     passes = FORWARD + (1 if fixed_weights else BACKWARD)
     forward = (one.language + (0 if freeze_vision else one.vision)) / passes + one.attention / (FORWARD + BACKWARD)
     return share * forward
 
 
 def pass_seconds(operations: float, layers: float, rates: Rates, *, compiled: bool = False) -> float:
-    """Seconds of a pass of a model that is trained: the GPU's operations, and so many layers that the host goes through."""
+    """Seconds of a training pass: `operations` (FLOP) on the GPU, and `layers` (see `layer_passes`) launched by the host."""
     if compiled:
         return operations / rates.train + layers * COMPILED_LAYER_SECONDS
     return operations / (EAGER * rates.train) + layers * EAGER_LAYER_SECONDS
 
 
 def rates_of(card: Card, baselines: Path) -> Rates:
-    """The rates of a card: the training rate of benchmarks/baselines/sft_mfu.json scaled to the card, else a share."""
+    """The rates of a card: the training rate is that of sft_mfu.json in `baselines`, scaled to the card, else TRAIN_SHARE."""
     arithmetic = Rates(
         TRAIN_SHARE * card.rate,
         PREFILL_SHARE * card.rate,
@@ -122,20 +123,20 @@ def rates_of(card: Card, baselines: Path) -> Rates:
     file = baselines / "sft_mfu.json"
     if not file.exists():
         return arithmetic
-    found = json.loads(file.read_text())
-    if found.get("value") is None:
+    measured = json.loads(file.read_text())
+    if measured.get("value") is None:
         return arithmetic
-    same = next((c for c in CARDS.values() if c.name.split("-")[0] in found["device"]), card)
+    same = next((c for c in CARDS.values() if c.name.split("-")[0] in measured["device"]), card)
     return replace(
         arithmetic,
-        train=_train_rate(found["configurations"][found["fastest"]]) * card.rate / same.rate,
-        basis=f"measured: {found['ratio']:.0%} of the matrix rate of {found['device']} in sft_mfu"
+        train=_train_rate(measured["configurations"][measured["fastest"]]) * card.rate / same.rate,
+        basis=f"measured: {measured['ratio']:.0%} of the matrix rate of {measured['device']} in sft_mfu"
         + ("" if same == card else f", scaled to {card.name}"),
     )
 
 
 def _train_rate(run: Mapping[str, Any]) -> float:
-    """`Rates.train` from a run of sft_mfu: `pass_seconds`, solved for it."""
+    """`Rates.train` from a run of sft_mfu: `pass_seconds` solved for the rate."""
     chosen, compiled = run["configuration"], run["configuration"]["kernels"] == "compiled"
     recompute, frozen = chosen["recompute"], chosen["freeze_vision"]
     one = Flops(**{part: 1e12 * of_part for part, of_part in run["tflop_per_sequence"].items()})
@@ -161,7 +162,7 @@ class Memory:
     optimizer: float = 0.0
     activations: float = 0.0
     cache: float = 0.0  # keys and values
-    vllm: float = 0.0  # the share of an engine beside training
+    vllm: float = 0.0  # the vLLM engine that shares the GPU with training
 
     @property
     def total(self) -> float:
@@ -187,12 +188,12 @@ class Example:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """What one asset takes."""
+    """The estimate for one asset."""
 
     asset: str
     memory: Memory
     host: float  # bytes of main memory
-    disk: float  # bytes that stay
+    disk: float  # bytes that are stored
     steps: int  # optimizer steps, or forward batches
     tokens: float
     gpu_seconds: float
@@ -213,7 +214,7 @@ def language_activations(model: Architecture, *, compiled: bool, residual: int =
 
 
 def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4) -> float:
-    """The same for each patch in one layer of the vision tower, whose rotary embedding is computed in float32."""
+    """Like `language_activations`, for each patch in one layer of the vision tower; its rotary embedding is float32."""
     hidden, mlp = model.vision.hidden, model.vision.mlp
     if compiled:
         return (2 * residual + 18) * hidden + 6 * mlp
@@ -221,12 +222,12 @@ def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4
 
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
-"""How `accelerate launch` spreads training over GPUs; with one GPU all are alike."""
+"""How `accelerate launch` spreads training over GPUs; with one GPU all strategies are the same."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The GPUs of a training, and how it is spread over them. `memory`: bytes of each, of which vLLM takes a share."""
+    """The GPUs of a training run, and its strategy. `memory`: bytes of each GPU, of which vLLM takes a share."""
 
     strategy: Strategy = "ddp"
     gpus: int = 1
@@ -234,7 +235,7 @@ class Spread:
 
     @property
     def sharded(self) -> bool:
-        """Whether the weights are spread too."""
+        """Whether the weights are sharded."""
         return self.gpus > 1 and self.strategy in ("zero3", "fsdp")
 
 
@@ -246,14 +247,14 @@ def states(model: Architecture, config: Sft | Grpo, spread: Spread, *, bytes_eac
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
     forward to the backward pass; a frozen vision tower is bf16. ddp over several GPUs counts gradients twice, as
-    sft_scaling_2gpu measured before they were kept in the buckets alone (see GradientsInBuckets): it may take less. ZeRO: bf16
+    sft_scaling_2gpu measured without GradientsInBuckets, which keeps them once: it may take less. ZeRO: bf16
     weights and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather
     two layers at a time.
     LoRA: the weights as they are stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the
     adapters alone.
     """
     strategy, gpus = spread.strategy, spread.gpus
-    kept = 8.0 if strategy == "ddp" and gpus > 1 else 4.0  # of a gradient
+    kept = 8.0 if strategy == "ddp" and gpus > 1 else 4.0  # bytes per gradient
     if config.lora is not None:
         trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
         shards = gpus if strategy == "zero2" else 1
@@ -280,7 +281,7 @@ def sft_memory(
     *,
     bytes_each: int = 2,
 ) -> Memory:
-    """Fine-tuning in bf16 computation; `bytes_each`: of a stored weight."""
+    """Memory of fine-tuning computed in bf16; `bytes_each`: bytes per stored weight."""
     held = states(model, config, spread, bytes_each=bytes_each)
     return replace(
         held,
@@ -306,9 +307,9 @@ def training_activations(
     freeze_vision: bool,
     residual: int = 4,
 ) -> float:
-    """Bytes of activations of a training step on `rows` sequences, at the peak.
+    """Peak bytes of activations of a training step on `rows` sequences.
 
-    `residual`: bytes of a number that one layer of the language model passes to the next.
+    `residual`: bytes per number in the residual stream of the language model.
     """
     visual = model.image_tokens(*example.image)
     tokens = rows * (visual + example.text)
@@ -339,7 +340,7 @@ def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, r
 def generation_memory(
     model: Architecture, example: Example, batch: int, samples: int, *, bytes_each: int = 2
 ) -> Memory:
-    """transformers' generation, `samples` answers for each screenshot, `batch` sequences at a time."""
+    """Memory of generation by transformers: `samples` answers for each screenshot, `batch` sequences at a time."""
     rows = max(1, batch // samples)
     sequences = rows * samples
     visual = model.image_tokens(*example.image)
@@ -361,7 +362,7 @@ def generation_memory(
 
 
 def _token_seconds(model: Architecture, example: Example, sequences: int, layer: float, rates: Rates) -> float:
-    """Seconds of one more token for so many sequences, by transformers; `layer`: seconds of the host for each layer."""
+    """Seconds of one decoding step of transformers for `sequences`; `layer`: host seconds per layer."""
     groups = model.heads // model.key_value_heads
     moved = 2.0 * model.language + sequences * example.tokens(model) * model.key_value_bytes * (3 + 2 * groups)
     return max(model.layers * layer, moved / rates.bandwidth)
@@ -379,9 +380,9 @@ def generation_seconds(
 
 
 def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int, rollouts: int, rates: Rates) -> float:
-    """GPU-seconds of `rollouts` by vLLM, `batch` at a time; the rollouts of a prompt share it.
+    """GPU-seconds of `rollouts` by vLLM, `batch` at a time; the rollouts of a prompt share its prefill.
 
-    A step of decoding takes its host about as long as a trainer's forward pass: 55 ms for the 36 layers of a 3B in
+    A decoding step takes the host about as long as a trainer's forward pass: 55 ms for the 36 layers of a 3B in
     verifier_gpu, compiled; less than 70 ms in grpo_breakdown, eager.
     """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
@@ -394,9 +395,9 @@ def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int
 def policy_seconds(
     model: Architecture, example: Example, prompts: int, samples: int, steps: float, rates: Rates
 ) -> float:
-    """GPU-seconds of rollouts by the policy that is trained itself: in each of `steps`, `samples` for each of `prompts`.
+    """GPU-seconds of rollouts by the policy in the training process: in each of `steps`, `samples` for each of `prompts`.
 
-    A prompt and its screenshot are computed once for its rollouts. Layers are those of training: eager, under autocast.
+    The rollouts of a prompt share its prefill. Layers run as in training: eager, under autocast.
     """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
     prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates)
@@ -414,10 +415,10 @@ def grpo_memory(
     bytes_each: int = 2,
     serving: Serving = DEFAULT_SERVING,
 ) -> Memory:
-    """GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here.
+    """Memory of GRPO; every GPU also holds the reference policy and every grounder of the ensemble that is loaded here.
 
-    With rollouts from vLLM, its share of the GPU's memory as well: where it sleeps during the update, only as
-    far as it is more than the update's activations.
+    With rollouts from vLLM, the engine's share of the GPU is added; where the engine sleeps during the update, only the part
+    that exceeds the update's activations.
     """
     held, gpus = states(model, config, spread, bytes_each=bytes_each), spread.gpus
     # with LoRA the reference is the model without its adapters
@@ -433,9 +434,9 @@ def grpo_memory(
     rollouts = -(-config.prompts_per_step * config.group_size // gpus)
     row, together, rows = update_row(config, example, gpus)
     update = training_activations(model, row, rows, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision)
-    if together > 1:  # who sees whom in a row, as booleans and as numbers that are added to the scores
+    if together > 1:  # the attention mask of a row, as booleans and as numbers that are added to the scores
         update += rows * row.tokens(model) ** 2 * (1 + 2)
-    if config.freeze_vision:  # what the towers made of the screenshots of a step
+    if config.freeze_vision:  # embeddings of the screenshots of a step
         visual = model.image_tokens(*example.image) * model.vision.merge**2
         made = bytes_each * visual * (model.vision.hidden + model.hidden / model.vision.merge**2)
         update += min(float(VISUAL_MEMORY), config.prompts_per_step / gpus * made * (1 + len(graders)))
@@ -450,21 +451,21 @@ def grpo_memory(
 
 @dataclass(frozen=True)
 class Graders:
-    """Grounders that judge plans, a typical sequence of theirs, and how many sequences they answer at a time."""
+    """Grounders that judge plans, their typical sequence, and their batch size in sequences."""
 
     models: Sequence[Architecture]
     point: Example
     batch: int
 
     def seconds(self, plans: int, screenshots: int, rates: Rates) -> float:
-        """GPU-seconds of judging so many plans on each of `screenshots`, by each of them."""
+        """GPU-seconds in which all grounders judge `plans` plans on each of `screenshots`."""
         return sum(generation_seconds(one, self.point, self.batch, plans, screenshots, rates) for one in self.models)
 
 
 def grpo_seconds(
     model: Architecture, graders: Graders, config: Grpo, example: Example, prompts: int, rates: Rates
 ) -> float:
-    """GPU-seconds of GRPO over `prompts`: rollouts, rewards of those that pass the gate (taken to be all), update."""
+    """GPU-seconds of GRPO over `prompts`: rollouts, rewards (as if every rollout passed the gate), update."""
     size, frozen, fixed = config.group_size, config.freeze_vision, config.lora is not None
     rollouts, step = prompts * size, config.prompts_per_step * size
     if config.rollouts == "vllm":
@@ -477,13 +478,13 @@ def grpo_seconds(
     passes = rollouts / (rows * together)
 
     def operations(screenshots: float, train: bool) -> Flops:
-        """Of one row, where a pass of `rows` of them encodes so many screenshots."""
+        """Operations of one row, where a pass of `rows` rows encodes `screenshots` screenshots."""
         one = sequence_flops(model, config, row, train=train)
         return replace(one, vision=one.vision * screenshots / rows)
 
     tower = 0 if frozen else model.vision.layers
-    # a frozen tower encodes a screenshot once, while its policy samples or before the first pass that needs it; one that is
-    # trained encodes those of each pass
+    # a frozen tower encodes a screenshot once, while its policy samples or before the first pass that needs it; a trained
+    # tower encodes the screenshots of each pass
     encode = pass_seconds(config.prompts_per_step * operations(rows, train=False).vision, model.vision.layers, rates)
     encoding = rollouts / step * encode if frozen and config.rollouts == "vllm" else 0.0
     shown = 0 if frozen else -(-rows * together // size)
@@ -493,17 +494,17 @@ def grpo_seconds(
     again = recomputed(trained, 1.0, freeze_vision=frozen, fixed_weights=fixed)
     layers = layer_passes(model, recompute=1.0, freeze_vision=frozen) - (model.vision.layers if frozen else 0)
     update = pass_seconds(rows * (trained.total + again), layers, rates)
-    # of the reference, and of the policy where another engine sampled; without KL, groups without spread need no update: how
-    # many that will be is not known
+    # one by the reference, and one by the policy where another engine sampled; without KL, groups without spread need no
+    # update, but their number is not known
     scorings = bool(config.kl_beta) + (config.rollouts == "vllm")
     return generate + reward + prompts * rates.image + encoding + passes * (scorings * scoring + update)
 
 
 def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Example, int, int]:
-    """(what one row of GRPO's passes holds, how many rollouts that is, how many rows a pass has).
+    """(one row of GRPO's passes, the rollouts in it, the rows of a pass).
 
-    A group is one row, [prompt][last token, c_1] … [last token, c_G], where attention takes a mask (see `training.packing`);
-    else a rollout is one, as `example`.
+    Where attention takes a mask, a row is a group, [prompt][last token, c_1] … [last token, c_G] (see `training.packing`);
+    else it is one rollout, as `example`.
     """
     if config.attention == "flash_attention_2":
         return example, 1, config.micro_batch_size
@@ -513,22 +514,22 @@ def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Exam
 
 
 def validations(config: Grpo, steps: int) -> int:
-    """How often GRPO looks at the validation split: before the first of so many steps, after every so many, after the last."""
+    """How often GRPO validates in `steps` steps: before the first, every `validate_every` steps, after the last."""
     return 1 + -(-steps // config.validate_every) if config.validate_every else 0
 
 
 def look_seconds(
     model: Architecture, graders: Graders, config: Grpo, example: Example, steps: int, rates: Rates
 ) -> float:
-    """GPU-seconds of one look at `steps` validation steps: one plan each, by the policy itself, then judged."""
+    """GPU-seconds of one validation on `steps` steps: one plan each by the policy, then judged."""
     return generation_seconds(model, example, config.micro_batch_size, 1, steps, rates) + graders.seconds(
         1, steps, rates
     )
 
 
 def probe_seconds(
-    model: Architecture, graders: Graders, example: Example, steps: int, asked: int, rates: Rates
+    model: Architecture, graders: Graders, example: Example, steps: int, repeats: int, rates: Rates
 ) -> float:
-    """GPU-seconds of asking about the same `steps` so often: an answer each time, and one pass over all plans of a step."""
+    """GPU-seconds of `repeats` answers to each of `steps`, and one pass of the graders over all plans of a step."""
     answers = generation_seconds(model, example, graders.batch, 1, steps, rates)
-    return asked * answers + replace(graders, batch=max(graders.batch, asked)).seconds(asked, steps, rates)
+    return repeats * answers + replace(graders, batch=max(graders.batch, repeats)).seconds(repeats, steps, rates)

@@ -1,7 +1,7 @@
-"""The audit page of D_k: a gallery of every candidate, kept or dropped, that filters and pages in the browser.
+"""The audit page of D_k: a gallery of every candidate, kept or dropped, with filters and paging in the browser.
 
-One HTML file, a folder of data scripts beside it (numbers to filter by; what the cards show, CHUNK candidates each; texts to
-search), and the screenshots as image files. It opens from a file and from a server, and needs no network.
+One HTML file, a folder of data scripts (an index to filter by, cards of CHUNK candidates each, texts to search), and the
+screenshots as image files. It opens from a file and from a server, and needs no network.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
 CHUNK: Final = 200
 """Candidates in one data script."""
 CARRIED: Final = "carried"
-"""Shown as the decision of a row that D_k took from D_{k-1}."""
-NOT_ASKED, MISS, HIT, NO_ANSWER = range(4)
-"""What a verifier said of a candidate, as in audit.js."""
+"""The decision shown for a row that D_k carried over from D_{k-1}."""
+NOT_QUERIED, MISS, HIT, NO_ANSWER = range(4)
+"""The verdict of a verifier on a candidate, as in audit.js."""
 RULES: Final = {
     "any": "at least one verifier hits the target",
     "majority": "more than half of the verifiers that answered hit the target",
@@ -38,7 +38,7 @@ RULES: Final = {
 
 @dataclass(frozen=True)
 class PoolMember:
-    """A model of the pools: its name in the tables, and what it is."""
+    """A model of the pools: its name in the tables, role, checkpoint and version."""
 
     name: str
     role: str
@@ -48,7 +48,7 @@ class PoolMember:
 
 @dataclass(frozen=True)
 class AuditOf:
-    """What the page says above the gallery."""
+    """The heading of the page, above the gallery."""
 
     loop: str  # EXPERIMENT/sSEED
     iteration: int
@@ -66,7 +66,7 @@ class AuditOf:
 
 @dataclass
 class _Columns:
-    """What the index holds, one entry per candidate; names are numbered in the order of their appearance."""
+    """The columns of the index, one entry per candidate; names are coded as numbers in the order of appearance."""
 
     names: dict[str, dict[str, int]] = field(
         default_factory=lambda: {name: {} for name in ("decision", "planner", "action", "verifier")}
@@ -95,7 +95,7 @@ def write_audit(
     """Writes the audit page of D_k into `folder` and returns its file.
 
     `steps` holds at least the steps of the other tables; its screenshots are read one at a time, so it may be mapped memory.
-    Rows that D_k carried over stand among the candidates of their step.
+    Rows that D_k carried over are listed among the candidates of their step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / about.name
@@ -158,7 +158,7 @@ def write_audit(
 
 
 class _Cards:
-    """Collects what the cards show and writes it, CHUNK candidates to a script, with the steps that they belong to."""
+    """Writes the data of the cards, CHUNK candidates to a script, with the steps that they belong to."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._written = folder, 0
@@ -188,13 +188,13 @@ def _rows(
     dataset: pa.Table,
     columns: _Columns,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The candidates of each step, and the rows that were carried over, as the cards show them."""
+    """Step id → data of the cards of its candidates and of its carried-over rows."""
     votes = _votes(verdicts, columns)
     decided = dict(
         zip(decisions["candidate_id"].to_pylist(), decisions["decision"].to_pylist(), strict=True),
     )
     numbers: dict[str, int] = {}
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_step: dict[str, list[dict[str, Any]]] = defaultdict(list)
     carried = []
     ids: dict[str, str] = {}
     for number, row in enumerate(dataset.to_pylist()):
@@ -206,18 +206,18 @@ def _rows(
     for row in candidates.to_pylist():
         candidate = row["candidate_id"]
         decision = decided[candidate]
-        # a plan that repeats another one was not shown to the verifiers; their votes on the other one hold for it
+        # verifiers do not see a duplicate plan; it has the votes of its original
         seen = votes.get(row["duplicate_of"] or candidate, [])
-        found[row["step_id"]].append(
+        by_step[row["step_id"]].append(
             _row(about, candidate, row | {"row_id": ids.get(candidate)}, numbers.get(candidate), about.iteration, seen)
             | {"decision": decision, "reason": (decision, row["duplicate_of"])}
         )
     for number, row in carried:
-        found[row["step_id"]].append(
+        by_step[row["step_id"]].append(
             _row(about, row["candidate_id"], row | {"text": None}, number, row["made_in"], [])
             | {"decision": CARRIED, "reason": (CARRIED, None)}
         )
-    return found
+    return by_step
 
 
 def _row(
@@ -240,8 +240,8 @@ def _row(
 
 
 def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
-    """Per candidate [verifier, HIT …, x, y, confidence, what to say where there is no point]."""
-    found: dict[str, list[list[Any]]] = defaultdict(list)
+    """Candidate id → votes [verifier code, NOT_QUERIED to NO_ANSWER, x, y (px), confidence, note where there is no point]."""
+    by_candidate: dict[str, list[list[Any]]] = defaultdict(list)
     for batch in verdicts.to_batches(max_chunksize=10_000):
         for vote in batch.to_pylist():
             state = NO_ANSWER if vote["failure"] is not None else HIT if vote["hit"] else MISS
@@ -250,10 +250,10 @@ def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
             point = [None, None] if x is None else [round(x, 2), round(y, 2)]
             note = (vote["failure"] or f"no point: {vote['text']}") if x is None else None
             code = columns.code("verifier", vote["verifier"])
-            found[vote["candidate_id"]].append([code, state, *point, confidence, note])
-    for cast in found.values():
+            by_candidate[vote["candidate_id"]].append([code, state, *point, confidence, note])
+    for cast in by_candidate.values():
         cast.sort(key=lambda vote: vote[0])
-    return found
+    return by_candidate
 
 
 def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, Any], config: Regeneration) -> str:
@@ -261,12 +261,12 @@ def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, An
     decision, original = reason
     hits = sum(vote[1] == HIT for vote in row["votes"])
     answered = sum(vote[1] in (HIT, MISS) for vote in row["votes"])
-    said = f"{hits} of {answered} verifiers hit" if row["votes"] else "the action has no target: nothing to verify"
+    verdict = f"{hits} of {answered} verifiers hit" if row["votes"] else "the action has no target: nothing to verify"
     return {
-        KEPT: said,
-        NOT_VERIFIED: f"{said}; kept if {_rule(config)}",
+        KEPT: verdict,
+        NOT_VERIFIED: f"{verdict}; kept if {_rule(config)}",
         DUPLICATE: f"says the same as {original}",
-        OVER_CAP: f"{said}, but the step has {config.max_plans_per_step} plans that rank higher",
+        OVER_CAP: f"{verdict}, but the step has {config.max_plans_per_step} plans that rank higher",
         CARRIED: f"in D_{row['madeIn']} already; no new plan of the step took its place",
         GATE_UNPARSED: "the answer is no plan",
         GATE_WRONG_TYPE: f"its action type is {row['action']}, the label's {step['action']}",

@@ -1,4 +1,4 @@
-"""Reliability curves of grounders: how often they hit, against how sure they were."""
+"""Reliability curves of grounders: hit rate against confidence."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def reliability_figure(calibrations: Mapping[str, Calibration]) -> Figure:
     """A reliability curve per grounder, with the share of answers in each bin of confidence below.
 
     Points are bins that hold an answer, at their mean confidence; bars are 95 % intervals of the hit rate. On the diagonal
-    a grounder hits as often as it says.
+    confidence equals the hit rate.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     curves, shares = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     curves.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    for name, found in calibrations.items():
-        bins = [b for b in found.bins if b.n]
+    for name, calibration in calibrations.items():
+        bins = [b for b in calibration.bins if b.n]
         x, y = [b.confidence for b in bins], [b.hit_rate for b in bins]
         low = [b.hit_rate - b.ci95[0] for b in bins]  # type: ignore[operator,index]
         high = [b.ci95[1] - b.hit_rate for b in bins]  # type: ignore[operator,index]
-        worth = "–" if found.auroc is None else f"{found.auroc:.2f}"
-        label = f"{name}: ECE {100 * found.ece:.1f} %, AUROC {worth}, n = {found.n}"
+        worth = "–" if calibration.auroc is None else f"{calibration.auroc:.2f}"
+        label = f"{name}: ECE {100 * calibration.ece:.1f} %, AUROC {worth}, n = {calibration.n}"
         curves.errorbar(x, y, yerr=[low, high], marker="o", capsize=2, label=label)
         shares.step(
-            [*(b.low for b in found.bins), 1.0],
-            [*(100 * b.n / found.n for b in found.bins), 100 * found.bins[-1].n / found.n],
+            [*(b.low for b in calibration.bins), 1.0],
+            [*(100 * b.n / calibration.n for b in calibration.bins), 100 * calibration.bins[-1].n / calibration.n],
             where="post",
         )
     curves.set_ylabel("hit rate")

@@ -1,7 +1,7 @@
-"""The evolution report of a loop: the paper's tables and figures from what is there, a case study, and what is stale.
+"""The evolution report of a loop: the paper's tables and figures from available results, a case study, and stale artifacts.
 
-One file with its images inside. Rows of other variants, sizes and label shares of the same seed stand beside the loop's own; what
-is missing says which command makes it.
+One file with its images inside. Other variants, sizes and label shares of the same seed are shown beside the loop. For each
+missing result the report names the command that makes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
 
 CASES: Final = 4
-"""Steps in the case study, of a family each."""
+"""Number of steps in the case study, each of another family."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class ShownLoop:
 
 @dataclass(frozen=True)
 class Evolution:
-    """What a report shows.
+    """The content of a report.
 
     Args:
-        table: of `results.results`, of the loop itself.
+        table: from `results.results`, for the loop itself.
         loops: the loop itself, then others of the same seed that were made from its experiment file.
         progress: for Figure 5: reward → curves of `paper.grpo_progress`.
-        cases: of `case_study`.
+        cases: from `case_study`.
     """
 
     experiment: Experiment
@@ -74,14 +74,13 @@ class Evolution:
     crumbs: Sequence[tuple[str, str]] = ()
 
     def cells(self) -> tuple[Cells, str, list[str]]:
-        """What the loops measured, its headline, and what is left out, as it is of another protocol or rule.
+        """(cells of all loops, headline metric, lines on what is left out for another protocol or rule).
 
-        Ablations stand beside the experiment as its variants; the loop itself is always `full` under its own name.
+        Ablations are listed as variants of the experiment; the loop itself is always `full` under its own name.
         """
-        own = self.experiment.name
         rows: list[Row] = []
         for loop in self.loops:
-            name = own if loop.experiment.name == own else None
+            name = self.experiment.name if loop.experiment.name == self.experiment.name else None
             rows += rows_of(loop.experiment, self.seed, loop.records, name)
         table, left_out = comparable(frame(rows), self.experiment)
         return Cells(table, self.experiment.benchmark.test), headline_of(table), left_out
@@ -93,7 +92,7 @@ class Evolution:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """Figures 2 and 7: the experiment, and those of other base models."""
+        """Figures 2 and 7: the experiment, and those with other base models."""
         others = [m.experiment for m in self.loops if m.experiment.variant == FULL and self._other_base(m.experiment)]
         return {e.name: e.name for e in (self.experiment, *others)}
 
@@ -107,7 +106,7 @@ class Evolution:
     def labels(self) -> dict[float, str]:
         """Figure 4: per cent of the labelled steps → experiment."""
         whole = self.experiment.benchmark.max_train_steps
-        found: dict[float, str] = {100: self.experiment.name}
+        by_share: dict[float, str] = {100: self.experiment.name}
         for loop in self.loops:
             limit = loop.experiment.benchmark.max_train_steps
             if (
@@ -117,8 +116,8 @@ class Evolution:
                 and loop.experiment.variant == FULL
                 and not self._other_base(loop.experiment)
             ):
-                found[100 * limit / whole] = loop.experiment.name
-        return found
+                by_share[100 * limit / whole] = loop.experiment.name
+        return by_share
 
     def _other_base(self, other: Experiment) -> bool:
         return (other.models.base_planner, other.models.base_grounder) != (
@@ -129,7 +128,7 @@ class Evolution:
 
 @dataclass(frozen=True)
 class Section:
-    """A table or figure of the page, and what it lacks."""
+    """A table or figure of the page, and the commands for missing parts of it."""
 
     title: str
     tables: Sequence[Table] = ()
@@ -139,7 +138,7 @@ class Section:
 
 
 def write_report(evolution: Evolution, page: Path) -> str:
-    """Writes the page; returns its figures over the iterations as Markdown, for the Dagster UI."""
+    """Writes the page; returns Figures 6 and 7 as Markdown, for the Dagster UI."""
     iterations = evolution.table["iterations"]
     cells, metric, left_out = evolution.cells()
     sections = _sections(evolution, cells, metric)
@@ -209,7 +208,7 @@ def _figure(title: str, drawn: Figure, note: str = "", missing: Sequence[str] = 
 
 
 class _Inside:
-    """Screenshots as data addresses, for a page that is one file."""
+    """Screenshots as data URLs, for a page that is one file."""
 
     def put(self, image: bytes | pa.Buffer) -> str:
         encoded = memoryview(image)
@@ -223,8 +222,8 @@ def case_study(
     """Like the paper's Figure 3, by rule: test steps that failed at M_1 and succeed at the newest M_K, K > 1.
 
     The first such step, by id, of each family, for the first `count` families that have one. Each case has `step` (what is
-    shown of it) and `attempts`, one per iteration from M_1 on: k, plan, action, value, point, right. Empty where nothing is
-    to be shown. `predictions`: iteration → table of the evaluation.
+    shown of it) and `attempts`, one per iteration from M_1 on: k, plan, action, value, point, right. Empty where no step
+    qualifies. `predictions`: iteration → table of the evaluation.
     """
     known = sorted(k for k in predictions if k > 0)
     if len(known) < 2:
@@ -254,7 +253,7 @@ def case_study(
 
 
 def _rows(predictions: pa.Table, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = predictions.filter(
+    rows: list[dict[str, Any]] = predictions.filter(
         pc.is_in(predictions["step_id"], pa.array(wanted, pa.string()))
     ).to_pylist()
-    return found
+    return rows

@@ -1,4 +1,4 @@
-"""What all figures share: size, style, axes over k, and their bytes."""
+"""Common parts of all figures: size, style, axes over k, PNG."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def figure(width: float = 7, height: float = 3.6) -> Figure:
 
 
 def over_k(axes: Any, iterations: Sequence[int], label: str) -> None:
-    """Dresses axes that show something over the iterations."""
+    """Labels axes whose x is the iteration."""
     axes.set_xticks(sorted(set(iterations)))
     axes.set_xlabel("iteration k")
     dress(axes, label)
 
 
 def dress(axes: Any, label: str) -> None:
-    """Grid, label of the y axis, and a legend where something has a label."""
+    """Adds a grid, the label of the y axis, and a legend where a series has a label."""
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What all pages share: templates, figures as images, screenshots as files, scripts with data."""
+"""Common parts of all pages: templates, screenshots as files, scripts with data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def script(head: str, value: Any, tail: str = "") -> str:
-    """A script of plain data, `HEAD VALUE TAIL;`: a page that was opened from a file may fetch nothing but scripts."""
+    """A script of plain data, `HEAD VALUE TAIL;`, since a page that is opened from a file can load scripts only."""
     return f"{head}{json.dumps(value, separators=(',', ':'), allow_nan=False)}{tail};\n"
 
 
@@ -48,7 +48,7 @@ class ScreenTarget(Protocol):
 
 
 class ScreenFiles:
-    """Screenshots as files below `folder`, each content once, under its hash."""
+    """Screenshots as files below `folder`, named by hash, so that equal ones are stored once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ class ScreenFiles:
 
 
 def shown_steps(steps: pa.Table, wanted: Collection[str], screens: ScreenTarget) -> Iterator[dict[str, Any]]:
-    """What pages show of each wanted step, in the order of the table; its screenshot becomes a file.
+    """Each wanted step as pages show it, in the order of the table; its screenshot is put into `screens`.
 
     `steps` may be mapped memory: screenshots are read one at a time.
     """

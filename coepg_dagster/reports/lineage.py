@@ -35,7 +35,7 @@ _SUBSCRIPTS: Final = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉
 
 @dataclass(frozen=True)
 class LineageView:
-    """A loop as it is now: its current records, which of them are stale, and when each was made (seconds since 1970)."""
+    """A loop as it is now: its current records, which of them are stale, and when each was made (Unix time)."""
 
     experiment: Experiment
     seed: int
@@ -58,7 +58,7 @@ class ArtifactNode:
     record: Record | None
     stale: Stale | None
     time: str
-    whose: str  # " of PARENT" where it is taken
+    whose: str  # " of PARENT" where it is taken from the parent
 
     @property
     def title(self) -> str:
@@ -90,7 +90,7 @@ def subscript(iteration: int | None) -> str:
 
 
 def key_number(experiment: Experiment, record: Record) -> str:
-    """The one number by which people judge an artifact."""
+    """The most telling number of an artifact, as text: a score, rows, loss, steps or seconds."""
     figures = record.figures
     if record.asset == "evaluation":
         split = figures.get(experiment.benchmark.validation)
@@ -130,13 +130,15 @@ def lineage_page(
         dagster: address of the web UI, for links.
         page_of: the address of the page of an artifact, relative to the map's.
         models: what `open_models` lists: name → checkpoint, version (hash of the weights, or revision of the hub).
-        experiments: those that are drawn above the map with what they take from each other; without them it is not drawn.
+        experiments: drawn above the map, with arrows from parent to overlay; without them nothing is drawn there.
         map_of: the address of the map of an experiment and seed, relative to this one's.
     """
     experiment, seed, records = view.experiment, view.seed, view.records
     nodes = {node.ref: node for node in _nodes(view)}
     edges = [(nodes[used], node) for node in nodes.values() for used in _drawn_inputs(experiment, node.ref)]
-    edges.sort(key=lambda edge: edge[0].ref.iteration is not None)  # what everything reads lies behind
+    edges.sort(
+        key=lambda edge: edge[0].ref.iteration is not None
+    )  # edges of shared artifacts are drawn behind the others
     width = max(node.x for node in nodes.values()) + WIDTH + MARGIN
     height = max(node.y for node in nodes.values()) + HEIGHT + MARGIN
     origins = _origins(models or {}, nodes[Ref("open_models")])
@@ -178,7 +180,7 @@ def _whose(experiment: Experiment, ref: Ref) -> str:
 
 
 def _drawn_inputs(experiment: Experiment, ref: Ref) -> list[Ref]:
-    """The arrows that end at an artifact. How the parent made what is taken is on its own map."""
+    """The artifacts from which arrows lead to this one. An artifact taken from the parent has none here."""
     return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent)
 
 
@@ -195,23 +197,23 @@ class Origin:
     name: str
     checkpoint: str
     version: str
-    what: str  # the version is a hash of the weights, or a revision of the hub
+    what: str  # kind of version: "weights" (their hash) or "revision" (of the hub)
     x: int
     y: int
 
 
 def _origins(models: Mapping[str, Mapping[str, Any]], below: ArtifactNode) -> list[Origin]:
-    found = []
+    origins = []
     for row, (name, model) in enumerate(sorted(models.items())):
         what = "weights" if "files" in model else "revision"
         y = below.y + HEIGHT + 22 + row * (ORIGIN + 10)
-        found.append(Origin(name, model["checkpoint"], model["version"], what, below.x + 22, y))
-    return found
+        origins.append(Origin(name, model["checkpoint"], model["version"], what, below.x + 22, y))
+    return origins
 
 
 @dataclass(frozen=True)
 class Relative:
-    """An experiment in the drawing of who takes what from whom."""
+    """An experiment in the drawing of parents and overlays."""
 
     experiment: Experiment
     x: int
@@ -219,13 +221,13 @@ class Relative:
 
 
 def _family(experiments: Sequence[Experiment]) -> list[Relative]:
-    """Parents left of their overlays, each overlay in a row of its own."""
+    """The drawing of parents and overlays: parents on the left, one experiment per row."""
     known = {experiment.name for experiment in experiments}
-    found: list[Relative] = []
+    relatives: list[Relative] = []
 
     def place(experiment: Experiment, depth: int) -> None:
         column = MARGIN + depth * (FAMILY[0] + GAP_X)
-        found.append(Relative(experiment, column, MARGIN + len(found) * (FAMILY[1] + 10)))
+        relatives.append(Relative(experiment, column, MARGIN + len(relatives) * (FAMILY[1] + 10)))
         for child in experiments:
             if child.parent == experiment.name:
                 place(child, depth + 1)
@@ -233,7 +235,7 @@ def _family(experiments: Sequence[Experiment]) -> list[Relative]:
     for experiment in experiments:
         if experiment.parent not in known:
             place(experiment, 0)
-    return found
+    return relatives
 
 
 def _x(k: int) -> int:
@@ -267,7 +269,7 @@ def _when(seconds: float | None) -> str:
 
 
 def _path(start: ArtifactNode, end: ArtifactNode) -> str:
-    """An arrow: down between neighbours of a column, along its left side to others, across to another column."""
+    """The SVG path of an arrow: down to the next box of a column, along the left side to later ones, else across."""
     if start.x == end.x:
         if end.y - start.y == HEIGHT + GAP_Y:
             x = start.x + WIDTH // 2

@@ -1,4 +1,4 @@
-"""The page of one trained model: how training went, what rewarded it, samples, and how calibrated the confidences are."""
+"""The page of one trained model: training curves, rewards, samples, and calibration of the confidences."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ CURVES: Final = (
     ("grad_norm", "gradient norm"),
     ("learning_rate", "learning rate"),
 )
-"""What is drawn of a trainer's log, where it is there: key, title."""
+"""The curves of a trainer's log: (key, title). Keys that a log lacks are left out."""
 SAMPLES: Final = 8
 """Rollouts or verdicts shown with their screenshots."""
 
 
 @dataclass(frozen=True)
 class ModelOf:
-    """What the page says of the model."""
+    """The heading of the page."""
 
     name: str  # EXPERIMENT/sSEED
     symbol: str  # π, π′ or ϕ with its index
@@ -56,21 +56,21 @@ class ModelOf:
     config: Mapping[str, Any]
     made_from: Sequence[tuple[str, str, str | None]]  # (artifact, data version, address of its page)
     crumbs: Sequence[tuple[str, str]] = ()
-    notes: Sequence[str] = ()  # what training chose, and warned of
+    notes: Sequence[str] = ()  # from `training_notes`
 
 
 def training_notes(figures: Mapping[str, Any]) -> list[str]:
-    """What the figures of a training say in words: what it changed, which weights were kept, and what it warned of."""
+    """Notes on a training run, from its figures: changes in accuracy, which weights were kept, and warnings."""
     notes = []
     probe = figures.get("probe") or {}
     for how, changes in (("greedy answers", probe), ("sampled answers", probe.get("sampled") or {})):
-        found = [
+        measured = [
             f"{split} {change_text(changes[split])} on {probe['steps'][split]} steps"
             for split in PROBED
             if changes.get(split)
         ]
-        if found:
-            notes.append(f"Before and after, {how}, judged by {probe['judge']}, per cent: {'; '.join(found)}.")
+        if measured:
+            notes.append(f"Before and after, {how}, judged by {probe['judge']}, per cent: {'; '.join(measured)}.")
     if "kept_step" in figures:
         notes.append(
             f"Kept: the weights of step {figures['kept_step']}, whose greedy answers did best on the validation split "
@@ -82,7 +82,7 @@ def training_notes(figures: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Reward:
-    """What rewarded a planner's rollouts, in per cent where it is a share."""
+    """The rewards of a planner's rollouts; shares in per cent."""
 
     rollouts: int
     reward: float
@@ -93,11 +93,11 @@ class Reward:
     without_spread: float
     all_zero: float  # of the groups: every reward is 0
     all_best: float  # of the groups: every reward is 1
-    fractional: float  # of the groups: equal, and neither
+    fractional: float  # of the groups: all rewards equal, neither 0 nor 1
 
 
 def reward_of(rollouts: pa.Table) -> Reward:
-    """The breakdown of a rollout table (ROLLOUT_SCHEMA). `adds` is the mean of w_j·Acc_j over the plans that j was asked."""
+    """The breakdown of a rollout table (ROLLOUT_SCHEMA). `adds`: mean of w_j·Acc_j over the plans that j judged."""
     rows = rollouts.to_pylist()
     gates = Counter(row["gate"] for row in rows)
     votes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -144,7 +144,7 @@ def _grader(name: str, votes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def curves_figure(log: Sequence[Mapping[str, float]]) -> Figure | None:
-    """The curves of a trainer's log, a panel each; None where it logged nothing of them."""
+    """The curves of a trainer's log, a panel each; None where the log has none of CURVES."""
     shown = [(key, title) for key, title in CURVES if sum(key in entry for entry in log) > 1]
     if not shown:
         return None
@@ -168,7 +168,7 @@ def curves_figure(log: Sequence[Mapping[str, float]]) -> Figure | None:
 
 
 def reward_figure(rollouts: pa.Table) -> Figure:
-    """Over the optimizer steps: what stopped rollouts, how often each grounder hit, and groups without spread."""
+    """Over the optimizer steps: gate outcomes, hit rate of each grounder, and share of groups without spread."""
     gates: dict[int, Counter[str]] = defaultdict(Counter)
     hits: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -186,9 +186,9 @@ def reward_figure(rollouts: pa.Table) -> Figure:
     shares = [[100 * gates[step][name] / gates[step].total() for step in steps] for name in names]
     gate.stackplot(steps, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
     gate.set_title("gate, % of rollouts", fontsize="medium")
-    for name, found in hits.items():
-        at = sorted(found)
-        hit.plot(at, [100 * fmean(found[step]) for step in at], label=name)
+    for name, by_step in hits.items():
+        at = sorted(by_step)
+        hit.plot(at, [100 * fmean(by_step[step]) for step in at], label=name)
     hit.set_title("hits of each grounder, %", fontsize="medium")
     flat = [100 * fmean(_std(rewards) < SPREAD_FLOOR for rewards in groups[step].values()) for step in steps]
     spread.bar(steps, flat, color="0.6")
@@ -201,9 +201,9 @@ def reward_figure(rollouts: pa.Table) -> Figure:
 
 
 def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, Any]]:
-    """Pairs of rollouts, the best and the worst of a group, from groups spread evenly over training that do differ.
+    """The best and the worst rollout of groups whose rewards differ, spread evenly over training.
 
-    A rule, so that the page shows what happened and not what looks good.
+    A fixed rule, so that samples are not picked by their looks.
     """
     groups: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rollouts.to_pylist():
@@ -211,27 +211,27 @@ def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, 
     differ = [rows for _, rows in sorted(groups.items()) if _std([row["reward"] for row in rows]) >= SPREAD_FLOOR]
     pairs = max(1, count // 2)
     chosen = [differ[i * len(differ) // pairs] for i in range(pairs)] if len(differ) >= pairs else differ
-    found = []
+    samples = []
     for rows in chosen:
         ranked = sorted(rows, key=lambda row: row["reward"])
-        found += [ranked[-1], ranked[0]]
-    return found
+        samples += [ranked[-1], ranked[0]]
+    return samples
 
 
 def sample_verdicts(verdicts: pa.Table, name: str, count: int = SAMPLES) -> list[dict[str, Any]]:
     """Answers of one grounder, half of them hits and half misses, spread evenly over the table."""
     mine = [row for row in verdicts.to_pylist() if row["verifier"] == name and row["failure"] is None]
-    found = []
+    samples = []
     for hit in (True, False):
         of = [row for row in mine if row["hit"] is hit and row["x"] is not None]
         half = min(len(of), count // 2)
-        found += [of[i * len(of) // half] for i in range(half)]
-    return found
+        samples += [of[i * len(of) // half] for i in range(half)]
+    return samples
 
 
 @dataclass(frozen=True)
 class Votes:
-    """The verdicts of the pool that a grounder was a verifier of, the plan of each candidate, and its name in the pool."""
+    """The verdicts of the pool in which a grounder was a verifier, candidate id → plan, and its name in the pool."""
 
     verdicts: pa.Table
     plans: Mapping[str, str]
@@ -251,7 +251,7 @@ def write_model(
 
     Args:
         log: the trainer's log lines, in order; empty where nothing was trained.
-        steps: at least those of the tables; may be mapped memory.
+        steps: contains at least the steps of the tables; may be mapped memory.
         rollouts: of GRPO, for π'_k.
         votes: for ϕ_k.
     """
@@ -264,7 +264,9 @@ def write_model(
     if votes is not None:
         chosen = sample_verdicts(votes.verdicts, votes.member)
         samples = [_verdict(row, votes.plans[row["candidate_id"]]) for row in chosen]
-        calibrations = {name: found for name, found in of_verdicts(votes.verdicts).items() if name == votes.member}
+        calibrations = {
+            name: calibration for name, calibration in of_verdicts(votes.verdicts).items() if name == votes.member
+        }
     shown = {step["id"]: step for step in shown_steps(steps, {s["step_id"] for s in samples}, ScreenFiles(folder))}
     curves = curves_figure(log)
     file = folder / page

@@ -50,7 +50,7 @@ def _models(experiment: str, iterations: int) -> list[tuple[int, str]]:
 def table_1(cells: Cells, through: Mapping[str, int]) -> Table:
     """Ele.Acc, Op.F1 and Step SR on each test split, for the base pair M_0 and M_1 to M_K; `through`: experiment → K.
 
-    On the paper's splits its printed rows come first; on others they are no comparison and stand in `paper_table_1`.
+    On the paper's splits its printed rows come first; on others they are not comparable, see `paper_table_1`.
     """
     names = MIND2WEB_SPLITS if set(cells.splits) == set(MIND2WEB_SPLITS) else {s: s for s in cells.splits}
     header = ["Planner + grounder", PROTOCOL]
@@ -59,14 +59,14 @@ def table_1(cells: Cells, through: Mapping[str, int]) -> Table:
     for experiment, iterations in through.items():
         for k, name in _models(experiment, iterations):
             wanted = [(split, metric) for split in cells.splits for metric in MIND2WEB_METRICS]
-            found = [cells.cell(experiment, FULL, k, *of) for of in [*wanted, (AVERAGE, "step_sr")]]
-            rows.append((name + (" (base pair)" if k == 0 else ""), _protocol(found, experiment, k), *found))
+            values = [cells.cell(experiment, FULL, k, *of) for of in [*wanted, (AVERAGE, "step_sr")]]
+            rows.append((name + (" (base pair)" if k == 0 else ""), _protocol(values, experiment, k), *values))
     title = "Table 1: per cent, with 95 % intervals; Avg is the mean of the Step SR of the test splits"
     return table_of(title, (*header, "Avg"), rows)
 
 
-def _protocol(found: Sequence[Cell | None], experiment: str, k: int) -> str:
-    known = [cell.protocol for cell in found if cell is not None]
+def _protocol(cells: Sequence[Cell | None], experiment: str, k: int) -> str:
+    known = [cell.protocol for cell in cells if cell is not None]
     return one_protocol("a row", known) if known else f"missing: `{command_of(experiment, FULL, k)}`"
 
 
@@ -85,9 +85,9 @@ def _printed_table_1(wanted: Iterable[str] = TABLE_1) -> tuple[tuple[str, ...], 
 def paper_table_1() -> Table:
     """The paper's own rows of Table 1, for orientation beside results of another benchmark."""
     header = [f"{split} {metric}" for split in MIND2WEB_SPLITS.values() for metric in MIND2WEB_METRICS.values()]
-    own = [name for name in TABLE_1 if name.startswith("Co-EPG")]
+    names = [name for name in TABLE_1 if name.startswith("Co-EPG")]
     title = "The paper's Table 1 on Multimodal-Mind2Web: another benchmark, models a thousand times as large"
-    return Table(title, ("Planner + grounder", PROTOCOL, *header, "Avg"), _printed_table_1(own))
+    return Table(title, ("Planner + grounder", PROTOCOL, *header, "Avg"), _printed_table_1(names))
 
 
 def table_2(cells: Cells, levels: Mapping[str, str], iterations: int) -> Table:
@@ -99,10 +99,10 @@ def table_2(cells: Cells, levels: Mapping[str, str], iterations: int) -> Table:
     experiment = next(iter(levels.values()))
     for k, name in _models(experiment, iterations):
         known = {level: cells.cell(of, FULL, k, AVERAGE, "step_acc") for level, of in levels.items()}
-        found = [known.get(level) for level in ANDROID_CONTROL_LEVELS]
-        values = [cell.value for cell in found if cell is not None]
-        mean = half_up(fmean(values)) if len(values) == len(found) else MISSING
-        rows.append((name, _protocol(found, experiment, k), *found, mean))
+        by_level = [known.get(level) for level in ANDROID_CONTROL_LEVELS]
+        values = [cell.value for cell in by_level if cell is not None]
+        mean = half_up(fmean(values)) if len(values) == len(by_level) else MISSING
+        rows.append((name, _protocol(by_level, experiment, k), *by_level, mean))
     title = "Table 2: AndroidControl, step accuracy, per cent"
     return table_of(title, ("Model", PROTOCOL, *ANDROID_CONTROL_LEVELS.values(), "Avg"), rows)
 
@@ -113,11 +113,11 @@ TABLE_3: Final = (
     ("decoupled, SFT", "before_grpo", "52.6 (third-party note)"),
     ("decoupled, SFT and GRPO", FULL, "53.5"),
 )
-"""Model, variant, what the paper prints for 7B at M_1: it compares an end-to-end model with a decoupled one after GRPO."""
+"""Model, variant, the paper's number for 7B at M_1: it compares an end-to-end model with a decoupled one after GRPO."""
 
 
 def table_3(cells: Cells, experiment: str, iteration: int) -> Table:
-    """One model against planner and grounder, with and without GRPO, which the paper mixes."""
+    """One model against planner and grounder, each with and without GRPO; the paper mixes the two."""
     rows = []
     for name, variant, printed in TABLE_3:
         cell = cells.cell(experiment, variant, iteration, AVERAGE, "step_sr")
@@ -134,11 +134,11 @@ TABLE_4: Final = (
     ("literal Eq. 5 (log-probability)", "literal", MISSING),
     ("probability, with temperature", "temperature", MISSING),
 )
-"""Row, variant, what the paper prints for 7B at M_3."""
+"""Row, variant, the paper's number for 7B at M_3."""
 
 
 def table_4(cells: Cells, experiment: str, iteration: int) -> Table:
-    """The ablation of C-DREM, and what the paper does not have: the literal Eq. 5, and confidences with a temperature."""
+    """The ablation of C-DREM, and two rows that the paper lacks: the literal Eq. 5, and confidences with a temperature."""
     rows = []
     for name, variant, printed in TABLE_4:
         cell = cells.cell(experiment, variant, iteration, AVERAGE, "step_sr")
@@ -165,7 +165,7 @@ def _line(axes: Any, series: Sequence[tuple[int, Cell]], label: str, style: str 
 
 
 def _over_k(axes: Any, shown: Sequence[tuple[int, Cell]], label: str) -> None:
-    """Dresses axes that show these cells. Raises ScoringError where they are of two protocols."""
+    """Labels axes that show these cells over k. Raises ScoringError where they are of two protocols."""
     protocols_of(cell for _, cell in shown)
     over_k(axes, [k for k, _ in shown], label)
 
@@ -195,8 +195,10 @@ def figure_4(cells: Cells, experiments: Mapping[float, str], iteration: int) -> 
     axes = drawn.subplots()
     shown: list[Cell] = []
     for color, k in enumerate((0, iteration)):
-        found = [(share, cells.cell(name, FULL, k, AVERAGE, "step_sr")) for share, name in sorted(experiments.items())]
-        series = [(share, cell) for share, cell in found if cell is not None]
+        measured = [
+            (share, cells.cell(name, FULL, k, AVERAGE, "step_sr")) for share, name in sorted(experiments.items())
+        ]
+        series = [(share, cell) for share, cell in measured if cell is not None]
         shown += [cell for _, cell in series]
         _line(axes, series, f"M_{k}", "o-" if k else "s--", color=f"C{color}")  # type: ignore[arg-type]
     axes.set_xlabel("labelled steps, % of the training split")
@@ -209,7 +211,7 @@ def figure_4(cells: Cells, experiments: Mapping[float, str], iteration: int) -> 
 def grpo_progress(rollouts: pa.Table, grounder: str, window: int = 4) -> list[tuple[int, float]]:
     """[(optimizer step, per cent)]: sampled plans of a rollout table that pass the gate and that `grounder` finds in the box.
 
-    Step SR on training steps at sampling temperature, by one judge that all rewards share; the mean of the last `window`
+    Step SR on training steps at sampling temperature, by the same judge for all rewards; the mean of the last `window`
     optimizer steps. Steps without a target count as right once the gate passes.
     """
     sums: dict[int, list[bool]] = defaultdict(list)
@@ -232,7 +234,7 @@ def figure_5(
         for curve in seeds:
             for step, value in curve:
                 values[step].append(value)
-        steps = sorted(step for step, found in values.items() if len(found) == len(seeds))
+        steps = sorted(step for step, at_step in values.items() if len(at_step) == len(seeds))
         axes.plot(
             steps,
             [fmean(values[step]) for step in steps],
@@ -275,7 +277,7 @@ def figure_7(
 ) -> Figure:
     """Step SR of each test split over the iterations; `experiments`: size → experiment. On its splits, the paper's M_3.
 
-    `metric` and `label` stand for Step SR where another protocol has another headline.
+    `metric` and `label`: the headline metric of another protocol.
     """
     drawn = figure(9, 3.2)
     panels = drawn.subplots(1, len(cells.splits), sharey=True, squeeze=False)[0]

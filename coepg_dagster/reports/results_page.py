@@ -1,4 +1,4 @@
-"""docs/results.md: the study as people read it, made from its rows and findings; with the figures beside it."""
+"""docs/results.md and its figures, made from the rows and findings of a study."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MECHANISM: Final = {
     "grpo_before": "before GRPO",
     "grpo_after": "after GRPO",
 }
-"""What D_k and GRPO were like, metric → head: where a claim is missed, the reason is looked for here first."""
+"""Metrics of D_k and GRPO that may explain a missed claim: metric → column heading."""
 
 
 def write_page(
-    study: Study, found: Sequence[Finding], missing: Sequence[str], left_out: Mapping[str, str], out: Path
+    study: Study, findings: Sequence[Finding], missing: Sequence[str], left_out: Mapping[str, str], out: Path
 ) -> Path:
     """Writes results.md and its figures into `out`; returns the page's path."""
     root, large = study.root, f"{study.root}_large"
@@ -51,7 +51,7 @@ def write_page(
             root=root,
             last=study.last,
             reached=reached,
-            claims=_claims(found),
+            claims=_claims(findings),
             seen=seen,
             few=[rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS],
             enough=FEW_ROLLOUTS,
@@ -73,8 +73,10 @@ def write_page(
     return page
 
 
-def _claims(found: Sequence[Finding]) -> Table:
-    rows = [(one.claim, f"**{one.verdict}**" if one.verdict == "confirmed" else one.verdict, one.text) for one in found]
+def _claims(findings: Sequence[Finding]) -> Table:
+    rows = [
+        (one.claim, f"**{one.verdict}**" if one.verdict == "confirmed" else one.verdict, one.text) for one in findings
+    ]
     return Table("Claims", ("claim", "here", "what was measured"), tuple(rows))
 
 
@@ -107,12 +109,12 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
 
 
 def _plays(study: Study) -> list[tuple[Table, list[str]]]:
-    """Success of live play by iteration and family, a table for each split and way to play; and the commands to play again."""
+    """Success of live play by iteration and family, a table for each split and protocol; and the commands to play again."""
     played: dict[tuple[str, str], dict[tuple[str, int], Mapping[str, Any]]] = {}
     for run in sorted(study.runs, key=lambda run: run.reference):
         for (k, split), live in sorted(run.live.items()):
             played.setdefault((split, played_by(live)), {})[run.reference, k] = live
-    found, order = [], {split: place for place, split in enumerate(study.splits)}
+    tables, order = [], {split: place for place, split in enumerate(study.splits)}
     for (split, protocol), columns in sorted(
         played.items(), key=lambda item: (order.get(item[0][0], len(order)), item[0])
     ):
@@ -124,8 +126,8 @@ def _plays(study: Study) -> list[tuple[Table, list[str]]]:
         title = f"{split}: success by the page's own reward, in Chromium; per cent, and episodes solved"
         most = max(of["episodes"] for live in columns.values() for of in live["families"].values())
         commands = [f"coepg play {name}@{k} --split {split} --episodes {most}" for name, k in columns]
-        found.append((table_of(title, ("family", *(f"{name} M_{k}" for name, k in columns)), rows), commands))
-    return found
+        tables.append((table_of(title, ("family", *(f"{name} M_{k}" for name, k in columns)), rows), commands))
+    return tables
 
 
 def _solved(rates: Mapping[str, Any] | None) -> str | None:
@@ -152,7 +154,7 @@ def _cost(cells: Cells, root: str, last: int) -> Table:
 
 def _mechanism(cells: Cells, root: str, last: int) -> Table:
     measured = [[cells.cell(root, FULL, k, TRAIN, metric) for metric in MECHANISM] for k in range(last + 1)]
-    rows = [(f"{k}", *found) for k, found in enumerate(measured) if any(found)]
+    rows = [(f"{k}", *row) for k, row in enumerate(measured) if any(row)]
     title = (
         "D_k and GRPO over the iterations; per cent, but diversity in plans per step. Before and after: greedy answers on "
         "the same training steps, by ϕ_k alone"

@@ -1,4 +1,4 @@
-"""The pages of one loop, each made from the records and stored tables of the versions that were really read.
+"""The pages of one loop, each made from the records and stored tables of the versions that its artifacts read.
 
 A folder with `index.html`, the lineage map, the evolution report, an audit page per D_k and a page per model, linked with each
 other by relative addresses: it opens from files, and from the page server.
@@ -32,20 +32,20 @@ from coepg_dagster.steps import STEP_SCHEMA
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
 LAYOUT: Final = 4
-"""Raise it when pages change: pages that were made before are made again."""
+"""Version of the pages; raise it when they change, so that existing pages are made again."""
 MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
     "planner": "The planner after GRPO with the confidence-weighted reward of its grounders, C-DREM (Eq. 3 to 10).",
     "grounder": "The grounder after supervised fine-tuning on D of the iteration before (Eq. 2).",
     "end_to_end": "One model that answers type, value and point, without a plan.",
 }
-"""Assets that have a model page, and what it says first."""
+"""Asset with a model page → its first sentence."""
 _AUDITED: Final[tuple[Asset, ...]] = ("candidate_plans", "verdicts", "dataset", "data_quality")
 LOG = "training_log.jsonl"
 
 
 def page_of(ref: Ref) -> str | None:
-    """The file on which people look at an artifact; None where it has no page of its own."""
+    """The file of the page that shows an artifact; None where there is none."""
     if ref.asset in ("evaluation", "evolution_report"):
         return EVOLUTION
     if ref.asset in _AUDITED:
@@ -57,9 +57,9 @@ class Site:
     """The pages of the loop `view`, in `folder`.
 
     Args:
-        family: the loops of the same seed that were made from the same experiment file, this one left out.
-        experiments: the whole family of experiments, for the map of who takes what from whom.
-        dagster: address of the web UI, for links; None in files that stand alone.
+        family: the other loops of the same seed that were made from the same experiment file.
+        experiments: all experiments of the family, for the drawing of parents and overlays.
+        dagster: address of the web UI, for links; None for files without a server.
         live: the pages are served, so that rows can link to their trace.
     """
 
@@ -79,17 +79,17 @@ class Site:
         self._dagster, self._live = dagster, live
 
     def pages(self) -> dict[str, str]:
-        """File → what it shows, of every page that can be made now."""
-        found = {INDEX: "all pages", LINEAGE: "lineage map", EVOLUTION: "evolution report"}
+        """File → title of every page that can be made now."""
+        pages = {INDEX: "all pages", LINEAGE: "lineage map", EVOLUTION: "evolution report"}
         for ref in sorted(self.view.records, key=lambda ref: (ref.iteration or 0, str(ref))):
             if ref.asset == "dataset":
-                found[str(page_of(ref))] = f"audit of D{subscript(ref.iteration)}"
+                pages[str(page_of(ref))] = f"audit of D{subscript(ref.iteration)}"
             elif ref.asset in MODELS:
-                found[str(page_of(ref))] = f"{SYMBOLS[ref.asset]}{subscript(ref.iteration)} {ref.asset}"
-        return found
+                pages[str(page_of(ref))] = f"{SYMBOLS[ref.asset]}{subscript(ref.iteration)} {ref.asset}"
+        return pages
 
     def make(self, page: str) -> Path:
-        """Writes a page and what it needs, unless it is there and made from the same versions. Raises NotFound."""
+        """Writes a page and its files, unless it exists and was made from the same versions. Raises NotFound."""
         if page not in self.pages():
             raise NotFound(f"{self.view.name} has no page {page} yet: there are {', '.join(self.pages())}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Site:
         return file
 
     def _made_from(self, page: str) -> str:
-        """What decides the page: the layout, and the versions that it shows, with what is stale and when it was made."""
+        """A fingerprint of everything that the page depends on: layout, settings, shown versions and their staleness."""
         view = self.view
         whole = page in (INDEX, LINEAGE, EVOLUTION)
         shown = [ref for ref in view.records if whole or page_of(ref) == page]
@@ -169,7 +169,7 @@ class Site:
         )
 
     def _progress(self, loop: ShownLoop) -> list[tuple[int, float]]:
-        """How the newest planner of a loop got on during GRPO; empty where its rollouts are not there."""
+        """`grpo_progress` of the newest planner of a loop; empty where its rollouts are missing."""
         planners = [ref for ref in loop.records if ref.asset == "planner" and ref.iteration]
         if not planners:
             return []
@@ -209,13 +209,13 @@ class Site:
         benchmark = archive.made_by(candidates.input("benchmark_steps"))
         plans, votes = self._table(candidates, CANDIDATES), self._table(verdicts, VERDICTS)
         members = [
-            PoolMember(name, role, found["model"], found["weights"])
+            PoolMember(name, role, model["model"], model["weights"])
             for role, reader, names in (
                 ("planner", candidates, plans["planner"].unique().to_pylist()),
                 ("verifier", verdicts, votes["verifier"].unique().to_pylist()),
             )
             for name in names
-            for found in [member(archive, name, reader, models)]
+            for model in [member(archive, name, reader, models)]
         ]
         assert dataset.iteration is not None
         write_audit(
@@ -262,7 +262,7 @@ class Site:
         )
 
     def _votes_of(self, grounder: Record) -> Votes | None:
-        """The verdicts that this version of ϕ_k gave in the pool of its own iteration; None where there are none."""
+        """The verdicts of this version of ϕ_k in the pool of iteration k; None where there are none."""
         verdicts = self.view.records.get(Ref("verdicts", grounder.iteration))
         if verdicts is None or not any(used == grounder.as_input() for used in verdicts.inputs):
             return None
@@ -273,10 +273,10 @@ class Site:
 
 
 def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Record]) -> list[dict[str, Any]]:
-    """`case_study` of a loop, from the predictions that are in the store."""
+    """`case_study` of a loop, from the stored predictions; empty where fewer than two iterations have them."""
     evaluations = {ref.iteration: r for ref, r in records.items() if ref.asset == "evaluation" and ref.iteration}
-    found = {k: store / record.folder / PREDICTIONS for k, record in evaluations.items()}
-    predictions = {k: pq.read_table(file) for k, file in found.items() if file.exists()}
+    files = {k: store / record.folder / PREDICTIONS for k, record in evaluations.items()}
+    predictions = {k: pq.read_table(file) for k, file in files.items() if file.exists()}
     if len(predictions) < 2:
         return []
     steps = store / evaluations[max(predictions)].input("benchmark_steps").folder / STEPS
@@ -286,7 +286,7 @@ def case_study_of(store: Path, experiment: Experiment, records: Mapping[Ref, Rec
 
 
 def trace_address(k: int, what: str) -> str:
-    """Where the trace of a row or a candidate of D_k is served, relative to the pages of its loop."""
+    """The address of the trace of a row or a candidate of D_k, relative to the pages of its loop."""
     from urllib.parse import urlencode
 
     return f"trace.html?{urlencode({'k': k, 'row': what})}"

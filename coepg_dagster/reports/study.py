@@ -1,7 +1,7 @@
-"""The study as rows and findings: what every run of an experiment and its ablations measured, and what that says.
+"""The study: rows with the measurements of every run of an experiment and its ablations, and findings on the claims.
 
-Pure: tables of artifacts in, rows (docs/results.json), findings and a page out. docs/analysis-plan.md fixes what is compared;
-intervals draw episodes and seeds with replacement, jointly, the same draws for everything that is compared.
+Pure functions from tables of artifacts to rows (docs/results.json) and findings. docs/analysis-plan.md fixes the comparisons.
+Intervals resample episodes and seeds jointly, with replacement, with the same draws on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 Pair = tuple[float, float]
 Verdict = Literal["confirmed", "not confirmed", "not testable"]
 NOT_WORSE_BY: Final = 2.0
-"""Points by which something may be lower and still count as not worse."""
+"""Non-inferiority margin, in points."""
 
 
 @dataclass
 class Run:
-    """What one loop (an experiment or ablation with one seed) measured."""
+    """The measurements of one loop (an experiment or ablation with one seed)."""
 
-    experiment: str  # under which tables list it
+    experiment: str  # name in the tables
     variant: str
     seed: int
     reference: str  # NAME/sSEED, for commands
-    rows: list[Row] = field(default_factory=list)  # of `results`, and what only tables of artifacts say
+    rows: list[Row] = field(default_factory=list)  # from `results`, and from tables of artifacts
     success: dict[tuple[int, str], ByEpisode] = field(default_factory=dict)  # (k, split) → Step SR by episode
     data: dict[int, dict[str, ByEpisode]] = field(default_factory=dict)  # k → figure of `data_quality` → by episode
     curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # k → success of GRPO's rollouts
-    stale: list[str] = field(default_factory=list)  # causes, where something of it is stale
+    stale: list[str] = field(default_factory=list)  # causes of stale artifacts
     live: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)  # (k, split) → rates of `coepg play`
 
 
@@ -55,7 +55,7 @@ def played_by(live: Mapping[str, Any]) -> str:
 
 
 def _rows_of_tables(run: Run) -> Iterator[Row]:
-    """What GRPO's rollouts and live play came to."""
+    """Rows of GRPO's rollouts and of live play."""
     of: dict[str, Any] = {"experiment": run.experiment, "variant": run.variant, "seed": run.seed}
     for k, curve in sorted(run.curves.items()):
         yield Row(**of, k=k, split=TRAIN, metric="rollout_step_sr", value=curve[-1][1], protocol="ϕ_k, on rollouts")
@@ -68,14 +68,14 @@ def _rows_of_tables(run: Run) -> Iterator[Row]:
 
 
 class Draws:
-    """Resamples of episodes and seeds. Whatever has the same episodes, and the same seeds, is drawn alike."""
+    """Bootstrap resamples of episodes and seeds. Measures over the same episodes and seeds share their draws."""
 
     def __init__(self, resamples: int = RESAMPLES) -> None:
         self._resamples = resamples
         self._episodes: dict[tuple[str, ...], Floats] = {}
 
     def episodes(self, names: tuple[str, ...]) -> Floats:
-        """(1 + resamples, episodes): how often each is drawn; the first row is the sample itself."""
+        """(1 + resamples, episodes): how often each episode is drawn; the first row is the sample itself."""
         if names not in self._episodes:
             rng = np.random.default_rng(len(self._episodes))
             drawn = resampling_weights(len(names), self._resamples, rng)
@@ -83,7 +83,7 @@ class Draws:
         return self._episodes[names]
 
     def seeds(self, n: int) -> Floats:
-        """(1 + resamples, n): the share of each seed."""
+        """(1 + resamples, n): the weight of each seed; each row sums to 1."""
         rng = np.random.default_rng(1_000_003)
         drawn = resampling_weights(n, self._resamples, rng) / n
         return np.concatenate([np.full((1, n), 1 / n), drawn])
@@ -111,7 +111,7 @@ class Study:
     """All runs, looked up by experiment, variant and seed.
 
     Args:
-        splits: the test splits, over whose mean claims are made.
+        splits: the test splits; claims are about their mean.
         iterations: K.
     """
 
@@ -122,8 +122,8 @@ class Study:
         scored = [(row.protocol.partition(" (")[0], run) for run in runs for row in run.rows if row.metric in HEADLINES]
         by = {protocol: run.reference for protocol, run in reversed(scored)}
         if len(by) > 1:
-            said = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
-            raise ScoringError(f"a study compares numbers of one protocol, but {said}: score them again by one")
+            protocols = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
+            raise ScoringError(f"a study compares numbers of one protocol, but {protocols}: score them again by one")
 
     def find(self, experiment: str, variant: str = FULL) -> dict[int, Run]:
         """Seed → run."""
@@ -142,9 +142,9 @@ class Study:
         return self.draws.means([runs[seed].data[k][measure] for seed in seeds])
 
     def live(self, iterations: tuple[int, int], seeds: Sequence[int], split: str) -> Floats:
-        """(1 + resamples, seeds): what success in live play, in per cent, gains from the first iteration to the second.
+        """(1 + resamples, seeds): gain in success of live play, in points, from the first iteration to the second.
 
-        Mean over the families that both played, which are drawn.
+        Mean over the families that both played; the resamples draw families.
         """
         runs, gains = self.find(self.root), []
         for seed in seeds:
@@ -160,7 +160,7 @@ class Study:
         return sorted(seed for seed, run in runs.items() if all((k, split) in run.success for split in self.splits))
 
     def reached(self, *sides: tuple[str, str]) -> int | None:
-        """The last iteration that all seeds of all sides (experiment, variant) were scored at, or as many as ever were."""
+        """The last k > 0 at which all seeds of all sides (experiment, variant) were scored, or as many as at any earlier k."""
         wanted = len({run.seed for run in self.runs if run.experiment == self.root})
         best: tuple[int, int] | None = None
         for k in range(self.last + 1):
@@ -183,7 +183,7 @@ class Study:
         return rows
 
     def joint_rows(self) -> list[Row]:
-        """Rows over all seeds together (seed None), the test splits' mean included: what the page's tables show."""
+        """Rows over all seeds together (seed None), including the mean of the test splits; shown in the tables of the page."""
         rows = []
         protocols = {
             (row.experiment, row.variant, row.k, row.metric): row.protocol for run in self.runs for row in run.rows
@@ -209,7 +209,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the study says about one claim."""
+    """The verdict on one claim, with the measured difference."""
 
     claim: str
     verdict: Verdict
@@ -232,9 +232,9 @@ Side = tuple[str, str, int]
 
 
 def findings(study: Study) -> list[Finding]:
-    """Every claim of docs/analysis-plan.md, in its order.
+    """A finding for every claim of docs/analysis-plan.md, in its order.
 
-    What is planned at k = K is compared at the last iteration that both sides reached, which the text names.
+    Comparisons planned at k = K use the last iteration that both sides reached; the text names it.
     """
     root, last = study.root, study.last
 
@@ -248,7 +248,7 @@ def findings(study: Study) -> list[Finding]:
 
     full = (root, FULL)
     control = (f"{root}_no_gap", FULL)
-    found = [
+    return [
         _difference(study, f"M_{last} - M_1", (*full, last), (*full, 1), "the aim is 5 points", 0.0),
         _difference(study, "M_1 - M_0", (*full, 1), (*full, 0), "what the first iteration adds to the base pair", 0.0),
         against("full - no GRPO", full, (root, "no_grpo"), "both loops over whole iterations"),
@@ -274,7 +274,6 @@ def findings(study: Study) -> list[Finding]:
         _due_to_the_gap(study, control),
         *(_live(study, k, before) for k, before in ((last, 1), (1, 0))),
     ]
-    return found
 
 
 def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
@@ -330,7 +329,7 @@ def _rise(study: Study, measure: str) -> Finding:
 
 
 def _steadier(study: Study) -> Finding:
-    """Variance over seeds of the single grounder against that of the ensemble, with the F interval of their ratio."""
+    """The ratio of variances over seeds, single grounder to ensemble, with its F interval."""
     from scipy.stats import f  # slow to import
 
     claim = "steadier over seeds"
@@ -383,7 +382,7 @@ def _live(study: Study, k: int, before: int) -> Finding:
 
 
 def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int, int]], iterations: int) -> list[str]:
-    """The commands of what `wanted` (reference → experiment, variant, seed, first iteration) lacks."""
+    """The commands for missing iterations of `wanted`: reference → (experiment, variant, seed, first iteration)."""
     lacking = []
     for reference, (experiment, variant, seed, first) in wanted.items():
         run = study.find(experiment, variant).get(seed)

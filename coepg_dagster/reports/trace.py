@@ -13,8 +13,8 @@ from coepg_dagster.reports.site import trace_address
 
 def trace_page(archive: Archive, loop: str, k: int, what: str) -> str:
     """The trace of row or candidate `what` of D_k of `loop` (EXPERIMENT/sSEED) as one file of HTML. Raises NotFound."""
-    found = trace(archive, loop, k, what)
-    step = found["step"]
+    provenance = trace(archive, loop, k, what)
+    step = provenance["step"]
     steps = all_steps(archive.store / step["screenshot"]["file"])
     image = bytes(steps["screenshot"][step["screenshot"]["row"]].as_py())
     shown = {
@@ -27,11 +27,11 @@ def trace_page(archive: Archive, loop: str, k: int, what: str) -> str:
     points = [
         {"x": vote["point"] and vote["point"][0], "y": vote["point"] and vote["point"][1], "hit": vote["hit"]}
         | {"name": vote["name"], "color": color}
-        for color, vote in enumerate(found["verdicts"])
+        for color, vote in enumerate(provenance["verdicts"])
     ]
     return render(
         "trace.html",
-        found=found,
+        provenance=provenance,
         step=shown,
         points=points,
         reference=f"{loop}@{k}#{what}",

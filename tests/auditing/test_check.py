@@ -35,7 +35,7 @@ def test_a_table_that_cannot_be_read_does_not_hide_the_rest(hand: Hand) -> None:
     (hand.store.root / hand.newest[Ref("planner", 1)].folder / "model.safetensors").write_text("other")
     lines = check(hand.archive, LOOP_NAME)["tampered"]
     assert any("planner[1]" in line for line in lines)
-    assert any("dataset[0]: its rows cannot be looked at" in line for line in lines)
+    assert any("dataset[0]: its rows cannot be checked" in line for line in lines)
 
 
 def test_a_loop_without_artifacts_says_so(hand: Hand) -> None:

@@ -13,7 +13,7 @@ const chunks = new Map(); // number → promise of its content
 const waiting = new Map(); // name of a script → what to do with what it holds
 const view = { decision: "", planner: "", action: "", search: "", page: 1, votes: data.names.verifier.map(() => "") };
 let texts = null;
-let found = [];
+let matches = [];
 let drawn = 0;
 
 function make(tag, attributes = {}, ...children) {
@@ -52,18 +52,18 @@ async function filter() {
   }
   const wanted = Object.fromEntries(["decision", "planner", "action"].map((name) => [name, data.names[name].indexOf(view[name])]));
   const steps = words.length ? texts.steps.map((text) => words.map((word) => text.includes(word))) : null;
-  found = [];
+  matches = [];
   for (let row = 0; row < data.decision.length; row++) {
     if (view.decision && data.decision[row] !== wanted.decision) continue;
     if (view.planner && data.planner[row] !== wanted.planner) continue;
     if (view.action && data.action[row] !== wanted.action) continue;
     if (view.votes.some((state, verifier) => state && VOTES[vote(row, verifier)] !== state)) continue;
     if (steps && !words.every((word, i) => steps[data.step[row]][i] || texts.plans[row].includes(word))) continue;
-    found.push(row);
+    matches.push(row);
   }
 }
 
-const pages = () => Math.max(1, Math.ceil(found.length / PER_PAGE));
+const pages = () => Math.max(1, Math.ceil(matches.length / PER_PAGE));
 
 async function show() {
   const turn = ++drawn;
@@ -71,13 +71,13 @@ async function show() {
   if (turn !== drawn) return;
   view.page = Math.min(Math.max(1, view.page), pages());
   remember();
-  const rows = found.slice((view.page - 1) * PER_PAGE, view.page * PER_PAGE);
+  const rows = matches.slice((view.page - 1) * PER_PAGE, view.page * PER_PAGE);
   const parts = await Promise.all(rows.map((row) => chunk(Math.floor(row / data.perChunk))));
   if (turn !== drawn) return; // the user went on meanwhile
   const cards = rows.map((row, i) => card(row, parts[i].rows[row % data.perChunk], parts[i].steps));
   document.getElementById("gallery").replaceChildren(...cards);
   document.getElementById("found").textContent =
-    `${found.length.toLocaleString("en")} of ${data.decision.length.toLocaleString("en")} candidates`;
+    `${matches.length.toLocaleString("en")} of ${data.decision.length.toLocaleString("en")} candidates`;
   document.getElementById("pager").replaceChildren(...pager());
   document.getElementById("below").replaceChildren(...pager());
 }

@@ -1,7 +1,7 @@
-"""A headless Chromium on MiniWoB++ pages: reset, look, act, and ask for the reward.
+"""A headless Chromium on MiniWoB++ pages: reset, screenshot, action, reward.
 
-Belongs here: the browser process, what the page must look like to be the same each time, and the three actions as real
-mouse and key events. What to do is not decided here.
+This module runs the browser process, makes pages look the same each time, and performs the three actions as real mouse
+and key events. It does not choose actions.
 
 The captured viewport is WIDTH × HEIGHT px at scale factor 1: the 160 × 210 task area and a white margin, so that both
 sides are multiples of 28 and Qwen2.5-VL's resize is the identity.
@@ -31,7 +31,7 @@ from coepg_dagster.sandbox.miniwob.elements import ELEMENTS_JS, Element, from_do
 WIDTH: Final = 168
 HEIGHT: Final = 224
 WINDOW: Final = (500, 240)
-"""The window for which the pages were written, px: menus and dialogs place themselves by it. Its upper left is
+"""The window for which the pages were written, px: menus and dialogs position themselves by it. The upper left part is
 captured."""
 
 ActionType = Literal["CLICK", "TYPE", "SELECT"]
@@ -61,7 +61,7 @@ PARKED: Final = (165.0, 220.0)
 """Where the pointer rests at the start of an episode, px: in the margin, over nothing."""
 
 NEEDS_RELOAD: Final = frozenset({"form-sequence-3"})
-"""Families whose page keeps something of the last episode: these are loaded again each time."""
+"""Families whose page keeps state of the last episode: they are reloaded for each episode."""
 
 STYLE: Final = """
 * { caret-color: transparent !important; transition: none !important; animation: none !important;
@@ -73,7 +73,7 @@ html::before { content: ''; position: fixed; left: 160px; top: 0; width: 8px; he
 html::after { content: ''; position: fixed; left: 0; top: 210px; width: 168px; height: 14px; background: #fff;
     z-index: 2147483647; pointer-events: none; }
 """
-"""No blinking, no movement, nothing but the task area."""
+"""Hides everything except the task area; no blinking, no animation."""
 
 PREPARE_JS: Final = r"""
 async (style, seed) => {
@@ -125,7 +125,7 @@ SELECT_JS: Final = """
   return index - list.selectedIndex;
 }
 """
-"""Gives the list under a point the focus; returns how many options its value lies below the present one."""
+"""Focuses the list under a point; returns the index of option `value` minus that of the selected one, 0 where absent."""
 
 
 class BrowserMissing(Refusal, RuntimeError):
@@ -182,7 +182,7 @@ class _DevTools:
             self._loaded.add(message["params"]["loaderId"])
 
     def navigate(self, url: str) -> None:
-        """Loads a page and waits for its own load event: that of an earlier page may still be on its way."""
+        """Loads a page and waits for the load event of this page; one of an earlier page may still arrive."""
         answer = self.call("Page.navigate", url=url)
         if "errorText" in answer:
             raise RuntimeError(f"{url}: {answer['errorText']}")
@@ -252,7 +252,7 @@ class Browser:
         """Starts episode `seed` of a task page and returns its goal. Raises ValueError for an unknown family.
 
         Without `reload`, a page that is open already starts its next episode by itself, which is several times
-        faster. That gives the same episode except in families that keep something of the last one (NEEDS_RELOAD):
+        faster. That gives the same episode except in families that keep state of the last one (NEEDS_RELOAD):
         these reload anyway.
         """
         page = self._pages / f"{family}.html"
@@ -341,7 +341,7 @@ def reduce_colors(image: Image.Image) -> Image.Image:
     """Rounds each channel to the nearest of 16 levels (multiples of 17).
 
     Black, white and the pure colours stay as they are; the hundreds of greys at the edges of letters become sixteen.
-    A palette PNG of it is then without loss, half as large, and equal on every machine up to the fonts.
+    A palette PNG of the result is lossless, half as large, and equal on every machine with the same fonts.
     """
     pixels = np.asarray(image.convert("RGB"), dtype=np.uint16)
     return Image.fromarray(((pixels + 8) // 17 * 17).astype(np.uint8))

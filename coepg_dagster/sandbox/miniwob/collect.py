@@ -1,9 +1,9 @@
 """Plays episodes in several browsers and stores their steps as Parquet shards.
 
-Belongs here: the order of work, the shards, and what a shard holds. A shard is one split, one family and one block of
-seeds; it is complete or absent (written aside, then renamed), so a run that was killed loses at most the shards it
-was working on, and the next run goes on from there. Its content depends on nothing but split, family, block, and the
-versions of miniwob, Chromium and the fonts.
+This module sets the order of work, and the content of a shard. A shard is one split, one family and one block of seeds.
+It is complete or absent (written aside, then renamed), so a run that was killed loses at most the shards it was working
+on, and the next run resumes. Its content depends only on split, family, block, and the versions of miniwob, Chromium and
+the fonts.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SHARD_SCHEMA: Final = pa.schema(
     [
         *STEP_SCHEMA,
         pa.field("elements", pa.list_(ELEMENT), nullable=False),  # what is visible, in document order
-        pa.field("target", pa.int32(), nullable=False),  # index in elements of the one that was acted on
-        pa.field("targets", pa.list_(pa.int32()), nullable=False),  # every element that would have been right
+        pa.field("target", pa.int32(), nullable=False),  # index in elements of the element that was acted on
+        pa.field("targets", pa.list_(pa.int32()), nullable=False),  # indices of all correct elements
     ]
 )
 """A labelled step together with everything visible on its screen.
 
-In pretraining shards, elements whose names have held-out words are left out, so that nothing trained on them has been
+In pretraining shards, elements whose names have held-out words are left out, so that no model trained on them was
 asked for such a word.
 """
 
@@ -91,7 +91,7 @@ class Shard:
 
 @dataclass
 class Progress:
-    """What has been done so far, for the progress callback."""
+    """The work done so far, for the progress callback."""
 
     shards: int = 0
     of_shards: int = 0
@@ -108,7 +108,7 @@ def plan(split: Split, blocks: int, families: Sequence[str] | None = None, first
 
 
 def benchmark_plan() -> list[Shard]:
-    """The shards that the shipped snapshot is made from."""
+    """The shards from which the shipped snapshot is made."""
     return [shard for split in SPLITS for shard in plan(split, 1)]
 
 
@@ -118,7 +118,7 @@ def collect(
     processes: int = 2,
     progress: Callable[[Progress], None] | None = None,
 ) -> Progress:
-    """Collects every shard that is not there yet under `root`, in several processes with a browser each.
+    """Collects every shard that is missing under `root`, in several processes with a browser each.
 
     Errors of a worker end the run; finished shards stay. `progress` is called after each shard.
     """
@@ -196,7 +196,7 @@ def play_shard(browser: Browser, shard: Shard) -> tuple[list[dict[str, Any]], Co
         episode = play(
             browser, shard.family, seed, lambda goal: goal_wanted(shard.split, goal), reload=seed == shard.seeds.start
         )
-        if not episode.reason and not episode_wanted(shard.split, asked_for(episode)):
+        if not episode.reason and not episode_wanted(shard.split, target_texts(episode)):
             dropped[f"{shard.family}: words of another split"] += 1
         elif episode.reason:
             dropped[f"{shard.family}: {episode.reason}"] += 1
@@ -205,8 +205,8 @@ def play_shard(browser: Browser, shard: Shard) -> tuple[list[dict[str, Any]], Co
     return rows, dropped
 
 
-def asked_for(episode: Episode) -> list[str]:
-    """The names of all targets and the values of an episode: what the split rule looks at."""
+def target_texts(episode: Episode) -> list[str]:
+    """The names of all targets and the values of an episode, which the split rule checks."""
     return [text for step in episode.steps for text in (*(e.name for e in step.move.targets), step.move.value)]
 
 

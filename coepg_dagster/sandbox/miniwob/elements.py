@@ -1,9 +1,8 @@
-"""What can be seen on a MiniWoB++ page: the DOM as a list of visible, named elements.
+"""The visible, named elements of a MiniWoB++ page, from its DOM.
 
-Belongs here: the walk over the DOM, the words for kinds and names, and what counts as visible. What to do with an
-element is decided in `oracles`. An element is visible when at least 4 × 4 px of it lie inside the task
-area, below the instruction bar, and the browser's own hit test finds it (or something inside it) at the centre of
-that part.
+This module walks the DOM, names kinds and elements, and decides what is visible; `oracles` chooses actions. An element is
+visible when at least 4 × 4 px of it lie inside the task area, below the instruction bar, and the browser's own hit test
+finds it (or something inside it) at the centre of that part.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Element:
             shape, box, day, text.
         name: visible text or label; of a field its label. Unlabelled fields, checkboxes and radios are named "1st",
             "2nd", … by their place in the document when there are several; a lone one has no name. Icons are named by
-            what they do and whose post or mail they belong to.
+            their function and the owner of their post or mail.
         box: the largest visible piece, px.
         color: "#rrggbb" of a coloured box or shape, else "".
         pieces: every visible piece (a link that wraps over two lines has two); `box` is one of them.
@@ -47,7 +46,7 @@ class Element:
 
     @property
     def centre(self) -> tuple[float, float]:
-        """The middle of `box`, px."""
+        """The centre of `box`, px."""
         return (self.box[0] + self.box[2]) / 2, (self.box[1] + self.box[3]) / 2
 
 
@@ -70,7 +69,7 @@ def history_entry(element: Element | None, action_type: str, value: str) -> str:
 
 
 def from_dom(rows: Sequence[Mapping[str, Any]]) -> tuple[Element, ...]:
-    """The answer of ELEMENTS_JS as elements, in document order."""
+    """The result of ELEMENTS_JS as elements, in document order."""
     elements: list[Element] = []
     for row in rows:
         pieces: tuple[Box, ...] = tuple((float(p[0]), float(p[1]), float(p[2]), float(p[3])) for p in row["pieces"])

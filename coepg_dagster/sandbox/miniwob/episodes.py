@@ -1,7 +1,6 @@
-"""One episode: a browser, an oracle, and the labelled steps that come of it.
+"""One episode: an oracle acts in a browser, which gives labelled steps.
 
-Belongs here: running an oracle to the end and keeping what was seen and done. Which episodes are wanted is decided in
-`splits`; how they are stored in `collect`.
+`splits` decides which episodes are kept, `collect` stores them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_STEPS: Final = 16
 
 @dataclass(frozen=True)
 class EpisodeStep:
-    """One labelled step: what was seen, and the oracle's move."""
+    """One labelled step: the screen, and the oracle's move."""
 
     image: Image.Image
     elements: tuple[Element, ...]
@@ -32,7 +31,7 @@ class EpisodeStep:
 
     @property
     def boxes(self) -> list[Box]:
-        """Every box whose inside is a right target, px."""
+        """The boxes of all correct targets, px."""
         return [piece for target in self.move.targets for piece in target.pieces]
 
     @property
@@ -43,7 +42,7 @@ class EpisodeStep:
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode. `reason` is "" when the environment rewarded it; otherwise it says why it is not kept."""
+    """A finished episode. `reason`: "" when the environment rewarded it, else why it is not kept."""
 
     family: str
     seed: int
@@ -59,7 +58,7 @@ class Episode:
 def play(
     browser: Browser, family: str, seed: int, goal_wanted: Callable[[str], bool] | None = None, reload: bool = True
 ) -> Episode:
-    """Lets the family's oracle play one episode (`reload`: see Browser.reset); gives up at once on a goal not wanted.
+    """Lets the family's oracle play one episode (`reload`: see Browser.reset); ends at once on a goal that is not wanted.
 
     Raises KeyError for a family without an oracle.
     """
@@ -88,7 +87,7 @@ def play(
 
 
 def encode_png(image: Image.Image, level: int = 9) -> bytes:
-    """A screenshot as palette PNG: without loss up to 256 colours, else the 256 of a median cut."""
+    """A screenshot as palette PNG: lossless up to 256 colours, else reduced to 256 by median cut."""
     pixels = np.asarray(image.convert("RGB"), dtype=np.uint32)
     packed = (pixels[..., 0] << 16) | (pixels[..., 1] << 8) | pixels[..., 2]
     colors, index = np.unique(packed, return_inverse=True)

@@ -1,10 +1,9 @@
-"""What to do next on each MiniWoB++ page: one small rule per task family, reading the goal and the DOM.
+"""Oracles for MiniWoB++ pages: one small rule per task family chooses the next action from the goal and the DOM.
 
-Belongs here: the rules, and how a finished action is written into the history. A rule looks at a PageView and answers
-with a Move, or None where it does not know (the episode is then dropped). It depends on nothing but the PageView, so the
-same episode always gets the same steps. `targets` lists every element for which the very same label would be right;
-the first of them is acted on. Where several different labels would be right (two forms to fill in any order), the
-rule takes reading order.
+A rule takes a PageView and returns a Move, or None where it does not know (the episode is then dropped). It depends only
+on the PageView, so the same episode always has the same steps. `targets` lists every element for which the same label is
+correct; the first of them is acted on. Where several different labels are correct (two forms to fill in any order), the
+rule follows reading order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Query = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Move:
-    """One action of an oracle: what, on which elements (any of them; the first is acted on), with which value."""
+    """One action of an oracle: type, elements (all are correct, the first is acted on), and value."""
 
     action_type: ActionType
     targets: tuple[Element, ...]
@@ -44,7 +43,7 @@ class PageView:
     run: Query
 
     def all(self, kind: str, name: str | None = None) -> list[Element]:
-        """Visible elements of a kind, and of a name where one is given, in document order."""
+        """Visible elements of a kind (and of a name, if given), in document order."""
         return [e for e in self.elements if e.kind == kind and (name is None or e.name == name)]
 
     def with_class(self, css_class: str) -> list[Element]:
@@ -61,11 +60,11 @@ Oracle = Callable[[PageView], Move | None]
 
 
 class OracleError(ValueError):
-    """The page is not what the oracle's rule was written for."""
+    """The page does not look as the oracle's rule expects."""
 
 
 def look(browser: Browser, goal: str, done: Sequence[Move]) -> PageView:
-    """The PageView of a browser's present page."""
+    """The PageView of a browser's current page."""
     return PageView(goal, browser.elements(), tuple(done), browser.run)
 
 
@@ -81,7 +80,7 @@ def _quoted(goal: str) -> list[str]:
     return re.findall(r'"(.*?)"', goal)
 
 
-def _found(pattern: str, goal: str) -> str:
+def _extract(pattern: str, goal: str) -> str:
     """The first group of `pattern` in the goal. Raises OracleError where it does not match."""
     match = re.search(pattern, goal)
     if match is None:
@@ -113,7 +112,7 @@ def click_link(view: PageView) -> Move | None:
 
 
 def click_test_2(view: PageView) -> Move | None:
-    return _click(view.all("button", _found(r"button (\w+)", view.goal)))
+    return _click(view.all("button", _extract(r"button (\w+)", view.goal)))
 
 
 def click_button_sequence(view: PageView) -> Move | None:
@@ -150,20 +149,20 @@ def login_user_popup(view: PageView) -> Move | None:
 
 
 def click_tab(view: PageView) -> Move | None:
-    return _click(view.all("tab", "Tab #" + _found(r"#(\d)", view.goal)))
+    return _click(view.all("tab", "Tab #" + _extract(r"#(\d)", view.goal)))
 
 
 LINK_IN_PANEL_JS: Final = """
 (word, panelSelector) => {
-const nodes = Array.from(document.querySelectorAll('*')), found = [];
+const nodes = Array.from(document.querySelectorAll('*')), pairs = [];
 for (const a of document.querySelectorAll('.alink')) {
   if (a.textContent !== word) continue;
   const panel = a.closest(panelSelector);
   const tab = document.querySelector('.ui-tabs-nav a[href="#' + panel.id + '"]');
   const head = tab || panel.previousElementSibling;
-  found.push([nodes.indexOf(a), nodes.indexOf(head)]);
+  pairs.push([nodes.indexOf(a), nodes.indexOf(head)]);
 }
-return found;
+return pairs;
 }
 """
 
@@ -190,7 +189,7 @@ def click_collapsible(view: PageView) -> Move | None:
 
 
 def _choose(view: PageView, kind: str, names: Sequence[str]) -> Move | None:
-    """Marks every named checkbox or radio, then clicks Submit. Any that is still missing is equally right."""
+    """Marks every named checkbox or radio, then clicks Submit. All that are still unmarked are correct targets."""
     marked = {e.name for e in view.all(kind) if e.value}
     if not set(names) <= {e.name for e in view.all(kind)}:
         return None
@@ -199,7 +198,7 @@ def _choose(view: PageView, kind: str, names: Sequence[str]) -> Move | None:
 
 
 def _names(goal: str) -> list[str]:
-    listed = _found(r"Select (.*) and click Submit", goal)
+    listed = _extract(r"Select (.*) and click Submit", goal)
     return [] if listed == "nothing" else listed.split(", ")
 
 
@@ -212,11 +211,11 @@ def click_checkboxes(view: PageView) -> Move | None:
 
 
 def focus_text(view: PageView) -> Move | None:
-    return _click(view.all("field", _found(r"the (\d\w\w) input", view.goal)))
+    return _click(view.all("field", _extract(r"the (\d\w\w) input", view.goal)))
 
 
 def choose_list(view: PageView) -> Move | None:
-    value = _found(r"Select (.*) from the list", view.goal)
+    value = _extract(r"Select (.*) from the list", view.goal)
     if view.done:
         return _click(view.all("button", "Submit"))
     return Move("SELECT", tuple(view.all("list")), value) if view.all("list") else None
@@ -224,17 +223,17 @@ def choose_list(view: PageView) -> Move | None:
 
 def click_color(view: PageView) -> Move | None:
     match = re.search(r"Click on the (\w+) colored box", view.goal)
-    return _click(view.all("box", match[1])) if match else None  # the goal is a painted box: not said in words
+    return _click(view.all("box", match[1])) if match else None  # the goal is a painted box, not text
 
 
 def click_shades(view: PageView) -> Move | None:
-    color = _found(r"shades of (\w+)", view.goal)
+    color = _extract(r"shades of (\w+)", view.goal)
     missing = [e for e in view.all("box", color) if "selected" not in e.classes]
     return _click(missing) if missing else _click(view.all("button", "Submit"))
 
 
 def click_shape(view: PageView) -> Move | None:
-    wanted = _found(r"Click on a (.*)", view.goal).split()
+    wanted = _extract(r"Click on a (.*)", view.goal).split()
 
     def matches(shape: Element) -> bool:
         size, color, *rest = shape.name.split(" ")
@@ -263,7 +262,7 @@ def identify_shape(view: PageView) -> Move | None:
 def click_menu(view: PageView) -> Move | None:
     if ">" in view.goal:
         return None  # opens by hovering only: a click on the way counts as the choice
-    for name in reversed(_found(r"Select (.*)", view.goal).split(">")):
+    for name in reversed(_extract(r"Select (.*)", view.goal).split(">")):
         items = view.all("item", name)
         if items:
             return _click(items)
@@ -273,7 +272,7 @@ def click_menu(view: PageView) -> Move | None:
 def click_menu_2(view: PageView) -> Move | None:
     labels = _quoted(view.goal)
     if len(labels) < 2:
-        return None  # the goal is a painted icon: not said in words
+        return None  # the goal is a painted icon, not text
     items = view.all("item", labels[1])
     if items:
         return _click(items)
@@ -283,15 +282,15 @@ def click_menu_2(view: PageView) -> Move | None:
 
 TREE_JS: Final = """
 (name) => {
-const nodes = Array.from(document.querySelectorAll('*')), found = [];
+const nodes = Array.from(document.querySelectorAll('*')), paths = [];
 for (const s of document.querySelectorAll('#tree span')) {
   if (s.textContent !== name) continue;
   const path = [nodes.indexOf(s)];
   for (let li = s.parentElement.parentElement.closest('li'); li; li = li.parentElement.closest('li'))
     path.unshift(nodes.indexOf(li.querySelector(':scope > span')));
-  found.push(path);
+  paths.push(path);
 }
-return found;
+return paths;
 }
 """
 
@@ -302,11 +301,11 @@ def navigate_tree(view: PageView) -> Move | None:
     if seen:
         return _click(seen)
     deepest = [view.at_nodes(path)[-1:] for path in view.run(TREE_JS, name)]
-    return _click(list(dict.fromkeys(e for found in deepest for e in found)))
+    return _click(list(dict.fromkeys(element for level in deepest for element in level)))
 
 
 def social_media(view: PageView) -> Move | None:
-    user, action = _found(r"user (@\S+),", view.goal), _quoted(view.goal)[0]
+    user, action = _extract(r"user (@\S+),", view.goal), _quoted(view.goal)[0]
     if action in ("Reply", "Retweet", "Like"):
         return _click(view.all("icon", f"{action.lower()} {user}"))
     entry = f"{action} {user}" if action in ("Mute", "Block") else action
@@ -318,7 +317,7 @@ def email_inbox(view: PageView) -> Move | None:
     if "forward" in goal.lower():
         sender, other = re.findall(r"by (\S+?) and|to (\S+)\.", goal)
         return _email_letter(view, sender[0], "forward", "field", other[1])
-    sender_name = _found(r"by (\S+) and", goal)
+    sender_name = _extract(r"by (\S+) and", goal)
     if "reply" in goal.lower():
         return _email_letter(view, sender_name, "reply", "area", _quoted(goal)[0])
     if "star icon" in goal or "important" in goal:
@@ -340,7 +339,7 @@ def _email_letter(view: PageView, sender: str, verb: str, kind: str, text: str) 
 
 
 def search_engine(view: PageView) -> Move | None:
-    query, place = _quoted(view.goal)[0], int(_found(r"the (\d+)\w\w search result", view.goal)) - 1
+    query, place = _quoted(view.goal)[0], int(_extract(r"the (\d+)\w\w search result", view.goal)) - 1
     fields = view.all("field")
     if fields and fields[0].value != query:
         return _type(fields, query)
@@ -376,7 +375,7 @@ def form_sequence_2(view: PageView) -> Move | None:
 
 
 def form_sequence_3(view: PageView) -> Move | None:
-    option, button = _found(r"Choose (.*) from the dropdown", view.goal), _quoted(view.goal)[0]
+    option, button = _extract(r"Choose (.*) from the dropdown", view.goal), _quoted(view.goal)[0]
     if any(e.name == option for e in view.all("list")):
         return _click(view.all("button", button))
     return _click(view.all("item", option)) or (None if view.done else _click(view.all("list")))  # may be out of sight
@@ -404,7 +403,7 @@ def _table(view: PageView) -> dict[str, str]:
 
 
 def read_table(view: PageView) -> Move | None:
-    key = _found(r"value of (.*) into", view.goal)
+    key = _extract(r"value of (.*) into", view.goal)
     return _fill(view, [(None, _table(view)[key])])
 
 
@@ -419,7 +418,7 @@ def click_widget(view: PageView) -> Move | None:
 
 
 def phone_book(view: PageView) -> Move | None:
-    person, what = _found(r"Find (\S+) in", view.goal), _found(r"click on their (\w+)", view.goal)
+    person, what = _extract(r"Find (\S+) in", view.goal), _extract(r"click on their (\w+)", view.goal)
     shown = view.run("() => document.querySelector('#contact .name').textContent")
     if shown == person:
         return _click(view.with_class(what))
@@ -427,7 +426,7 @@ def phone_book(view: PageView) -> Move | None:
 
 
 def find_word(view: PageView) -> Move | None:
-    place = int(_found(r"Find the (\d+)\w\w word", view.goal)) - 1
+    place = int(_extract(r"Find the (\d+)\w\w word", view.goal)) - 1
     words = str(view.run("() => document.querySelector('#area p').textContent")).split()
     return _fill(view, [(None, re.sub(r"[^a-zA-Z]+", "", words[place]))])
 
@@ -446,12 +445,12 @@ def odd_or_even(view: PageView) -> Move | None:
             missing.append(right)
     if not missing:
         return _click(view.all("button", "Submit"))
-    same = [e for e in missing if e.name == missing[0].name]  # the other name would be another label
+    same = [e for e in missing if e.name == missing[0].name]  # another name would be another label
     return _click(same)
 
 
 def choose_date(view: PageView) -> Move | None:
-    month, day, year = _found(r"Select (\S+) as", view.goal).split("/")
+    month, day, year = _extract(r"Select (\S+) as", view.goal).split("/")
     field = view.all("field", "Date")
     if field and field[0].value == f"{month}/{day}/{year}":
         return _click(view.all("button", "Submit"))

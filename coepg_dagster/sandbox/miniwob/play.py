@@ -1,8 +1,8 @@
 """Live play: the agent M_k = {π'_k, ϕ_k} acts on MiniWoB++ pages, and the page itself says whether it succeeded.
 
-Belongs here: which episodes are played, the loop of one episode, what is kept of it, and success rates. Each frame
-becomes a table with one step without a label and goes through `inference.predict.predict`, so the agent sees, is asked
-and is read exactly as on the offline steps. The page that shows episodes is `coepg_dagster.sandbox.miniwob.play_page`.
+This module chooses the episodes, plays them, stores their steps and computes success rates. Each frame becomes a table
+with one unlabelled step and goes through `inference.predict.predict`, so that prompts and parsing are exactly those of
+the offline steps. `coepg_dagster.sandbox.miniwob.play_page` shows episodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 
 EPISODES_FILE, SUMMARY_FILE, PAGE_FILE = "episodes.parquet", "play.json", "play.html"
 CONTENT: Final = (EPISODES_FILE, SUMMARY_FILE)
-"""The files that make up the version of what was played; the page only shows them."""
+"""The files whose content is the version; the page only shows them."""
 
 UNPARSED: Final = "unparsed plan"
 UNKNOWN_ACTION: Final = "unknown action"
@@ -41,20 +41,20 @@ OFF_SCREEN: Final = "point off the screen"
 NOT_REWARDED: Final = "not rewarded"
 STEP_LIMIT: Final = "step limit"
 """Why an episode is not solved: one of the first four ends it before the step's action, NOT_REWARDED is the page's
-own verdict, STEP_LIMIT ours."""
+verdict, STEP_LIMIT ours."""
 
 _SEEN = ("step_id", "episode_id", "step_index", "family", "seed", "goal", "history", "screenshot", "width", "height")
 EPISODE_SCHEMA: Final = pa.schema(
     [
         *(STEP_SCHEMA.field(name) for name in _SEEN),
         *(field for field in PREDICTION_SCHEMA if field.name != "step_id"),
-        pa.field("entry", pa.string()),  # the action as the next step's history tells it; null: nothing was done
+        pa.field("entry", pa.string()),  # the action as in the next step's history; null: none was performed
         pa.field("reward", pa.float64(), nullable=False),  # the page's raw reward after the action
         pa.field("done", pa.bool_(), nullable=False),  # whether the page ended the episode
         pa.field("failure", pa.string()),  # on the last step of an episode that is not solved: the reason
     ]
 )
-"""One step of live play: what was seen, what the models said (as in a prediction), and what came of it."""
+"""One step of live play: the screen, the prediction, and the outcome."""
 
 Game = tuple[str, int]
 """An episode: (family, seed)."""
@@ -62,7 +62,7 @@ Game = tuple[str, int]
 
 @dataclass(frozen=True)
 class Agent:
-    """M_k: both engines and how they are asked. Greedy."""
+    """M_k: both engines and their prompts. Greedy."""
 
     planner: Engine
     grounder: Engine
@@ -81,7 +81,7 @@ class Agent:
 def games_of(steps: pa.Table, split: str, per_family: int, families: Sequence[str] | None = None) -> list[Game]:
     """The first episodes of each family whose steps a split holds, by family and seed.
 
-    These are the very episodes that are scored offline: their goals keep the split's rule, and three actions can solve
+    These are the episodes that are scored offline: their goals follow the split's rule, and three actions can solve
     them. Raises NotUsable for a split or family that has none.
     """
     columns = steps.select(["split", "family", "seed"]).to_pydict()
@@ -98,14 +98,14 @@ def games_of(steps: pa.Table, split: str, per_family: int, families: Sequence[st
 
 
 def fresh_games(families: Sequence[str], first_seed: int, per_family: int) -> list[Game]:
-    """`per_family` episodes of each family from `first_seed` on, as the pages come: not every one must be solvable."""
+    """`per_family` episodes of each family from `first_seed` on, unfiltered: some may not be solvable."""
     return [(family, first_seed + n) for family in sorted(set(families)) for n in range(per_family)]
 
 
 def play_episode(
     browser: Browser, agent: Agent, family: str, seed: int, max_steps: int = MAX_STEPS
 ) -> list[dict[str, Any]]:
-    """Lets the agent act until the page ends the episode, an answer cannot be carried out, or `max_steps` are done.
+    """Lets the agent act until the page ends the episode, an answer cannot be executed, or `max_steps` are reached.
 
     Returns the steps (EPISODE_SCHEMA). Raises ValueError for an unknown family, RuntimeError where a model gives no
     answer at all.
@@ -132,7 +132,7 @@ def play_episode(
 
 
 def _frame(browser: Browser, family: str, seed: int, goal: str, history: list[str]) -> dict[str, Any]:
-    """What the browser shows, as a row of STEP_SCHEMA without a label; stored as the offline screens are."""
+    """The browser's screen as a row of STEP_SCHEMA without a label, encoded like the offline screens."""
     episode_id = f"miniwob/{family}/{seed}"
     return {
         "step_id": f"{episode_id}/{len(history)}",
@@ -153,7 +153,7 @@ def _frame(browser: Browser, family: str, seed: int, goal: str, history: list[st
 
 
 def _obstacle(answer: Mapping[str, Any]) -> str | None:
-    """Why a prediction cannot be carried out; None: it can."""
+    """Why a prediction cannot be executed; None: it can."""
     if answer["plan"] is None:
         return UNPARSED
     if answer["action_type"] not in ACTION_TYPES:
@@ -164,7 +164,7 @@ def _obstacle(answer: Mapping[str, Any]) -> str | None:
 
 
 def play(browser: Browser, agent: Agent, tasks: Sequence[Game], report: Report, max_steps: int = MAX_STEPS) -> pa.Table:
-    """Plays episodes one after the other (EPISODE_SCHEMA). `report` hears of each, with the number solved so far."""
+    """Plays episodes one after the other (EPISODE_SCHEMA). `report` is called after each, with the number solved so far."""
     rows: list[dict[str, Any]] = []
     solved = 0
     for done, (family, seed) in enumerate(tasks):
@@ -177,8 +177,8 @@ def play(browser: Browser, agent: Agent, tasks: Sequence[Game], report: Report, 
 def summarize(table: pa.Table) -> dict[str, Any]:
     """Success rates of `play`, per cent: over all episodes, macro over families, and for each family.
 
-    An episode is solved if the page rewards it (raw reward > 0, as in collection). 95 % bootstrap intervals: of the
-    rate over all from drawing episodes, of the macro average from drawing whole families; None below two of them.
+    An episode is solved if the page rewards it (raw reward > 0, as in collection). 95 % bootstrap intervals: the
+    overall rate resamples episodes, the macro average whole families; None below two of them.
     """
     rows = table.select(["episode_id", "family", "failure"]).to_pylist()
     last = {row["episode_id"]: row for row in rows}  # a failure is on the last step
@@ -220,7 +220,7 @@ def write_play(
 ) -> dict[str, Any]:
     """Writes episodes, summary and page into a folder; the page shows the first `shown` episodes of each family.
 
-    `made_from` says what played on what. Returns the summary: that of `summarize`, with `made_from`.
+    `made_from`: names and versions of models and pages. Returns the summary: that of `summarize`, with `made_from`.
     """
     about = summarize(table) | {"made_from": dict(made_from)}
     write_table(table, folder / EPISODES_FILE)

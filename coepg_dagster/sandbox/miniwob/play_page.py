@@ -61,7 +61,7 @@ planner's plan, then the action, then what the page answered.</p>
 def write_page(table: pa.Table, about: Mapping[str, Any], title: str, shown: int, page: Path) -> None:
     """Writes the page of episodes (`play.EPISODE_SCHEMA`), the first `shown` of each family, images inside.
 
-    `about` is what `play.summarize` says of them, and `made_from`: names and versions of what played.
+    `about`: the result of `play.summarize`, and `made_from`: names and versions of models and pages.
     """
     heads = table.filter(pc.equal(table["step_index"], 0)).select(["episode_id", "family"]).to_pylist()
     wanted: list[str] = []

@@ -1,7 +1,7 @@
 """The MiniWoB++ snapshot of this repository, read into one table of labelled steps.
 
-Belongs here: reading and checking the files. They are made by `coepg_dagster.sandbox.miniwob.snapshot`; this module needs
-neither a browser nor the miniwob package.
+It reads and checks the files that `coepg_dagster.sandbox.miniwob.snapshot` writes, and needs neither a browser nor the
+miniwob package.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TARGETS_SCHEMA: Final = pa.schema(
         pa.field("step_id", pa.string(), nullable=False),
         pa.field("kind", pa.string(), nullable=False),  # of the element that was acted on
         pa.field("name", pa.string(), nullable=False),
-        pa.field("names", pa.list_(pa.string()), nullable=False),  # of every element that would have been right
+        pa.field("names", pa.list_(pa.string()), nullable=False),  # of all correct elements
     ]
 )
-"""What each step's target is called: the split rule is about these names."""
+"""The names of each step's targets, for the split rule."""
 
 
 class SnapshotError(ReaderError):
@@ -39,8 +39,8 @@ class SnapshotError(ReaderError):
 def load_snapshot(path: Path) -> pa.Table:
     """The labelled steps of the snapshot folder `path` (STEP_SCHEMA), in the order of splits and files, checked.
 
-    Checked are the columns, that step ids are unique, boxes lie inside the image, actions and values fit together,
-    screenshots decode to their stated size, step indices run from 0, and the split rule
+    Checks the columns, that step ids are unique, boxes lie inside the image, actions and values fit together,
+    screenshots decode to their stated size and step indices run from 0, and the split rule
     (`coepg_dagster.sandbox.miniwob.splits.assert_disjoint`). Raises SnapshotError.
     """
     tables = []
@@ -97,7 +97,7 @@ def _read(file: Path, schema: pa.Schema) -> pa.Table:
 def _check(
     file: Path, table: pa.Table, split: str, targets: dict[str, tuple[str, str, tuple[str, ...]]]
 ) -> Iterator[StepKey]:
-    """Checks each row and yields what the split rule needs to know of it."""
+    """Checks each row and yields its key for the split rule."""
     lengths: dict[str, int] = {}
     number = 0
     for batch in table.to_batches(max_chunksize=256):

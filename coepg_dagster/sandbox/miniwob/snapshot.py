@@ -1,7 +1,7 @@
-"""The snapshot that ships with the repository: chosen from collected shards, written, described, pictured.
+"""Builds the snapshot that ships with the repository from collected shards.
 
-Belongs here: which episodes are taken, the files, their recipe, and contact sheets to look at. Reading them back is
-`coepg_dagster.sandbox.miniwob.reader`.
+This module chooses the episodes and writes the files, their recipe and contact sheets;
+`coepg_dagster.sandbox.miniwob.reader` reads them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LARGEST: Final = 8_000_000
 def build_snapshot(shards: Path, out: Path) -> dict[str, dict[str, int]]:
     """Writes the snapshot from shards under `shards` into the folder `out`; returns {split: {family: steps}}.
 
-    Raises FileNotFoundError when a split has no shards, ValueError when the result is too large, and whatever
-    `load_snapshot` says of a result that breaks the rules.
+    Raises FileNotFoundError when a split has no shards, ValueError when the result is too large, and the
+    errors of `load_snapshot` when the result breaks its rules.
     """
     out.mkdir(parents=True, exist_ok=True)
     pages: set[str] = set()
@@ -69,10 +69,10 @@ def build_snapshot(shards: Path, out: Path) -> dict[str, dict[str, int]]:
 
 
 def choose(table: pa.Table, split: Split, pages: set[str]) -> Iterator[list[dict[str, Any]]]:
-    """Whole episodes of a split, families in turn of name, seeds in order, STEPS_PER_FAMILY steps of each.
+    """Whole episodes of a split, by family name and seed, up to STEPS_PER_FAMILY steps of each family.
 
-    `pages` has the first pages of episodes chosen before and is added to: an evaluated episode that begins like one
-    of them is passed over.
+    `pages` holds the first pages of episodes chosen so far and is extended; an evaluated episode that begins with one of
+    them is skipped.
     """
     families: dict[str, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in table.to_pylist():

@@ -1,4 +1,4 @@
-"""Which episode belongs to which split of the embedded benchmark. Written down before any model was scored.
+"""The split rule of the embedded benchmark. It was fixed before any model was scored.
 
 1. Families. UNSEEN_FAMILIES are played in test_family only. All others, KNOWN_FAMILIES, make up the rest.
 2. Seeds. Each split draws from its own range of seeds (SEEDS), pretraining included; no range meets another.
@@ -6,8 +6,8 @@
    vocabulary (the fixed wording of the pages: "submit", "password", colours, ordinals). It is held out when the
    SHA-256 of its UTF-8 bytes, as a number, is divisible by HELD_OUT_ONE_IN. An episode is in test_text if the name of
    a target or a value of one of its steps has a held-out word. In pretraining, train, validation and test_seed no
-   goal, target name, history or value has one. Held-out words may still be seen on those pages, as words that nobody
-   asks for. test_family is free.
+   goal, target name, history or value has one. Held-out words may still be visible on those pages, but no step
+   asks for them. test_family has no such limit.
 4. Pages. No episode of validation or a test split begins with the goal and the screenshot of a train episode or of
    another evaluated one (pages with few variants repeat themselves under new seeds).
 
@@ -108,7 +108,7 @@ INTERFACE: Final = frozenset(_INTERFACE_TEXT.split())
 
 @dataclass(frozen=True)
 class StepKey:
-    """What the split rule needs to know of a step. `names`: of every target; `page`: a hash of goal and screenshot."""
+    """The fields of a step that the split rule checks. `names`: of every target; `page`: a hash of goal and screenshot."""
 
     step_id: str
     split: str
@@ -165,7 +165,7 @@ def families_of(split: Split) -> tuple[str, ...]:
 
 
 def goal_wanted(split: Split, goal: str) -> bool:
-    """Whether an episode with this goal can be in a split (what its steps ask for is checked by `episode_wanted`)."""
+    """Whether an episode with this goal can be in a split (`episode_wanted` checks its targets)."""
     return split in ("test_text", "test_family") or not held_out(goal)
 
 
@@ -189,7 +189,7 @@ def assert_disjoint(steps: Iterable[StepKey]) -> dict[str, dict[str, int]]:
     rows = list(steps)
     home: dict[str, str] = {}
     pages: dict[str, StepKey] = {}
-    asks: dict[str, bool] = {}
+    has_held_out: dict[str, bool] = {}
     seen_ids: set[str] = set()
     for row in rows:
         if row.split not in SEEDS:
@@ -203,18 +203,18 @@ def assert_disjoint(steps: Iterable[StepKey]) -> dict[str, dict[str, int]]:
             raise SplitError(f"{row.step_id}: the family {row.family} does not belong in {row.split}")
         if row.seed not in SEEDS[row.split]:
             raise SplitError(f"{row.step_id}: the seed {row.seed} is not one of {row.split}")
-        asked = [w for text in (*row.names, row.value) for w in held_out(text)]
-        asks[row.episode_id] = asks.get(row.episode_id, False) or bool(asked)
+        in_targets = [w for text in (*row.names, row.value) for w in held_out(text)]
+        has_held_out[row.episode_id] = has_held_out.get(row.episode_id, False) or bool(in_targets)
         if row.split not in ("test_text", "test_family"):
-            found = asked + [w for text in (row.goal, *row.history) for w in held_out(text)]
-            if found:
-                raise SplitError(f"{row.step_id}: the held-out word {found[0]!r} is in a step of {row.split}")
+            offending = in_targets + [w for text in (row.goal, *row.history) for w in held_out(text)]
+            if offending:
+                raise SplitError(f"{row.step_id}: the held-out word {offending[0]!r} is in a step of {row.split}")
         if row.step_index == 0 and row.split != "pretrain":
             other = pages.setdefault(row.page, row)
             if other is not row and not row.split == other.split == "train":
                 raise SplitError(f"{row.step_id}: the same goal and screenshot begin {other.step_id} ({other.split})")
     for row in rows:
-        if row.split == "test_text" and not asks[row.episode_id]:
+        if row.split == "test_text" and not has_held_out[row.episode_id]:
             raise SplitError(f"{row.step_id}: no step of this test_text episode asks for a held-out word")
     return _counts(rows)
 

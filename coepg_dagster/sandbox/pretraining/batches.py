@@ -27,21 +27,21 @@ from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, Vagueness,
 IGNORED: Final = -100
 SHIFT_X: Final = (-2, 8)
 SHIFT_Y: Final = (-6, 14)
-"""Range of the random shift of a training screen, px; to the right and down there is a white margin to spend."""
+"""Range of the random shift of a training screen, px; larger to the right and down, where there is a white margin."""
 UNSHIFTED: Final = 0.25
-"""Share of screens that stay where they are."""
+"""Share of screens that are not shifted."""
 VISIBLE: Final = 0.7
-"""Share of an element's area that must be left after a shift for it to be asked about."""
+"""Share of an element's area that must stay visible after a shift for questions about it."""
 
 VALUE_WEIGHT: Final = 2
-"""How often a planner sees a step with a value for each time that it sees one without."""
+"""Sampling weight of a planner's steps with a value, relative to steps without."""
 
 Batch = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the sequences of a stage hold.
+    """The content of the training sequences of a stage.
 
     Attributes:
         role: "grounder": element questions in `wordings`; "planner": one planning question, then element questions.
@@ -63,7 +63,7 @@ class Contents:
 
 
 class Vocabulary:
-    """Token ids of texts, remembered: training asks for the same few hundred thousand texts again and again."""
+    """Token ids of texts, cached: training encodes the same few hundred thousand texts again and again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, remember: int = 400_000) -> None:
         self._tokenizer = tokenizer
@@ -73,21 +73,21 @@ class Vocabulary:
         self.end = tokens.token_id(tokenizer, tokens.IM_END)
 
     def ids(self, text: str) -> list[int]:
-        found = self._known.get(text)
-        if found is None:
-            found = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._known.get(text)
+        if ids is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
             if len(self._known) < self._remember:
-                self._known[text] = found
-        return found
+                self._known[text] = ids
+        return ids
 
 
 def sequence_length(text_tokens: int) -> int:
-    """`text_tokens`, enlarged so that prefix and text together are a multiple of 8 (attention masks want that)."""
+    """`text_tokens`, enlarged so that prefix and text together are a multiple of 8, as attention masks need."""
     return -(-(PREFIX + text_tokens) // 8) * 8 - PREFIX
 
 
 def shifted(elements: Sequence[ScreenElement], dx: int, dy: int) -> list[ScreenElement | None]:
-    """The elements after the shift, clipped to the screen; None where less than VISIBLE of one is left."""
+    """The elements after the shift, clipped to the screen; None where less than VISIBLE of an element is left."""
     result: list[ScreenElement | None] = []
     for element in elements:
         x1, y1, x2, y2 = element.box
@@ -129,7 +129,7 @@ def random_value(rng: Random) -> str:
 def with_other_value(step: ScreenStep, values: Sequence[str], rng: Random) -> ScreenStep:
     """The step with its typed value replaced in goal and label, where the goal names it and no element shows it.
 
-    The new one is another step's (from `values`) or made up.
+    The new value is another step's (from `values`) or random.
     """
     value = step.value
     shown = any(value in element.name for element in step.elements)
@@ -193,15 +193,15 @@ class Batches(Dataset[Batch]):
 
     def _fill(self, out: Batch, row: int, questions: Iterator[tuple[list[int], list[int]]]) -> None:
         at = labelled = 0
-        for segment, (asked, answer) in enumerate(questions, start=1):
-            length = len(asked) + len(answer)
+        for segment, (prompt, answer) in enumerate(questions, start=1):
+            length = len(prompt) + len(answer)
             if at + length - 1 > self.length or labelled + len(answer) > self.task.label_tokens:
                 break
             end = at + length - 1  # the last answer token is predicted, never read
-            out["text"][row, at:end] = (asked + answer)[:-1]
+            out["text"][row, at:end] = (prompt + answer)[:-1]
             out["positions"][row, at:end] = np.arange(length - 1)
             out["segments"][row, at:end] = segment
-            first = at + len(asked) - 1
+            first = at + len(prompt) - 1
             out["label_at"][row, labelled : labelled + len(answer)] = np.arange(first, first + len(answer))
             out["labels"][row, labelled : labelled + len(answer)] = answer
             at, labelled = end, labelled + len(answer)
@@ -213,9 +213,9 @@ class Batches(Dataset[Batch]):
             target = elements[step.target] if step.target >= 0 else None
             if target is not None:
                 yield self._planning(step, target, visible, rng)
-        asked = [i for i in step.askable if elements[i] is not None]
-        rng.shuffle(asked)
-        for index in asked:
+        indices = [i for i in step.askable if elements[i] is not None]
+        rng.shuffle(indices)
+        for index in indices:
             element = elements[index]
             if element is None:
                 continue
@@ -236,12 +236,12 @@ class Batches(Dataset[Batch]):
         vagueness = self.task.vagueness.on(step.family, self.task.name)
         form = habit(step.family, self.task.name)
         plan = describe(wording, target, visible, step.action_type, rng, vagueness, form)
-        asked = user_text(prompts.planner_messages(step.goal, step.history, "compact"))
-        return self._pair(asked, prompts.planner_answer(plan, step.action_type, step.value))
+        prompt = user_text(prompts.planner_messages(step.goal, step.history, "compact"))
+        return self._pair(prompt, prompts.planner_answer(plan, step.action_type, step.value))
 
-    def _pair(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
+    def _pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         vocabulary = self.vocabulary
-        return vocabulary.ids(asked) + vocabulary.after_question, [*vocabulary.ids(answer), vocabulary.end]
+        return vocabulary.ids(prompt) + vocabulary.after_question, [*vocabulary.ids(answer), vocabulary.end]
 
 
 _TIGHT: Final = frozenset({"link", "text", "folder", "file", "tab"})
@@ -274,11 +274,11 @@ def _token_spans(
 
 @dataclass(frozen=True)
 class DenseLabels:
-    """What each visual token should know, as rectangles per screen; padded with empty rectangles.
+    """Dense labels of the visual tokens, as rectangles (x1, y1, x2, y2) px per screen; padded with empty rectangles.
 
     Attributes:
         rectangles: (N, R, 4) int16; where a word token is drawn.
-        tokens: (N, R) int16; which.
+        tokens: (N, R) int16; the id of that token.
         elements: (N, E, 4) int16; boxes of the elements.
     """
 
@@ -290,22 +290,22 @@ class DenseLabels:
 def dense_labels(
     steps: Sequence[ScreenStep], tokenizer: PreTrainedTokenizerFast, *, most_tokens: int = 128, most_elements: int = 32
 ) -> DenseLabels:
-    """Labels for the warm-up of the vision tower; what is beyond the two limits is left out."""
+    """Labels for the warm-up of the vision tower; tokens and elements beyond the two limits are left out."""
     rectangles = np.full((len(steps), most_tokens, 4), -1000, np.int16)
     ids = np.zeros((len(steps), most_tokens), np.int16)
     boxes = np.full((len(steps), most_elements, 4), -1000, np.int16)
     known: dict[str, tuple[list[int], list[int], list[int]]] = {}
     for row, step in enumerate(steps):
-        found: list[tuple[tuple[float, ...], int]] = []
+        labels: list[tuple[tuple[float, ...], int]] = []
         for number, element in enumerate(step.elements[:most_elements]):
             boxes[row, number] = np.round(element.box)
-            found += [(element.box, token) for token in tokenizer.encode(element.kind, add_special_tokens=False)]
+            labels += [(element.box, token) for token in tokenizer.encode(element.kind, add_special_tokens=False)]
             if element.name not in known:
                 known[element.name] = _visible_tokens(tokenizer, element.name)
             name_ids, starts, ends = known[element.name]
             spans = _token_spans(element, element.name, starts, ends)
-            found += list(zip(spans, name_ids, strict=True))
-        for number, (span, token) in enumerate(found[:most_tokens]):
+            labels += list(zip(spans, name_ids, strict=True))
+        for number, (span, token) in enumerate(labels[:most_tokens]):
             rectangles[row, number] = np.round(span)
             ids[row, number] = token
     return DenseLabels(rectangles, ids, boxes)

@@ -26,7 +26,7 @@ from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, askable
 
 PRETRAIN_SPLIT: Final = "pretrain"
 HELD_OUT_EVERY: Final = 16
-"""Screens of every sixteenth seed are never trained on; the cards' element accuracy is measured on them."""
+"""Screens of every sixteenth seed are held out from training; the cards' element accuracy is measured on them."""
 
 _IMAGES: Final = "screens.npy"
 _STEPS: Final = "steps.json"
@@ -74,7 +74,7 @@ class Corpus:
     Attributes:
         steps: everything but the pixels.
         images: (len(steps), SCREEN_HEIGHT, SCREEN_WIDTH, 3) uint8, mapped from a file in `directory`.
-        directory: where both lie, for other processes to `open`.
+        directory: holds both files, for other processes to `open`.
     """
 
     steps: Sequence[ScreenStep]
@@ -83,7 +83,7 @@ class Corpus:
 
     @classmethod
     def open(cls, directory: Path) -> Corpus:
-        """What `read` left in a directory."""
+        """The corpus that `read` wrote to a directory."""
         rows = json.loads((directory / _STEPS).read_text("utf-8"))
         images = np.load(directory / _IMAGES, mmap_mode="c")
         return cls([_from_json(row) for row in rows], images, directory)
@@ -92,7 +92,7 @@ class Corpus:
         return len(self.steps)
 
     def indices(self, *, held_out: bool) -> list[int]:
-        """Indices of the screens that are (or are not) kept from training."""
+        """Indices of the screens that are (or are not) held out from training."""
         return [i for i, step in enumerate(self.steps) if is_held_out(step.seed) == held_out]
 
     def texts(self) -> Iterator[str]:
@@ -102,7 +102,7 @@ class Corpus:
                 yield "\n".join([step.goal, step.value, *step.history, *(element.name for element in step.elements)])
 
     def summary(self) -> dict[str, Any]:
-        """What a model card says of the data."""
+        """The description of the data for model cards."""
         families = sorted({step.family for step in self.steps})
         seeds = [step.seed for step in self.steps]
         training = len(self.indices(held_out=False))
@@ -116,7 +116,7 @@ class Corpus:
 
 
 def is_held_out(seed: int) -> bool:
-    """Whether screens of this episode seed are kept from pretraining."""
+    """Whether screens of this episode seed are held out from pretraining."""
     return seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
 

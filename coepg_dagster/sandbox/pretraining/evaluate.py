@@ -1,6 +1,6 @@
-"""What a tiny model can do, measured on the Hugging Face path that also serves it: greedy, in batches.
+"""Accuracy of a tiny model, with the Hugging Face code that also serves it: greedy, in batches.
 
-These numbers are for the model cards. The loop's own evaluation is elsewhere and follows a published protocol.
+These numbers are for the model cards. The loop is evaluated by `coepg_dagster.evaluation`, under published protocols.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def generate(
 def ground(
     model: Any, processor: Any, images: Sequence[NDArray[np.uint8]], plans: Sequence[str]
 ) -> list[tuple[float, float] | None]:
-    """The grounder's points, px; None where the answer is none."""
+    """The grounder's points, px; None where the answer is no point."""
     chats = [prompts.grounder_messages(plan, "compact") for plan in plans]
     return [prompts.parse_grounder(text) for text in generate(model, processor, images, chats, POINT_TOKENS)]
 
@@ -89,13 +89,13 @@ class Rate:
 
 
 def _rates(hits: Mapping[str, list[bool]]) -> dict[str, Rate]:
-    return {name: Rate(100 * sum(found) / len(found), len(found)) for name, found in sorted(hits.items())}
+    return {name: Rate(100 * sum(values) / len(values), len(values)) for name, values in sorted(hits.items())}
 
 
 def grounding(
     model: Any, processor: Any, screens: Corpus, indices: Sequence[int], wording: Wording, questions: int = 1200
 ) -> dict[str, Rate]:
-    """Click-in-box of precise element descriptions, "all" and per kind; the same at most `questions` ones always."""
+    """Click-in-box of precise element descriptions, "all" and per kind; always on the same questions, at most `questions`."""
     rng = Random(0)
     pairs = [(i, e) for i in indices for e in screens.steps[i].askable]
     rng.shuffle(pairs)

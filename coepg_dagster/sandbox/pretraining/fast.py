@@ -39,7 +39,7 @@ FIRST_TEXT_POSITION: Final = HEAD + max(GRID_WIDTH, GRID_HEIGHT) + 1
 
 
 class FastModel(nn.Module):
-    """A view on a Hugging Face Qwen2.5-VL; shares its parameters, owns constants only."""
+    """A view of a Hugging Face Qwen2.5-VL that shares its parameters."""
 
     model: Any
     head_ids: Tensor
@@ -75,7 +75,7 @@ class FastModel(nn.Module):
         x = (images.permute(0, 3, 1, 2).float() - self.mean) / self.std
         x = x.view(count, 3, GRID_HEIGHT, MERGE, PATCH, GRID_WIDTH, MERGE, PATCH)
         x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(count, PATCH_ROWS * PATCH_COLUMNS, 3, 1, PATCH * PATCH)
-        weight = visual.patch_embed.proj.weight  # (hidden, 3, 2, PATCH, PATCH): both frames of a still are the same
+        weight = visual.patch_embed.proj.weight  # (hidden, 3, 2, PATCH, PATCH): both frames of a still image are equal
         x = F.linear(x.flatten(2), weight.sum(2).flatten(1))
         cos, sin = self.vision_angles.cos(), self.vision_angles.sin()
         for block in visual.blocks:

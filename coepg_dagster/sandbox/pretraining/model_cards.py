@@ -1,6 +1,6 @@
-"""Model cards: what a checkpoint is, what it was made from, and what it was measured to do.
+"""Model cards: what a checkpoint is, what it was made from, and its measured accuracy.
 
-Choices between variants may look at `validation` only; the test splits are measured once, for the card.
+Choices between variants may use `validation` only; the test splits are measured once, for the card.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TITLES: Final = {"planner": "A tiny planner", "grounder": "A tiny grounder"}
 def held_out_results(
     directory: Path, checkpoint: Checkpoint, screens: Corpus, *, cases: int = 600, device: str = "cpu"
 ) -> Results:
-    """Results on pretraining screens that were kept from training: at most `cases` questions or steps a row."""
+    """Results on held-out pretraining screens: at most `cases` questions or steps per row."""
     model: Any
     model, processor = tiny_models.load(directory)
     model = model.to(device)
@@ -47,8 +47,8 @@ def held_out_results(
     if checkpoint.role == "grounder":
         rows = {}
         for wording in WORDINGS:
-            found = evaluate.grounding(model, processor, screens, kept, wording, cases)
-            rows[f"wording {wording}"] = {"click in box": found.pop("all"), **found}
+            rates = evaluate.grounding(model, processor, screens, kept, wording, cases)
+            rows[f"wording {wording}"] = {"click in box": rates.pop("all"), **rates}
         return rows
     chosen = sorted(Random(0).sample(kept, min(cases, len(kept))))
     wordings = list(checkpoint.wordings)
@@ -75,7 +75,7 @@ def pair_results(planner: Path, grounder: Path, snapshot: Path, *, device: str =
 
 def _table(rows: Results, columns: Sequence[str]) -> str:
     cells = [
-        [name, *(str(found[column]) if column in found else "–" for column in columns)] for name, found in rows.items()
+        [name, *(str(rates[column]) if column in rates else "–" for column in columns)] for name, rates in rows.items()
     ]
     return table(["", *columns], cells)
 
@@ -92,9 +92,9 @@ def text(
     """The card in Markdown.
 
     Args:
-        name: of the checkpoint.
-        recipe: that made it.
-        parameters: of the model.
+        name: name of the checkpoint.
+        recipe: the recipe that made it.
+        parameters: their number.
         data: `Corpus.summary()`.
         stages: reports of its tower and of its own stage, as `run` writes them to `work/reports.json`.
         held_out: from `held_out_results`.
@@ -113,7 +113,7 @@ def text(
         )
     )
     first = "click in box" if checkpoint.role == "grounder" else "plan"
-    kinds = sorted({column for found in held_out.values() for column in found} - {first})
+    kinds = sorted({column for rates in held_out.values() for column in rates} - {first})
     columns = [first, *kinds] if checkpoint.role == "grounder" else ["plan", "vague", "type", "value", "typed value"]
     parts = [
         f"# {name}",
@@ -178,8 +178,8 @@ def write(
         pairs = {}
         for planner, grounder in _partners(name, recipe):
             if (out / planner).is_dir() and (out / grounder).is_dir():
-                found = pair_results(out / planner, out / grounder, snapshot, device=device)
-                pairs[f"`{planner}` with `{grounder}`"] = found
+                results = pair_results(out / planner, out / grounder, snapshot, device=device)
+                pairs[f"`{planner}` with `{grounder}`"] = results
         held_out = held_out_results(out / name, checkpoint, screens, cases=cases, device=device)
         parameters = tiny_models.parameter_count(tiny_models.load(out / name)[0])
         card = text(name, recipe, parameters, reports["data"], reports["stages"], held_out, pairs)
@@ -187,7 +187,7 @@ def write(
 
 
 def _partners(name: str, recipe: Recipe) -> list[tuple[str, str]]:
-    """Pairs (planner, grounder) that say something about this checkpoint."""
+    """The pairs (planner, grounder) by which this checkpoint is judged."""
     checkpoint = recipe.checkpoints[name]
     if checkpoint.role == "grounder":
         return [(BASE_PLANNER, name)]

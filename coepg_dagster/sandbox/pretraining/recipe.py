@@ -23,22 +23,22 @@ class PretrainingStage(Strict):
     batch: Annotated[int, Field(ge=1)] = 64
     """Screens per step."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-3
-    """Peak; warms up over `warm_up` steps, falls along a cosine to 3 %."""
+    """Peak learning rate: reached after `warm_up` steps, then a cosine decay to 3 %."""
     warm_up: Annotated[int, Field(ge=1)] = 200
     """Steps until the learning rate reaches its peak."""
     seed: int = 0
-    """Of the batches."""
+    """Seed of the batches."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Ends the stage early, learning rate decayed; a stage cut short by it is not reproducible to the bit."""
+    """Time limit: ends the stage early, with the learning rate decayed. Such a stage is not reproducible to the bit."""
 
 
 class TowerStage(PretrainingStage):
     """A vision tower, warmed up with dense labels per visual token."""
 
     preset: Preset
-    """Size of the whole model around it."""
+    """Size of the whole model."""
     init_seed: int = 0
-    """Of the initial weights."""
+    """Seed of the initial weights."""
 
 
 class VaguenessSettings(Strict):
@@ -47,39 +47,39 @@ class VaguenessSettings(Strict):
     families: Share = 0.0
     """Share of the task families on which the planner is often vague."""
     often: Share = 0.0
-    """Probability of a vague plan there."""
+    """Probability of a vague plan on those families."""
     seldom: Share = 0.0
-    """Probability of a vague plan elsewhere."""
+    """Probability of a vague plan on the other families."""
 
     def value(self) -> Vagueness:
         return Vagueness(self.families, self.often, self.seldom)
 
 
 class Checkpoint(PretrainingStage):
-    """One shipped model: role, the tower it starts from, the language it knows."""
+    """One shipped model: its role, tower and wordings."""
 
     role: Literal["planner", "grounder"]
-    """What it is trained to answer."""
+    """Whether it answers with plans or with points."""
     tower: str
     """Name of the tower it starts from."""
     wordings: dict[Wording, Annotated[float, Field(gt=0)]]
-    """Of the plans it writes (planner) or understands (grounder), with weights."""
+    """Wordings of the plans it writes (planner) or understands (grounder), with weights."""
     vagueness: VaguenessSettings = VaguenessSettings()
-    """Planner only."""
+    """Planner only: how often its plans are vague."""
     text_tokens: Annotated[int, Field(ge=32, le=1024)] = 192
     """Length of a training sequence after the screen."""
     label_tokens: Annotated[int, Field(ge=8, le=1024)] = 72
     """Most answer tokens in a training sequence."""
     dense_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the warm-up's loss, kept on beside the answers' loss."""
+    """Weight of the dense loss, in addition to the loss on answers."""
     data_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the training screens it sees; less makes a weaker member."""
+    """Share of the training screens it sees; a smaller share makes a weaker pool member."""
     swap: Share = 0.5
     """Planner only: share of typed values replaced by random strings."""
     use: str = ""
-    """What it is for, in the card's words."""
+    """Its use, for the model card."""
     notes: str = ""
-    """What else the card says: how a setting was chosen, what was seen."""
+    """Further notes for the model card: how a setting was chosen, what was observed."""
 
     @model_validator(mode="after")
     def _has_wording(self) -> Checkpoint:
@@ -96,9 +96,9 @@ class Recipe(Strict):
     least_screens: Annotated[int, Field(ge=1)] = 1
     """Words on fewer screens than this are spelled."""
     towers: dict[str, TowerStage]
-    """By name."""
+    """Name → tower."""
     checkpoints: dict[str, Checkpoint]
-    """By name, which is also the directory's."""
+    """Name of the checkpoint and of its directory → checkpoint."""
 
     @model_validator(mode="after")
     def _towers_exist(self) -> Recipe:

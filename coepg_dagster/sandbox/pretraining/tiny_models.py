@@ -1,7 +1,7 @@
 """The tiny Qwen2.5-VL of the embedded benchmark: presets, construction, saving and the check of what was saved.
 
-The classes are transformers' own (`Qwen2_5_VLForConditionalGeneration`, `Qwen2_5_VLProcessor`), so that whatever serves
-and trains Qwen2.5-VL-7B serves and trains these. A screen of 168 x 224 px passes the image processor unresized.
+The classes are those of transformers (`Qwen2_5_VLForConditionalGeneration`, `Qwen2_5_VLProcessor`), so that code for
+Qwen2.5-VL-7B serves and trains these models too. A screen of 168 x 224 px passes the image processor unresized.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PRESETS: Final[Mapping[Preset, ModelSize]] = {
     "base": ModelSize(96, 256, 3, 4, 128, 256, 4, 4, 2),
     "large": ModelSize(192, 512, 4, 6, 256, 640, 6, 8, 4),
 }
-"""`base` for the base pair, `small` and `medium` for members of the pools, `large` as the second row of model scale."""
+"""`base`: the base pair; `small`, `medium`: pool members; `large`: the second model size of the study."""
 
 INITIALIZER_RANGE: Final = 0.08
 """Five times transformers' default: at these widths, training from the default stays at chance."""
@@ -154,12 +154,12 @@ def build(
 
 
 def parameter_count(model: Qwen2_5_VLForConditionalGeneration) -> int:
-    """Trainable numbers, tied embeddings once."""
+    """Number of trainable parameters, tied embeddings counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 class BadCheckpoint(Refusal, RuntimeError):
-    """What lies on disk is not what was to be saved."""
+    """A checkpoint on disk differs from the model that was saved."""
 
 
 def save(
@@ -168,7 +168,7 @@ def save(
     directory: Path,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a plain Hugging Face checkpoint, weights rounded to `dtype`, and reload it to see that it is whole.
+    """Write a plain Hugging Face checkpoint, weights rounded to `dtype`, and reload it to check that it is complete.
 
     Raises BadCheckpoint for missing or unexpected keys, values that are not finite, or weights that differ.
     """

@@ -1,9 +1,9 @@
-"""The tiny models' own tokenizer: byte-level, lossless, and with one segmentation of a word wherever it stands.
+"""The tiny models' tokenizer: byte-level, lossless, and with the same segmentation of a word in every context.
 
-A pre-token is one token where the vocabulary holds it, and single bytes otherwise; there are no merges. So the words
-that pretraining sees often are whole tokens, every other string is spelled, and a random string is spelled the same way
+A pre-token is one token where the vocabulary holds it, and single bytes otherwise; there are no merges. So frequent
+words of pretraining are whole tokens, every other string is spelled, and a random string is spelled the same way
 in a goal, in a plan and in a value: copying it is plain token copying. A blank is a token of its own, except before the
-few *frame* words of goals and plans ("the", "button", …), which own a second token that includes it. Every whole number
+few *frame* words of goals and plans ("the", "button", …), which have a second token that includes it. Every whole number
 0..223 is one token, so a point "(x,y)" is five.
 """
 
@@ -95,7 +95,7 @@ def _pattern() -> str:
 def fit(corpus: Iterable[str], size: int = 1472, least: int = 1) -> PreTrainedTokenizerFast:
     """A tokenizer of at most `size` tokens: the fixed ones, and the words that most texts of `corpus` hold.
 
-    A word that fewer than `least` texts hold is left to be spelled. Deterministic: ties between equally frequent words
+    A word in fewer than `least` texts is spelled. Deterministic: ties between equally frequent words
     are broken by the alphabet. Raises ExperimentError where `size` has no room for the fixed part.
     """
     counts = Counter(word for text in corpus for word in set(words_of(text)) if len(word) > 1)
@@ -139,8 +139,8 @@ def _tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """The id of one token of the vocabulary. Raises KeyError where there is none."""
-    found: int = tokenizer.get_vocab()[token]
-    return found
+    number: int = tokenizer.get_vocab()[token]
+    return number
 
 
 def load(directory: Path) -> PreTrainedTokenizerFast:

@@ -1,11 +1,11 @@
-"""Pretraining from scratch, in three stages that were each found necessary.
+"""Pretraining from scratch, in three stages; experiments showed that each is necessary.
 
 1. *Tower*: the vision model is warmed up with dense labels per visual token (which words and kinds are drawn here,
    where the element's centre is), classified through the tied word embeddings. Without it grounding stays at chance.
 2. *Grounder*: from its tower, element descriptions to points, several questions a screen in one sequence.
 3. *Planner*: from the same tower, goal and history to the JSON answer, with element questions beside it.
 
-This is no part of Co-EPG: it makes the models that take the place of pretrained ones. So it has a loop of its own,
+This is no part of Co-EPG: it makes the models that take the place of pretrained ones. So it has a separate training loop
 over the batched forward pass of `fast`; on a GPU each step is one CUDA graph. It saves plain Hugging Face checkpoints.
 """
 
@@ -60,12 +60,12 @@ _TOKEN_SHARE: Final = 0.3
 _TOKEN_PIXELS: Final = 150.0
 """… or this many px² of it."""
 _ELEMENT_PIXELS: Final = 40.0
-"""A cell points to the element that covers most of it, if that is this many px²."""
+"""A cell points to the element that covers most of it, if it covers at least this many px²."""
 _REPORT_EVERY: Final = 200
 
 
 def silent(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-    """A Progress that says nothing."""
+    """A Progress that does nothing."""
 
 
 class DenseHead(nn.Module):
@@ -232,7 +232,7 @@ def _rate(stage: PretrainingStage, step: int, elapsed: float) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one stage did."""
+    """The result of one stage."""
 
     name: str
     steps: int
@@ -288,7 +288,7 @@ def _tensors(loader: DataLoader[Any]) -> Iterator[dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What each stage is trained with; `loaders`: processes that prepare batches."""
+    """The inputs of a stage; `loaders`: number of processes that prepare batches."""
 
     screens: Corpus
     tokenizer: PreTrainedTokenizerFast
@@ -298,7 +298,7 @@ class Inputs:
 
 
 def warm_up(name: str, tower: TowerStage, inputs: Inputs) -> tuple[Any, DenseHead, StageReport]:
-    """Stage 1: a fresh model whose vision tower and embeddings know what is on a screen, and the head that reads it."""
+    """Stage 1: a new model with trained vision tower and embeddings, and its dense head."""
     screens, tokenizer, device = inputs.screens, inputs.tokenizer, inputs.device
     model: Any
     model, _ = tiny_models.build(tower.preset, tokenizer, tower.init_seed)
@@ -324,7 +324,7 @@ def warm_up(name: str, tower: TowerStage, inputs: Inputs) -> tuple[Any, DenseHea
 
 
 def train_checkpoint(name: str, checkpoint: Checkpoint, model: Any, head: DenseHead, inputs: Inputs) -> StageReport:
-    """Stages 2 and 3: train `model` in place to answer as `checkpoint` says."""
+    """Stages 2 and 3: train `model` in place to answer as `checkpoint` defines."""
     screens, tokenizer, device, loaders = inputs.screens, inputs.tokenizer, inputs.device, inputs.loaders
     fast = FastModel(model, tokenizer).to(device)
     head = head.to(device)
@@ -370,7 +370,7 @@ def train_checkpoint(name: str, checkpoint: Checkpoint, model: Any, head: DenseH
 
 @dataclass(frozen=True)
 class _Plant:
-    """What a job's process needs to find its work."""
+    """The inputs of a job's process."""
 
     recipe: Recipe
     screens: Path
@@ -473,33 +473,33 @@ def _all(
     machine: Machine,
     progress: Progress,
 ) -> dict[str, StageReport]:
-    """Run one job a name, `machine.parallel` at a time; progress of all is reported from this process."""
+    """Run one job per name, `machine.parallel` at a time; this process reports the progress of all."""
     prefix = "tower " if make is _make_tower else ""
     dealt = list(zip(names, itertools.cycle(machine.devices), strict=False))
     if machine.parallel == 1:
         return {prefix + name: make(plant, name, _ready(device), progress) for name, device in dealt}
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        said = manager.Queue()
-        listener = threading.Thread(target=_listen, args=(said, progress), daemon=True)
+        messages = manager.Queue()
+        listener = threading.Thread(target=_listen, args=(messages, progress), daemon=True)
         listener.start()
         with ProcessPoolExecutor(max_workers=machine.parallel, mp_context=context) as pool:
-            jobs = {prefix + name: pool.submit(_job, make, plant, name, device, said) for name, device in dealt}
+            jobs = {prefix + name: pool.submit(_job, make, plant, name, device, messages) for name, device in dealt}
             reports = {name: job.result() for name, job in jobs.items()}
-        said.put(None)
+        messages.put(None)
         listener.join()
     return reports
 
 
-def _listen(said: Any, progress: Progress) -> None:
-    while (message := said.get()) is not None:
+def _listen(messages: Any, progress: Progress) -> None:
+    while (message := messages.get()) is not None:
         progress(*message)
 
 
-def _job(make: _Make, plant: _Plant, name: str, device: str, said: Any) -> StageReport:
+def _job(make: _Make, plant: _Plant, name: str, device: str, messages: Any) -> StageReport:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(1)
-    return make(plant, name, _ready(device), lambda *message: said.put(message))
+    return make(plant, name, _ready(device), lambda *message: messages.put(message))
 
 
 def _ready(device: str) -> torch.device:

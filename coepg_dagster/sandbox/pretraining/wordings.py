@@ -1,14 +1,14 @@
 """How elements are described: four wordings, and the plans that a tiny planner of each wording writes.
 
 The base grounder knows elements in wording A, the base planner plans in B, the planners of the pool in C and D. That
-gap is made on purpose: it is what the loop has to close (more of a familiar wording teaches a grounder nothing).
+gap is made on purpose: the loop has to close it (more of a familiar wording teaches a grounder nothing).
 
 A  button 'previous'
 B  press on the previous button
 C  click the element reading 'previous', a button near the lower left
 D  use the push button marked previous · use the second input box · use the red square at the top
 
-A *vague* plan names a kind or a place only. It is what planner GRPO and verification have to remove.
+A *vague* plan names a kind or a place only. Planner GRPO and verification have to remove it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def short_name(name: str) -> str:
 
 
 def ordinal(element: ScreenElement, elements: Sequence[ScreenElement]) -> str:
-    """ "first" … "fifth" among the elements of its kind in reading order; "" where it is alone or further down."""
+    """ "first" … "fifth" among the elements of its kind in reading order; "" where it is alone or beyond the fifth."""
     same = sorted((other for other in elements if other.kind == element.kind), key=lambda e: (e.box[1], e.box[0]))
     index = same.index(element)
     return _ORDINALS[index] if len(same) > 1 and index < len(_ORDINALS) else ""
@@ -171,7 +171,7 @@ class Vagueness:
 
 
 def _drawn(*parts: str) -> int:
-    """A number in [0, 2**32) that hangs on `parts` only."""
+    """A number in [0, 2**32) that depends on `parts` only."""
     return zlib.crc32("/".join(parts).encode())
 
 
@@ -224,7 +224,7 @@ def is_right(
 
 
 def askable(elements: Sequence[ScreenElement]) -> list[int]:
-    """Indices of the elements that their kind and shortened name tell from all others on the screen."""
+    """Indices of the elements whose kind and shortened name are unique on the screen."""
     seen: dict[tuple[str, str], int] = {}
     for element in elements:
         key = (element.kind, short_name(element.name))
