@@ -384,7 +384,7 @@ def test_another_image_grid_is_refused(engine: OpenAIEngine, server: OpenAIServe
         return answer
 
     server.change = change
-    with pytest.raises(EngineRefused, match=r"saw \d+ prompt tokens, by our resize .* it must be \d+"):
+    with pytest.raises(EngineRefused, match=r"counts \d+ prompt tokens; by our resize .* it must be \d+"):
         engine.check()
 
 
