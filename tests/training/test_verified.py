@@ -1,4 +1,4 @@
-"""A trained model is saved whole or not at all: what was written is loaded again, compared and expected."""
+"""A trained model is saved whole or not at all: it is loaded again, its tensors and its logits are compared."""
 
 from __future__ import annotations
 
