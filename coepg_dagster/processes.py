@@ -24,7 +24,7 @@ from typing import Final, Protocol
 from coepg_dagster.refusal import Refusal
 
 GRACE_SECONDS: Final = 20
-"""Default seconds that a group has to end after SIGINT, and again after SIGTERM."""
+"""How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
 LAST_WORDS: Final = "COEPG_LAST_WORDS"
 """Environment variable with the file for the reason why a job's processes end."""
 WORDS_AT_MOST: Final = 16_000
@@ -128,7 +128,7 @@ def words_left(path: Path) -> str:
 
 
 def end_with_parent() -> None:
-    """Starts a watch that kills this process and its group when the parent process has ended."""
+    """From now on this process and its group are killed when the process that started it is gone."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -187,14 +187,14 @@ class GrounderPool:
         for remote in self._remote.values():
             remote.end()
 
-    def ask(self, queries: Sequence[Query]) -> None:
+    def query(self, queries: Sequence[Query]) -> None:
         """Starts remote grounders on the queries that are new; returns at once."""
         for remote in self._remote.values():
-            remote.ask(queries)
+            remote.query(queries)
 
     def groundings(self, queries: Sequence[Query]) -> list[list[Grounding]]:
         """For each grounder, in order, its grounding of each query. Raises any error of a grounder's thread."""
-        self.ask(queries)
+        self.query(queries)
         local = {id(g): g.ground(queries) for g in self._grounders if not g.remote}
         return [local[id(g)] if id(g) in local else self._remote[id(g)].groundings(queries) for g in self._grounders]
 
@@ -209,7 +209,7 @@ class _RemoteGrounder:
         self._turns: list[Future[None]] = []
         self._groundings: dict[Query, Grounding] = {}
 
-    def ask(self, queries: Sequence[Query]) -> None:
+    def query(self, queries: Sequence[Query]) -> None:
         new = [query for query in dict.fromkeys(queries) if query not in self._submitted]
         self._submitted.update(new)
         for query in new:

@@ -73,7 +73,7 @@ class CdremReward:
         """Within `pool`: starts the votes on planner answers that `score` will need later, and returns at once."""
         assert self._pool is not None
         _, _, queries = self._gated(texts, step_ids)
-        self._pool.ask(list(queries.values()))
+        self._pool.query(list(queries.values()))
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
         """r of Eq. 9 for each of B completions; `step_id` is the dataset's column, one for each completion."""

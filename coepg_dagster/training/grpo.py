@@ -153,9 +153,9 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._first_step = False
         batch = self._early.pool() if self._early else nullcontext()
         with self._shown.keys(), batch:
-            scored = super()._generate_and_score_completions(inputs)
-        refuse_other_screenshots(scored, [row["images"][0] for row in inputs], self._shown)
-        return scored
+            made = super()._generate_and_score_completions(inputs)
+        refuse_other_screenshots(made, [row["images"][0] for row in inputs], self._shown)
+        return made
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """As TRL's, but the rollouts of a prompt stay together; TRL shuffles them over the passes of a step."""

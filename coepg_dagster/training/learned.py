@@ -18,7 +18,7 @@ FEW_ROLLOUTS: Final = 10_000
 FEW_PROMPTS: Final = 1 / 3
 """Of the steps that D_{k-1} covers."""
 MANY_SPREADLESS: Final = 50.0
-"""Per cent of groups without spread, which cost time and teach nothing."""
+"""Per cent of groups without spread: what they cost teaches nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str
     spreadless = figures.get("groups_without_spread")
     if spreadless is not None and spreadless > MANY_SPREADLESS:
         changes.append(
-            f"more spread ({spreadless:.0f} % of the groups have none): a higher grpo.temperature "
+            f"more spread, which {spreadless:.0f} % of the groups have none of: a higher grpo.temperature "
             f"({_now(settings['temperature'])}), larger groups"
         )
     if settings["kl_beta"]:
