@@ -1,4 +1,4 @@
-"""The files of artifacts: their names, tables of steps as they are written and read, and files that appear whole."""
+"""The files of artifacts: their names, tables of steps, and atomic writing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ROLLOUTS = "rollouts.parquet"
 
 
 class NoSteps(Refusal, ValueError):
-    """A split that has no steps, or none within a limit."""
+    """A split without steps, or without an episode within a limit."""
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Gives the draft of a file, which replaces `path` in one move once it is written.
+    """Yields the path of a draft, which replaces `path` in one move once it is written.
 
-    Where writing fails, `path` stays as it was and no draft is left. The draft carries the thread's id, so that two writers
-    of the same file do not meet.
+    If writing fails, `path` stays as it was and no draft is left. The draft's name has the thread's id, so that two writers
+    of the same file do not collide.
     """
     draft = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
     try:
@@ -41,13 +41,13 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Parquet, written whole, so that equal tables give equal bytes however they are cut into chunks."""
+    """Writes Parquet as one chunk, so that equal tables give equal bytes whatever their chunks."""
     with whole(path) as draft:
         pq.write_table(table.combine_chunks(), draft, compression="zstd", store_schema=False, write_page_index=False)
 
 
 def write_steps(table: pa.Table, path: Path, splits: Sequence[str]) -> None:
-    """Steps as an Arrow file, one split after the other, so that each is read back as a slice of mapped memory."""
+    """Writes steps as an Arrow file, split after split, so that each split is read as a slice of mapped memory."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         for split in splits:
             for batch in table.filter(pc.field("split") == split).to_batches(max_chunksize=64):
@@ -55,12 +55,12 @@ def write_steps(table: pa.Table, path: Path, splits: Sequence[str]) -> None:
 
 
 def all_steps(path: Path) -> pa.Table:
-    """Every step of a file of `write_steps`, memory-mapped: screenshots cost no memory until they are looked at."""
+    """All steps of a file of `write_steps`, memory-mapped: screenshots cost no memory until they are read."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
-    """The steps of one split, in file order. Raises NoSteps where there are none, or none within the limit.
+    """The steps of one split, in file order. Raises NoSteps if there are none, or none within the limit.
 
     With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`).
     """
@@ -72,7 +72,7 @@ def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
 
 
 def limited(table: pa.Table, limit: int | None) -> pa.Table:
-    """The steps of one split within a limit, see `steps_of`. Raises NoSteps where every episode is longer than that."""
+    """The steps of one split within a limit, see `steps_of`. Raises NoSteps if every episode is longer."""
     if limit is None or table.num_rows <= limit:
         return table
     chosen = whole_episodes(table, limit)

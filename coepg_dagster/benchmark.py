@@ -1,7 +1,7 @@
-"""The labelled steps of an experiment: read by the reader it names, and checked before anything is trained.
+"""The labelled steps of an experiment: read by its reader, and checked before anything is trained.
 
-`coepg plan` and the import of a benchmark ask `refuse_files` and `refuse_steps`; screenshots are not looked at. This is the
-only module of the method that imports the sandbox, and only where an experiment names its reader.
+`coepg plan` and the import of a benchmark use the checks `refuse_files` and `refuse_steps`, which do not read screenshots. This
+is the only module of the method that imports the sandbox, and only if an experiment uses its reader.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from coepg_dagster.readers.importing import Dataset, Options, load_benchmark, so
 from coepg_dagster.readers.rows import ReaderError
 
 SOURCE = "source"
-"""Figure of an unpartitioned asset: the fingerprint of the files that it was made from."""
+"""The figure of an unpartitioned asset that holds the fingerprint of its source files."""
 
 
 def options_of(config: Benchmark, style: Style = "web") -> Options:
-    """How a benchmark is read for prompts of `style`."""
+    """The options with which a benchmark is read for prompts of `style`."""
     return Options(
         view=config.view,
         level=config.level,
@@ -43,7 +43,7 @@ def options_of(config: Benchmark, style: Style = "web") -> Options:
 def read_benchmark(
     config: Benchmark, root: Path, imports: Path, style: Style = "web"
 ) -> tuple[pa.Table, dict[str, Any]]:
-    """The steps of a benchmark, and figures of its import: what it left out or noticed, and SOURCE.
+    """The steps of a benchmark, and figures of its import: rows left out, warnings, and SOURCE.
 
     Imported files are kept under `imports`. Raises ReaderError.
     """
@@ -58,28 +58,28 @@ def read_benchmark(
 
 
 def benchmark_version(config: Benchmark, root: Path, imports: Path, style: Style = "web") -> str:
-    """SOURCE as it would be if the benchmark was read now."""
+    """SOURCE of the benchmark's present files."""
     if config.reader == "miniwob":
         return files_version(root, [config.path])
     return version_now(config.reader, *_import_of(config, root, imports), options_of(config, style))
 
 
 def _import_of(config: Benchmark, root: Path, imports: Path) -> tuple[Path, Path]:
-    """(what is read, the folder of its import)."""
+    """(the path of the benchmark, the folder of its import)."""
     out = imports / fingerprint([config.reader, str(config.path), config.view, config.level])
     return root / config.path, out
 
 
 def files_version(root: Path, paths: list[Path]) -> str:
     """The fingerprint of the files in folders below `root`: names, sizes, times."""
-    found = []
+    entries = []
     for path in sorted(set(paths)):
         place = root / path
         for file in sorted([place] if place.is_file() else place.rglob("*")):
             if file.is_file():
                 about = file.stat()
-                found.append([os.path.relpath(file, root), about.st_size, about.st_mtime_ns])
-    return fingerprint(found)
+                entries.append([os.path.relpath(file, root), about.st_size, about.st_mtime_ns])
+    return fingerprint(entries)
 
 
 def wanted_splits(benchmark: Benchmark) -> tuple[str, ...]:
@@ -88,15 +88,15 @@ def wanted_splits(benchmark: Benchmark) -> tuple[str, ...]:
 
 
 def is_to_be_fetched(benchmark: Benchmark, root: Path) -> bool:
-    """Whether a public benchmark has no files yet: what a run would take can be said before they are downloaded."""
+    """Whether a public benchmark has no files yet; a plan can be estimated before they are downloaded."""
     return benchmark.reader in ("mind2web", "android_control") and not (root / benchmark.path).exists()
 
 
 def refuse_files(experiment: Experiment, root: Path) -> list[str]:
-    """Why the files of a benchmark that was not imported yet cannot be used; empty: nothing is known against them.
+    """Why the files of a benchmark that is not imported yet cannot be used; empty: no reason is known.
 
-    The splits are those that file names, lists of splits, or lines name. Rows of the MiniWoB++ snapshot are counted, those
-    of others are not: `refuse_steps` sees to these once they are imported.
+    Splits are read from file names, lists of splits, or lines. Rows are counted only in the MiniWoB++ snapshot; for other
+    benchmarks `refuse_steps` does it after the import.
     """
     benchmark = experiment.benchmark
     place = root / benchmark.path
@@ -113,10 +113,10 @@ def refuse_files(experiment: Experiment, root: Path) -> list[str]:
 
 
 def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, int] | None = None) -> list[str]:
-    """Why an experiment cannot be made from these steps (STEP_SCHEMA, screenshots not needed); empty: it can.
+    """Why an experiment cannot run on these steps (STEP_SCHEMA, without screenshots); empty: it can.
 
     Args:
-        covered: k → the number of steps that D_k covers, as far as it is made.
+        covered: k → the number of steps that D_k covers, for each D_k that exists.
     """
     benchmark = experiment.benchmark
     why = _missing(benchmark, sorted(pc.unique(steps["split"]).to_pylist()))
@@ -143,9 +143,9 @@ def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, 
     return why + _too_few_prompts(experiment, {f"D_{k}": steps for k, steps in (covered or {}).items()})
 
 
-def _missing(benchmark: Benchmark, found: Sequence[str]) -> list[str]:
-    missing = [split for split in wanted_splits(benchmark) if split not in found]
-    there = ", ".join(found) or "none"
+def _missing(benchmark: Benchmark, splits: Sequence[str]) -> list[str]:
+    missing = [split for split in wanted_splits(benchmark) if split not in splits]
+    there = ", ".join(splits) or "none"
     return [f"benchmark: no steps in split {', '.join(missing)} (there are: {there})"] if missing else []
 
 
@@ -185,8 +185,8 @@ def _splits(benchmark: Benchmark, reader: Dataset, place: Path) -> list[str]:
         case "mind2web":
             _require_columns(files[0], mind2web.COLUMNS, "Multimodal-Mind2Web")
             named = [file.name.split("-")[0].removesuffix(".parquet") for file in files]
-            found = [str(split) for split in mind2web.SPLITS if split in named]
-            return [*found, "validation"] if "train" in found else found
+            of_files = [str(split) for split in mind2web.SPLITS if split in named]
+            return [*of_files, "validation"] if "train" in of_files else of_files
         case "android_control":
             splits = android_control.Splits.of(place if place.is_dir() else place.parent)
             return sorted(set(splits.split.values()))
@@ -197,8 +197,8 @@ def _splits(benchmark: Benchmark, reader: Dataset, place: Path) -> list[str]:
 
 
 def _named_in(file: Path) -> set[str]:
-    """The splits that the lines of a user's own data name; lines that cannot be read are the import's business."""
-    found = set()
+    """The splits named in a JSON Lines file; the import reports lines that cannot be read."""
+    splits = set()
     with file.open("rb") as lines:
         for line in lines:
             try:
@@ -206,5 +206,5 @@ def _named_in(file: Path) -> set[str]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("split"), str):
-                found.add(row["split"])
-    return found
+                splits.add(row["split"])
+    return splits

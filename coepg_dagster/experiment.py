@@ -45,7 +45,7 @@ Pool = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=60)]
 
 
 class ExperimentError(Refusal, ValueError):
-    """An experiment file that cannot be used; the message names file, key and remedy."""
+    """An experiment file that cannot be used; the message names file and key, and says what to do."""
 
 
 class Strict(BaseModel):
@@ -73,7 +73,7 @@ _KNOWN_SPLITS: Final[dict[str, tuple[str, ...]]] = {
     "mind2web_blocks": tuple(split for split in MIND2WEB_SPLITS if split != "train"),
     "screenspot": ("test",),
 }
-"""By reader: the splits that its data can have. Those of the others stand in the data."""
+"""Reader → the splits that its data can have. Data of other readers name their splits."""
 
 
 class Benchmark(Strict):
@@ -105,10 +105,10 @@ class Benchmark(Strict):
     @classmethod
     def _reader_has_the_splits(cls, named: str | list[str], info: ValidationInfo) -> str | list[str]:
         known = _KNOWN_SPLITS.get(info.data.get("reader", ""))
-        strange = [split for split in ([named] if isinstance(named, str) else named) if known and split not in known]
-        if known and strange:
+        unknown = [split for split in ([named] if isinstance(named, str) else named) if known and split not in known]
+        if known and unknown:
             reader = info.data["reader"]
-            raise ValueError(f"reader {reader!r} has no split {strange[0]!r}; it has {', '.join(known)}")
+            raise ValueError(f"reader {reader!r} has no split {unknown[0]!r}; it has {', '.join(known)}")
         return named
 
     @field_validator("protocol")
@@ -170,17 +170,17 @@ class Member(Strict):
 
     @property
     def checkpoint(self) -> str:
-        """The folder or hub model whose files are read here: of a model behind an endpoint, those of its processor."""
+        """The folder or hub model whose files are read here; for a model behind an endpoint, its processor."""
         return self.processor or self.model
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> Any:
         default = {name: field.default for name, field in type(self).model_fields.items()}
-        told = {name: value for name, value in dump(self).items() if value != default[name]}
-        return self.model if set(told) == {"model"} else told
+        changed = {name: value for name, value in dump(self).items() if value != default[name]}
+        return self.model if set(changed) == {"model"} else changed
 
     def without_place(self) -> Member:
-        """What decides its answers: not where it is, nor how fast it is asked."""
+        """The member with only the settings that decide its answers: without its address and limits of requests."""
         return self.model_copy(update={name: type(self).model_fields[name].default for name in PLACE})
 
 
@@ -233,7 +233,7 @@ class Models(Strict):
         return space
 
     def engine_of(self, member: Member) -> EngineName:
-        """What answers for a member of a pool."""
+        """The engine of a member of a pool."""
         return member.engine or self.engine
 
     def named(self) -> dict[str, Member]:
@@ -250,7 +250,7 @@ class Models(Strict):
         return list(dict.fromkeys(member.model for member in self.named().values() if member.engine != "openai"))
 
     def without_places(self) -> Models:
-        """The same models, wherever endpoints are."""
+        """The same models without the addresses of endpoints (`Member.without_place`)."""
         pools = {"planners": self.planners, "verifiers": self.verifiers}
         return self.model_copy(
             update={
@@ -261,7 +261,7 @@ class Models(Strict):
 
 
 class Serving(Strict):
-    """How vLLM runs here. None of it decides an answer."""
+    """How vLLM runs here; no setting changes an answer."""
 
     python: str | None = Field(None, description="interpreter that has vLLM, for servers; null: vLLM is installed here")
     memory: float = Field(0.85, gt=0, le=1, description="share of a GPU for all vLLM models that are open at once")
@@ -279,7 +279,7 @@ class Serving(Strict):
 
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
-"""`sdpa`: torch's own kernels; `flash_attention_2`: the package flash-attn; `eager`: plain matrix products."""
+"""`sdpa`: the kernels of torch; `flash_attention_2`: the package flash-attn; `eager`: plain matrix products."""
 
 
 class Lora(Strict):
@@ -331,9 +331,9 @@ class Sft(Strict):
 
 
 MIN_LR_RATE: Final = 0.1
-"""Where the schedule `cosine_with_min_lr` ends, as a share of the learning rate."""
+"""The end of the schedule `cosine_with_min_lr`, as a share of the learning rate."""
 VISUAL_MEMORY: Final = 1 << 30
-"""Bytes of visual embeddings that a process holds; the newest stay."""
+"""Limit of the visual embeddings that a process holds, in bytes; the newest are kept."""
 
 
 class Grpo(Strict):
@@ -411,11 +411,11 @@ class Grpo(Strict):
         return self
 
     def pass_size(self, *, packs: bool, processes: int = 1) -> int:
-        """Rollouts of a pass: `micro_batch_size`, or as many more as leave groups whole.
+        """Number of rollouts of a pass: `micro_batch_size`, rounded up to whole groups if groups are packed.
 
         Args:
             packs: whether a group is one row.
-            processes: that share an optimizer step.
+            processes: number of processes that share an optimizer step.
         """
         groups, torn = divmod(self.prompts_per_step, processes)
         if not packs or torn:
@@ -459,11 +459,11 @@ _TAKEN_WITH: Final[dict[str, tuple[Asset, ...]]] = {
     "planner_sft": ("benchmark_steps", "open_models", "candidate_plans", "verdicts", "data_quality", "dataset"),
     "grounder": ("benchmark_steps", "open_models", "candidate_plans", "verdicts", "data_quality", "dataset"),
 }
-"""What a taken asset was made from, or with, is the parent's too."""
+"""Taken asset → the assets that belong to the parent with it, since it was made from or with them."""
 
 
 class Quality(Strict):
-    """Controls of D_k, and when its checks speak; rates in per cent, differences in points."""
+    """Controls of D_k, and the limits of its checks; rates in per cent, differences in points."""
 
     shuffled_plans: int = Field(
         128, ge=1, description="pairs of a screen and another step's plan that each verifier is asked about"
@@ -515,17 +515,17 @@ class Experiment(Strict):
 
     @property
     def taken(self) -> frozenset[Asset]:
-        """The assets that are the parent's."""
+        """The assets that belong to the parent."""
         return frozenset(asset for name in self.take for asset in (name, *_TAKEN_WITH.get(name, ())))
 
     @property
     def made(self) -> tuple[Asset, ...]:
-        """The partitioned assets that are this experiment's own, in an order in which one iteration can be made."""
+        """The partitioned assets that this experiment makes, in an order in which one iteration can be made."""
         return END_TO_END if self.agent == "end_to_end" else tuple(asset for asset in LOOP if asset not in self.taken)
 
     @property
     def table(self) -> str:
-        """The experiment under whose name the results stand in tables: an ablation's stand beside its parent's."""
+        """The experiment under whose name tables list the results: for an ablation, its parent."""
         return self.name if self.variant == "full" or self.parent is None else self.parent
 
     @field_validator("seeds")
@@ -556,10 +556,10 @@ class Experiment(Strict):
 
 
 def load_experiment(path: Path) -> Experiment:
-    """The experiment in the YAML file `path`; its name is the file's. Raises ExperimentError.
+    """The experiment in the YAML file `path`, named as the file. Raises ExperimentError.
 
-    A file with a `parent` says only what differs: mappings are merged key by key, everything else, pools included, replaces
-    the parent's. `description`, `take`, `variant` and `agent` are not inherited.
+    A file with a `parent` holds only what differs: mappings are merged key by key; other values, and pools, replace those of
+    the parent. `description`, `take`, `variant` and `agent` are not inherited.
     """
     experiment, parent = _load(path, ())
     if parent is not None:
@@ -567,10 +567,10 @@ def load_experiment(path: Path) -> Experiment:
     return experiment
 
 
-_OWN: Final = ("description", "parent", "take", "variant", "agent")
+_NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent")
 """Keys that an overlay does not inherit."""
 _POOLS: Final = ("planners", "verifiers")
-"""Mappings that are one value: an overlay with a pool of its own means exactly those members."""
+"""Mappings that are not merged: a pool in an overlay has exactly the members given there."""
 
 
 def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experiment | None]:
@@ -586,7 +586,7 @@ def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experimen
             parent, _ = _load(parent_file, (path, *children))
         except ExperimentError as error:
             raise ExperimentError(f"{path}: key `parent`: {raw['parent']} cannot be used: {error}") from None
-        inherited = parent.model_dump(mode="json", exclude={"name", *_OWN}, exclude_unset=True)
+        inherited = parent.model_dump(mode="json", exclude={"name", *_NOT_INHERITED}, exclude_unset=True)
         raw = _merged(inherited, raw)
     return checked(Experiment, raw | {"name": path.stem}, path), parent
 
@@ -602,22 +602,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 ABLATIONS: Final = "ablations"
-"""Folder below `experiments/` whose variants form a code location of their own."""
+"""Folder below `experiments/` whose variants form a separate code location."""
 
 
 def _parent_file(path: Path, name: Any) -> Path:
-    """The parent's file: beside the overlay, or, of an ablation, one folder above."""
+    """The parent's file: beside the overlay, or for an ablation one folder above."""
     try:
         TypeAdapter(Name).validate_python(name, strict=True)
     except ValidationError:
         raise ExperimentError(f"{path}: key `parent`: {name!r:.80} is no name of an experiment; correct it") from None
     folders = (path.parent, path.parent.parent) if path.parent.name == ABLATIONS else (path.parent,)
-    found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
-    if not found:
+    files = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
+    if not files:
         raise ExperimentError(
             f"{path}: key `parent`: there is no {name}.yaml in {' or '.join(map(str, folders))}; correct the name"
         )
-    return found[0]
+    return files[0]
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -630,7 +630,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_overlay(path: Path, experiment: Experiment, parent: Experiment) -> None:
-    """What is taken must be there, and be what the overlay's own settings say."""
+    """Raises ExperimentError if the parent does not make what is taken, or made it with other settings than the overlay's."""
     if experiment.take and parent.take:
         raise ExperimentError(
             f"{path}: key `take`: {parent.name} takes artifacts itself; name the experiment that makes them as `parent`"
@@ -653,7 +653,7 @@ Config = TypeVar("Config", bound=Strict)
 
 
 def checked(kind: type[Config], values: Any, source: Path | str) -> Config:
-    """`values` as configuration. Raises ExperimentError with a line for each key that is wrong; `source` begins it."""
+    """`values` as configuration. Raises ExperimentError with a line for each wrong key, which begins with `source`."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -677,7 +677,7 @@ def _explain(source: Path | str, problem: Any) -> str:
 
 
 class Experiments(dict[str, Experiment]):
-    """Experiments by name, in alphabetical order; and the files that cannot be used, with the reason."""
+    """Experiments by name, in alphabetical order; `left_out` has the files that cannot be used, with the reason."""
 
     left_out: dict[str, str]
 
@@ -686,7 +686,7 @@ class Experiments(dict[str, Experiment]):
         self.left_out = dict(left_out)
 
     def named(self, name: str) -> Experiment:
-        """The experiment `name`. Raises ExperimentError, with what is wrong with its file where there is one."""
+        """The experiment `name`. Raises ExperimentError if there is none, or with what is wrong with its file."""
         if name in self:
             return self[name]
         if name in self.left_out:
@@ -695,15 +695,15 @@ class Experiments(dict[str, Experiment]):
 
 
 def find_experiments(folder: Path) -> Experiments:
-    """Every experiment file of `folder`; one that cannot be used costs nothing but itself. Hidden files are none."""
-    found, left_out = {}, {}
+    """The experiments in `folder`. A file that cannot be used is left out with the reason; hidden files are ignored."""
+    experiments, left_out = {}, {}
     for path in sorted(folder.glob("*.yaml")):
         if not path.name.startswith("."):
             try:
-                found[path.stem] = load_experiment(path)
+                experiments[path.stem] = load_experiment(path)
             except ExperimentError as error:
                 left_out[path.stem] = str(error)
-    return Experiments(found, left_out)
+    return Experiments(experiments, left_out)
 
 
 def split_reference(reference: str, experiments: Experiments) -> tuple[Experiment, int]:
@@ -747,39 +747,39 @@ CODE: Final[dict[str, int]] = {
 """Raise an asset's number when its code changes so that the same inputs would give another result."""
 
 
-_NEWER: Final[dict[type[Strict], frozenset[str]]] = {
+_OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
     Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
 }
-"""Settings that came later, whose default is what was done before there was a choice."""
+"""Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 
 
 ONLY_MEASURED: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"probe_steps"}),
     Grpo: frozenset({"probe_steps", "probe_between"}),
 }
-"""Settings of what is measured beside training: they change nothing of what is made."""
+"""Settings of measurements during training, which change no artifact's content."""
 
 
-def _as_ever(part: Strict, name: str) -> bool:
-    """Whether a setting decides nothing, or is new and has its default: what was made before it stays current."""
+def _left_out(part: Strict, name: str) -> bool:
+    """Whether a code version leaves a setting out: it only measures, or is one of _OPTIONAL with its default."""
     if name in ONLY_MEASURED.get(type(part), ()):
         return True
-    return name in _NEWER.get(type(part), ()) and getattr(part, name) == type(part).model_fields[name].default
+    return name in _OPTIONAL.get(type(part), ()) and getattr(part, name) == type(part).model_fields[name].default
 
 
 def code_version(experiment: Experiment, asset: str) -> str:
-    """What decides an asset's content besides its inputs: its code, and the part of the configuration that it reads."""
+    """The version of all that decides an asset's content besides its inputs: its code, and the configuration that it reads."""
     pools, quality, input_format = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
-    # the default stays out, so that what was made before there was a choice stays current
+    # the default engine is left out, as settings of _OPTIONAL are
     answers = input_format | ({"engine"} if experiment.models.engine != "transformers" else set())
-    looked_at: list[tuple[Strict, set[str] | None]] = []
+    validation: list[tuple[Strict, set[str] | None]] = []
     if experiment.grpo.validate_every is not None:
-        looked_at = [(experiment.benchmark, {"validation"})]
+        validation = [(experiment.benchmark, {"validation"})]
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
         "benchmark_steps": [
             (experiment.benchmark, {"reader", "path", "view", "level", "train", "validation"}),
-            # a TYPE needs a target where the prompts are not a phone's; public benchmarks say it themselves
+            # whether a TYPE needs a target depends on the prompts (`needs_target`); public benchmarks define it
             *([(experiment.models, {"prompts"})] if experiment.benchmark.reader == "jsonl" else []),
         ],
         "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
@@ -789,7 +789,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.grpo, None),
             (pools, {"max_point_tokens"}),
             (experiment.models, answers),
-            *looked_at,
+            *validation,
         ],
         "candidate_plans": [
             (pools, {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}),
@@ -817,12 +817,12 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.sft, None),
             (experiment.grpo, None),
             (experiment.models, input_format),
-            *looked_at,
+            *validation,
         ],
         "evolution_report": [],
     }
     read = [
-        {name: value for name, value in part.model_dump(mode="json", include=keys).items() if not _as_ever(part, name)}
+        {name: value for name, value in part.model_dump(mode="json", include=keys).items() if not _left_out(part, name)}
         for part, keys in reads[asset]
     ]
     return f"{CODE[asset]}-{fingerprint(read)[:8]}"

@@ -13,7 +13,7 @@ from typing import Final
 
 
 class Space(StrEnum):
-    """What a coordinate is measured in."""
+    """The unit and frame of a coordinate."""
 
     ORIGINAL = "original"  # pixels of the stored screenshot
     RESIZED = "resized"  # pixels of the image that the model sees
@@ -22,7 +22,7 @@ class Space(StrEnum):
 
 
 class SpaceMismatch(ValueError):
-    """Two coordinates of different spaces met."""
+    """An operation on two coordinates of different spaces."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Box:
         return Point((self.x1 + self.x2) / 2, (self.y1 + self.y2) / 2, self.space)
 
     def contains(self, point: Point) -> bool:
-        """Eq. 3's test, borders included. Raises SpaceMismatch where box and point are measured differently."""
+        """Eq. 3: whether the point is in the box, borders included. Raises SpaceMismatch if their spaces differ."""
         if point.space is not self.space:
             raise SpaceMismatch(f"a point in {point.space} space was tested against a box in {self.space} space")
         return self.x1 <= point.x <= self.x2 and self.y1 <= point.y <= self.y2
@@ -71,7 +71,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Viewport:
-    """One screenshot as stored and as a model sees it; converts points and boxes between all spaces."""
+    """Sizes of a screenshot, px: as stored, and resized for a model. Converts points and boxes between all spaces."""
 
     original: Size
     resized: Size
@@ -108,7 +108,7 @@ def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -
 
     Both sides become multiples of `factor` (patch size x merge size: 28 for Qwen2.5-VL, 32 for Qwen3-VL), the area lies
     within [min_pixels, max_pixels] and the aspect ratio stays as near as that allows. Source: `smart_resize` of
-    transformers' Qwen2-VL image processor, against which a property test compares it. ValueError beyond MAX_ASPECT.
+    transformers' Qwen2-VL image processor, with which a property test compares it. Raises ValueError beyond MAX_ASPECT.
     """
     width, height = size.width, size.height
     if max(width, height) / min(width, height) > MAX_ASPECT:

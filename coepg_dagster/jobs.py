@@ -1,7 +1,7 @@
 """The heavy steps as jobs: plain data that can be written to a file, sent to another process, and run there (`running`).
 
-A job knows folders and configuration, nothing of Dagster. What it leaves in `out` is the content of an artifact; what
-running it returns are figures. Work that was finished before a kill is found again in `scratch`.
+A job has folders and configuration, and is independent of Dagster. Its result in `out` is the content of an artifact; running
+it returns figures. `scratch` keeps finished work, so that a killed job continues from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OnAnomaly = Literal["stop", "warn"]
 
 
 class Placement(Strict):
-    """Where a training job runs and how often it saves: nothing of what it learns."""
+    """Where a training job runs and how often it saves; nothing here decides what it learns."""
 
     processes: int = Field(1, ge=1, description="one per GPU")
     strategy: Strategy = "ddp"
@@ -44,7 +44,7 @@ ALONE: Final = Placement()
 
 
 class Job(Strict):
-    """What every job has."""
+    """The fields of every job."""
 
     out: Path
     scratch: Path
@@ -54,10 +54,10 @@ class Job(Strict):
     batch_size: int
     seed: int
     serving: Serving = Serving()
-    visual: Path | None = None  # where embeddings of screenshots are kept for other jobs; None: nowhere
+    visual: Path | None = None  # folder of the embeddings of screenshots shared with other jobs; None: not shared
 
     def device_name(self) -> str:
-        """The device as a person would name it."""
+        """The name of the device for people, such as that of the GPU."""
         import torch
 
         return torch.cuda.get_device_name() if self.device.startswith("cuda") else "cpu"
@@ -78,7 +78,7 @@ class TrainingJob(Job):
 
     @property
     def first_device(self) -> str:
-        """Where the model is before the trainer has it: sharded, it never is on one GPU."""
+        """The device on which the model is loaded. A sharded model is never whole on one GPU."""
         return "cpu" if self.placement.sharded else self.device
 
     def rows(self) -> pa.Table:
@@ -90,7 +90,7 @@ class TrainingJob(Job):
         return steps_of(self.steps, self.train_split)
 
     def validation_steps(self, limit: int | None = None) -> pa.Table:
-        """Those of the validation split, whole episodes, at most `limit` steps."""
+        """The labelled steps of the validation split; with a `limit` whole episodes, at most `limit` steps."""
         return steps_of(self.steps, self.validation_split, limit)
 
 
@@ -107,8 +107,8 @@ class SftJob(TrainingJob):
 class GrpoJob(TrainingJob):
     """GRPO of a planner.
 
-    `own_grounder` is (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, whose
-    own point is judged. `verifiers` are the open ones, left out where `config.ensemble` is false. `batch_size` and
+    `own_grounder` is (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, judged
+    by the point in its answer. `verifiers` are the open ones, unused if `config.ensemble` is false. `batch_size` and
     `max_point_tokens` are those of the grounders.
     """
 
@@ -176,18 +176,18 @@ _JOB: TypeAdapter[Any] = TypeAdapter(AnyJob)
 
 
 def seed_of(seed: int, artifact: str) -> int:
-    """The seed of the job that makes an artifact, so that two steps of a loop with `seed` never draw the same numbers."""
+    """The seed of the job that makes an artifact; different steps of a loop with `seed` draw different numbers."""
     return int(fingerprint([seed, artifact]), 16) % (1 << 31)
 
 
 def parse_job(text: str) -> Job:
-    """The job that another process wrote with `model_dump_json`, as it is."""
+    """The job that another process wrote with `model_dump_json`."""
     job: Job = _JOB.validate_json(text)
     return job
 
 
 def read_job(path: Path) -> Job:
-    """The job of a file; device `auto` becomes the one that is there."""
+    """The job in a file; device `auto` becomes `cuda` if there is a GPU, else `cpu`."""
     job = parse_job(path.read_text())
     if job.device != "auto":
         return job

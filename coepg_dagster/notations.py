@@ -1,10 +1,10 @@
-"""Where a model's answer lies in its text, and which point a grounder's answer names. docs/engines.md has the table of notations.
+"""Finds the answer in a model's text, and the point in a grounder's answer. docs/engines.md has the table of notations.
 
-Reading goes in this order. Reasoning is cut: the answer follows the last `</think>`, and a `<think>` without its end has no
-answer; of `<answer>` the last counts. In the answer every group of two numbers (a point) or four (a box, read as its centre) is
-a candidate, in one of three ranks: named (a tag, a call, a key, x and y), in brackets, bare. The first of the highest
-rank is what the model said. What is refused names no point, as if it were not there: better no answer, which is counted, than
-a place that the model did not mean.
+Text is read in this order. Reasoning is cut: the answer follows the last `</think>`, and a `<think>` without its end has no
+answer; the last `<answer>` counts. In the answer every group of two numbers (a point) or four (a box, read as its centre) is a
+candidate of one of three ranks: named (a tag, a call, a key, x and y), in brackets, bare. The first candidate of the highest
+rank is the model's point. A refused notation is skipped: no answer, which is counted, is better than a place that the model did
+not mean.
 
 All patterns take linear time: quantifiers are possessive or bounded, and a number does not begin within another.
 """
@@ -23,7 +23,7 @@ from coepg_dagster.characters import SAME, WITHOUT_WIDTH
 
 @dataclass(frozen=True)
 class Location:
-    """The point that an answer names, in the space in which its model answers, and the characters that say so.
+    """The point that an answer names, in the space in which its model answers, and the characters of its numbers.
 
     `spans` are the (start, end) of each number in the text: two of a point, four of a box.
     """
@@ -64,10 +64,10 @@ _BEFORE: Final = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""What a group of numbers follows; searched in the BEFORE characters before it."""
+"""The text before a group of numbers, searched in the BEFORE characters before it."""
 BEFORE: Final = 64
 MOST_GROUPS: Final = 1000
-"""The first groups of numbers of an answer, which are looked at; no answer needs more."""
+"""Limit of the groups of numbers of an answer that are read; no answer needs more."""
 _TWO_PLACES: Final = re.compile("and|or", re.IGNORECASE)
 _AFTER: Final = re.compile(r"[\s\"']{0,8}+[\])<]")
 
@@ -98,7 +98,7 @@ Span = tuple[int, int]
 
 
 def after_reasoning(text: str) -> int | None:
-    """Where the answer begins: after the last end of reasoning. None where reasoning begins and does not end."""
+    """The position at which the answer begins: after the last end of reasoning. None if reasoning does not end."""
     start, open_ = 0, False
     for tag in _REASONING.finditer(text):
         open_ = not tag[1]
@@ -108,21 +108,21 @@ def after_reasoning(text: str) -> int | None:
 
 
 def locate(text: str) -> Location | None:
-    """What a grounder's answer names, by the rules above; None where it names no place. Never raises."""
+    """The point that a grounder's answer names, by the rules above; None if it names none. Never raises."""
     folded, places = text.translate(_PUNCTUATION), None
     if not WITHOUT_WIDTH.isdisjoint(folded):
         places = [i for i, character in enumerate(folded) if character not in WITHOUT_WIDTH]
         folded = "".join(folded[i] for i in places)
     best: tuple[int, int] | None = None
-    found: Location | None = None
+    chosen: Location | None = None
     for rank, spans in _candidates(folded):
         if best is None or (rank, spans[0][0]) < best:
             location = _place([float(folded[a:b]) for a, b in spans], spans)
             if location is not None:
-                best, found = (rank, spans[0][0]), location
-    if found is None or places is None:
-        return found
-    return replace(found, spans=tuple((places[a], places[b - 1] + 1) for a, b in found.spans))
+                best, chosen = (rank, spans[0][0]), location
+    if chosen is None or places is None:
+        return chosen
+    return replace(chosen, spans=tuple((places[a], places[b - 1] + 1) for a, b in chosen.spans))
 
 
 def _candidates(text: str) -> Iterator[tuple[int, list[Span]]]:
@@ -152,7 +152,7 @@ def _candidates(text: str) -> Iterator[tuple[int, list[Span]]]:
         if any(map(_TWO_PLACES.search, gaps)):
             continue
         blanks = [gap.isspace() for gap in gaps]
-        # without commas only where nothing else is there: in a tag, in brackets, or alone
+        # numbers without commas count only if they stand alone, in a tag or in brackets
         alone = all(blanks) and (before or a == first) and (closed or b == last)
         if any(blanks) and not alone:
             continue
@@ -161,7 +161,7 @@ def _candidates(text: str) -> Iterator[tuple[int, list[Span]]]:
 
 
 def _place(numbers: Sequence[float], spans: Sequence[Span]) -> Location | None:
-    """A point, or the centre of a box; None where a number is not finite or the corners are out of order."""
+    """A point, or the centre of a box; None if a number is not finite or the corners are out of order."""
     if not all(map(math.isfinite, numbers)):
         return None
     if len(numbers) == 2:

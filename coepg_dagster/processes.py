@@ -1,10 +1,9 @@
-"""Groups of processes: each ends as a whole, children and grandchildren included, and none outlives who started it.
+"""Process groups: each ends as a whole, with children and grandchildren, and none outlives the process that started it.
 
-And what they say when they end: the first process of a job that fails leaves its reason in a file, wherever in the group it
-runs, so that whoever waits for the job need not look for it in a log.
+The first process of a job that fails leaves its reason (its last words) in a file, wherever in the group it runs, so that
+nobody who waits for the job has to search a log.
 
-`python -m coepg_dagster.processes COMMAND…` runs a command in the group that it leads, and ends the group when its own
-parent is gone.
+`python -m coepg_dagster.processes COMMAND…` leads a group in which it runs a command, and ends the group when its parent ends.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ GRACE_SECONDS: Final = 20
 STARTER: Final = "COEPG_STARTER"
 """Environment variable with the id of the process that a job must not outlive."""
 LAST_WORDS: Final = "COEPG_LAST_WORDS"
-"""Environment variable with the file in which the processes of a job leave why they end."""
+"""Environment variable with the file for the reason why a job's processes end."""
 WORDS_AT_MOST: Final = 16_000
-"""Characters of last words, and of the end of a log."""
+"""Limit of the characters of last words, and of the end of a log."""
 LOG_AT_MOST: Final = 1 << 20
-"""Bytes of a log that are looked at."""
+"""Limit of the bytes of a log that are read."""
 _AN_ERROR: Final = re.compile(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b: .+|\berror: .+")
 _NO_ERROR: Final = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
 
 
 class Process(Protocol):
-    """A process that leads a group, as `subprocess.Popen` tells of it."""
+    """A process that leads a group, with the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -50,16 +49,16 @@ class Process(Protocol):
 
 
 def end_group(process: Process, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, each with time to obey.
+    """Ends a process and everything that it started: SIGINT, SIGTERM, SIGKILL to its group, with a pause after each.
 
-    Whoever interrupts the waiting (a second Ctrl-C) has it killed at once.
+    An interrupt during the pause (a second Ctrl-C) kills the group at once.
     """
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number if process.poll() is None else signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=grace_seconds)
-            # where the leader is gone, what is left of its group is killed in the next round
+            # if the leader has ended, the next round kills the rest of its group
         process.wait()
     except ProcessLookupError:
         return
@@ -70,7 +69,7 @@ def end_group(process: Process, grace_seconds: float = GRACE_SECONDS) -> None:
 
 
 def ended(code: int) -> str:
-    """How a process ended, by its exit code: negative, or over 128, where a signal ended it."""
+    """How a process ended, by its exit code, which is negative or over 128 if a signal ended it."""
     number = -code if code < 0 else code - 128
     if number not in set(signal.Signals):
         return f"ended with code {code}"
@@ -81,20 +80,22 @@ def ended(code: int) -> str:
 
 
 def tail(log: Path, lines: int = 30, start: int = 0) -> str:
-    """The last lines of a log, of what was written after its first `start` bytes."""
+    """The last lines of a log after its first `start` bytes."""
     return "\n".join(_written(log, start)[-lines:])[-WORDS_AT_MOST:]
 
 
 def first_error(log: Path, start: int = 0) -> str:
-    """The first error that a log names after its first `start` bytes, which is what the others follow from; else its last
-    line. For programs of others, which leave no last words."""
+    """The first error in a log after its first `start` bytes, from which the others follow; else its last line.
+
+    For other programs, which leave no last words.
+    """
     lines = [line.strip() for line in _written(log, start) if line.strip()]
-    found = (_AN_ERROR.search(line) for line in lines if not _NO_ERROR.search(line))
-    return next((match[0] for match in found if match), lines[-1] if lines else "")[:WORDS_AT_MOST]
+    matches = (_AN_ERROR.search(line) for line in lines if not _NO_ERROR.search(line))
+    return next((match[0] for match in matches if match), lines[-1] if lines else "")[:WORDS_AT_MOST]
 
 
 def _written(log: Path, start: int) -> list[str]:
-    """The lines of a log after its first `start` bytes, of the last ones where they are many; none where there is no log."""
+    """The lines of a log after its first `start` bytes, at most its last LOG_AT_MOST bytes; none if there is no log."""
     if not log.exists():
         return []
     with log.open("rb") as file:
@@ -105,7 +106,7 @@ def _written(log: Path, start: int) -> list[str]:
 
 @contextlib.contextmanager
 def last_words() -> Iterator[None]:
-    """Leaves the reason where something within ends this process: an exception, or sys.exit with a text."""
+    """A context that leaves the reason if an exception, or sys.exit with a text, ends this process."""
     try:
         yield
     except SystemExit as end:
@@ -118,15 +119,15 @@ def last_words() -> Iterator[None]:
 
 
 def leave_words(why: str, *, instead: bool = False) -> None:
-    """Leaves why the job of this process fails. The first one is heard; `instead`: this is the reason, whoever said what."""
+    """Leaves the reason why the job of this process fails. The first reason counts; `instead`: this one replaces it."""
     if path := os.environ.get(LAST_WORDS):
-        # a full disk may be the very reason; a file that is there holds what led to this
+        # a full disk may be the reason itself; an existing file holds an earlier reason
         with contextlib.suppress(OSError), Path(path).open("wb" if instead else "xb") as file:
             file.write(why.strip()[:WORDS_AT_MOST].encode(errors="backslashreplace"))
 
 
 def words_left(path: Path) -> str:
-    """The reason that a job left in a file; empty where it left none."""
+    """The reason that a job left in a file; empty if it left none."""
     return path.read_text(errors="replace") if path.exists() else ""
 
 
@@ -159,7 +160,7 @@ def is_alive(pid: int) -> bool:
 
 
 def keep(command: list[str]) -> int:
-    """Runs a command until it ends; its exit code, 128 + N where signal N ended it."""
+    """Runs a command until it ends. Returns its exit code, 128 + N if signal N ended it."""
     end_with_parent()
     process = subprocess.Popen(command)
     signal.signal(signal.SIGINT, lambda *_: None)  # the command, of the same group, got it too and ends by itself

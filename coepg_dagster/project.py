@@ -1,4 +1,4 @@
-"""Where a project lies: the folder with `experiments/`, its store and its Dagster home."""
+"""The folders of a project: `experiments/`, its store and its Dagster home."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class Project:
     def experiments(self, folder: str = "") -> Experiments:
         """The experiments in `experiments/` (in `experiments/FOLDER`)."""
         place = self.root / "experiments"
-        found = find_experiments(place / folder)
-        for name in [name for name in found if folder and (place / f"{name}.yaml").is_file()]:
-            del found[name]
-            found.left_out[name] = f"{place / folder / name}.yaml: {place / name}.yaml has the same name: rename one"
-        return found
+        experiments = find_experiments(place / folder)
+        for name in [name for name in experiments if folder and (place / f"{name}.yaml").is_file()]:
+            del experiments[name]
+            experiments.left_out[name] = (
+                f"{place / folder / name}.yaml: {place / name}.yaml has the same name: rename one"
+            )
+        return experiments
 
     def all_experiments(self) -> Experiments:
         """The experiments and the ablations."""
@@ -40,7 +42,7 @@ class Project:
         return Experiments({**main, **ablations}, {**ablations.left_out, **main.left_out})
 
     def prepare_dagster_home(self) -> Path:
-        """Makes the Dagster home with the project's dagster.yaml in it, unless it is there."""
+        """Creates the Dagster home, with a link to the project's dagster.yaml, unless it exists."""
         self.dagster_home.mkdir(exist_ok=True)
         settings = self.dagster_home / "dagster.yaml"
         if not settings.exists() and (self.root / "dagster.yaml").exists():
@@ -49,7 +51,7 @@ class Project:
 
 
 def find_project() -> Project:
-    """The project of COEPG_ROOT, or else of the working folder or the nearest one above it. Raises ExperimentError."""
+    """The project in COEPG_ROOT, else in the working folder or the nearest one above it. Raises ExperimentError."""
     named = os.environ.get("COEPG_ROOT")
     start = Path(named).resolve() if named else Path.cwd()
     for folder in (start,) if named else (start, *start.parents):

@@ -1,4 +1,4 @@
-"""What planner and grounder are asked, and how their answers are read.
+"""The prompts of planner, grounder and end-to-end agent, and the parsing of their answers.
 
 Three styles: `web` and `mobile` spell the task and the action types out for pretrained chat models; `compact` is for models
 that were trained on nothing else. All put the image before the text, so that all plans of one screenshot share a prefix, and
@@ -26,7 +26,7 @@ ACTION_TYPES: Final[Mapping[str, str]] = {
     "TYPE": "type the value into the element",
     "SELECT": "choose the value in the drop-down list",
 }
-"""Every action type of the web action space, as it is explained to the planner."""
+"""Every action type of the web action space, with its explanation in the prompt."""
 
 MOBILE_ACTION_TYPES: Final[Mapping[str, str]] = {
     "CLICK": "tap the element; no value",
@@ -42,7 +42,7 @@ MOBILE_ACTION_TYPES: Final[Mapping[str, str]] = {
 
 
 def needs_target(action_type: str, style: Style) -> bool:
-    """Whether an action acts on an element. A phone types into the field that has the focus; on the web TYPE names its own."""
+    """Whether an action acts on an element. TYPE does on the web; a phone types into the field that has the focus."""
     return action_type in ("CLICK", "LONG_PRESS", "SELECT") or (action_type == "TYPE" and style != "mobile")
 
 
@@ -75,7 +75,7 @@ def plain(text: str) -> str:
     """`text` without control tokens: "<|" is written "< |".
 
     Goals, history and plans come from pages and models. A tokenizer reads "<|image_pad|>" or "<|im_end|>" in them as
-    the token itself: the first breaks the count of image features, the second ends the turn.
+    the token itself: with the first, image tokens and features differ in number; the second ends the turn.
     """
     return text.replace("<|", "< |")
 
@@ -92,18 +92,18 @@ def assistant(text: str) -> list[Message]:
 def planner_messages(goal: str, history: Sequence[str], style: Style, instruction: str | None = None) -> list[Message]:
     """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text.
 
-    `instruction` is the step's own, where a model may see one (AndroidControl low level).
+    `instruction` is that of this step, if models may see it (AndroidControl low level).
     """
     if style == "compact":
-        asked = goal if instruction is None else f"{goal}\nNow: {instruction}"
-        return _user(_PLANNER_COMPACT.format(goal=asked, history=" ; ".join(history) or "none"))
+        task = goal if instruction is None else f"{goal}\nNow: {instruction}"
+        return _user(_PLANNER_COMPACT.format(goal=task, history=" ; ".join(history) or "none"))
     return _user(_instruct(_PLANNER_INSTRUCT, goal, history, style, instruction))
 
 
 def end_to_end_messages(
     goal: str, history: Sequence[str], style: Style, instruction: str | None = None
 ) -> list[Message]:
-    """The chat that asks an end-to-end agent for (type, value, point); `compact` asks as it asks a planner."""
+    """The chat that asks an end-to-end agent for (type, value, point); in style `compact` it is the planner's."""
     if style == "compact":
         return planner_messages(goal, history, style, instruction)
     return _user(_instruct(_END_TO_END_INSTRUCT, goal, history, style, instruction))
@@ -126,17 +126,17 @@ def grounder_messages(plan: str, style: Style) -> list[Message]:
 
 
 def planner_answer(plan: str, action_type: str, value: str) -> str:
-    """The answer that `parse_planner` reads back as these three."""
+    """The answer from which `parse_planner` reads these three."""
     return json.dumps({"plan": plan, "action_type": action_type, "value": value}, ensure_ascii=False)
 
 
 def grounder_answer(x: int, y: int) -> str:
-    """The answer that `parse_grounder` reads back; coordinates in the grounder's own space."""
+    """The answer from which `parse_grounder` reads this point; coordinates in the grounder's space."""
     return f"({x},{y})"
 
 
 def end_to_end_answer(action_type: str, value: str, point: str) -> str:
-    """The answer that `parse_end_to_end` reads back; `point` as of `grounder_answer`, empty where there is no target."""
+    """The answer from which `parse_end_to_end` reads these; `point` as from `grounder_answer`, empty without a target."""
     return json.dumps({"action_type": action_type, "value": value, "point": point}, ensure_ascii=False)
 
 
@@ -151,14 +151,14 @@ class PlannerAnswer:
 class EndToEndAnswer:
     action_type: str
     value: str
-    point: tuple[float, float] | None  # in the model's own space; None: it named none
+    point: tuple[float, float] | None  # in the model's space; None: it named none
 
 
 _EMPTY_VALUES: Final = frozenset({"", "none", "no input text"})
 _JSON: Final = json.JSONDecoder(strict=False)  # models write line ends into strings as they are
 _OBJECT: Final = re.compile(r'\{\s*+"')
 MOST_OBJECTS: Final = 32
-"""Places of an answer where a JSON object may begin that are tried, so that reading takes linear time."""
+"""Number of places in an answer that are tried as the start of a JSON object, so that parsing takes linear time."""
 
 
 def normal_value(value: str) -> str:
@@ -168,9 +168,9 @@ def normal_value(value: str) -> str:
 
 
 def parse_planner(text: str) -> PlannerAnswer | None:
-    """The planner's answer: the first JSON object with the keys `plan` and `action_type`; None where it is no plan.
+    """The planner's answer: the first JSON object with the keys `plan` and `action_type`; None if there is no plan.
 
-    Reasoning is cut (`notations`); other text around the object, braces and code fences too, is passed over. Never evaluates
+    Reasoning is cut (`notations`); other text around the object, also braces and code fences, is skipped. Never evaluates
     anything, and never raises.
     """
     answer = _object(text, "plan", "action_type")
@@ -195,7 +195,7 @@ def parse_end_to_end(text: str) -> EndToEndAnswer | None:
 
 
 def _object(text: str, *keys: str) -> dict[str, Any] | None:
-    """The first JSON object of a text that has all of `keys`, also within another one; None where there is none."""
+    """The first JSON object in a text that has all of `keys`, also within another object; None if there is none."""
     start = after_reasoning(text)
     if start is None:
         return None
@@ -210,7 +210,7 @@ def _object(text: str, *keys: str) -> dict[str, Any] | None:
 
 
 def _action(answer: Any) -> tuple[str, str] | None:
-    """(type, value) of an answer; None where it names no type, or a value that is none."""
+    """(type, value) of an answer; None if it has no type, or its value is neither text nor a number."""
     action_type, value = answer.get("action_type"), answer.get("value")
     if not (isinstance(action_type, str) and action_type.strip()):
         return None
@@ -221,7 +221,7 @@ def _action(answer: Any) -> tuple[str, str] | None:
 
 
 def _can_be_kept(text: str) -> bool:
-    """JSON can spell half a surrogate pair, which no table can hold."""
+    """Whether a table can hold the text: JSON can spell half a surrogate pair, which it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -230,15 +230,15 @@ def _can_be_kept(text: str) -> bool:
 
 
 def parse_grounder(text: str) -> tuple[float, float] | None:
-    """The point that a grounder's answer names, of a box its centre, in the grounder's own space; None: it names none.
+    """The point that a grounder's answer names, or the centre of its box, in the grounder's space; None: it names none.
 
-    `notations` says what is read.
+    `notations` defines which notations are read.
     """
-    found = locate(text)
-    return (found.x, found.y) if found else None
+    location = locate(text)
+    return (location.x, location.y) if location else None
 
 
 def coordinate_span(text: str) -> list[tuple[int, int]]:
-    """The character spans of the numbers that `parse_grounder` reads: of a point two, of a box four, else none."""
-    found = locate(text)
-    return list(found.spans) if found else []
+    """The character spans (start, end) of the numbers that `parse_grounder` reads: two for a point, four for a box, or none."""
+    location = locate(text)
+    return list(location.spans) if location else []

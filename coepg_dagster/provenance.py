@@ -1,10 +1,9 @@
-"""What each artifact was made from: the graph of the loop, the record kept with each artifact, and what follows from both.
+"""Provenance: the graph of the loop, the record of each artifact, and which artifacts are stale.
 
-The graph is acyclic over iterations: D_{k-1} → π_k, ϕ_k → π'_k → D_k. A record names, for each input, exactly the version
-that was read; an artifact is stale when a version that it read is no longer the current one, when its code or configuration
-changed, when its files are gone, or when something that it was made from is stale. Lost files are made again, and make
-nothing else stale: what was made from them is as good as it was, unless they come out differently. This is ours, not
-Dagster's: Dagster marks direct readers only and skips assets with many upstream partitions.
+The graph is acyclic over iterations: D_{k-1} → π_k, ϕ_k → π'_k → D_k. A record names the exact version of each input that was
+read. An artifact is stale if such a version is not the current one, its code or configuration changed, its files are lost, or
+one of its inputs is stale. Lost files are made again and make nothing else stale, unless they come out differently. We compute
+this ourselves, since Dagster marks only direct readers and skips assets with many upstream partitions.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ ORDER: Final[tuple[Asset, ...]] = ("end_to_end", *LOOP)
 """Every partitioned asset, in an order in which one iteration can be made."""
 
 Agent = Literal["decoupled", "end_to_end"]
-"""What is evaluated: planner and grounder, or one model that answers type, value and point."""
+"""The agent that is evaluated: planner and grounder, or one model that answers type, value and point."""
 
 CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder")
-"""What iteration k + 1 reads of iteration k, through its twin under previous/."""
+"""The assets of iteration k that iteration k + 1 reads, through their twins under previous/."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ _UNUSED_AT_START: Final = {
 
 
 def inputs_of(ref: Ref, agent: Agent = "decoupled") -> list[Ref]:
-    """What is read to make `ref`, exactly: nothing before iteration 0, no trained model before iteration 1."""
+    """The exact inputs of `ref`: no iteration before 0 exists, and no trained model before iteration 1."""
     k = ref.iteration
     if k is None:
         return []
@@ -114,7 +113,7 @@ def inputs_of(ref: Ref, agent: Agent = "decoupled") -> list[Ref]:
     for asset in _EVALUATION_END_TO_END if one_model else _WITHIN[ref.asset]:
         if k > 0 or (ref.asset, asset) not in _UNUSED_AT_START:
             within.append(Ref(asset, None if asset in SHARED else k))
-    # the pools of iteration 1 hold no trained model of iteration 0: there is none
+    # iteration 0 has no trained models for the pools of iteration 1
     before = [Ref(a, k - 1) for a in _BEFORE.get(ref.asset, ()) if k > 1 or (k == 1 and a == "dataset")]
     return within + before
 
@@ -129,7 +128,7 @@ class Input(BaseModel):
     data_version: str
     run_id: str
     folder: str
-    taken_from: str | None = None  # the parent loop whose artifact it is; None: the own one
+    taken_from: str | None = None  # the parent loop that the artifact belongs to; None: this loop
 
     @property
     def ref(self) -> Ref:
@@ -137,7 +136,7 @@ class Input(BaseModel):
 
 
 class Record(BaseModel):
-    """What is known of a materialized artifact; kept in the metadata of its materialization."""
+    """The facts about a materialized artifact, kept in the metadata of its materialization."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -167,7 +166,7 @@ class Record(BaseModel):
         return next(used for used in self.inputs if used.asset == asset)
 
     def as_input(self, taken_from: str | None = None) -> Input:
-        """This artifact, as something that another one reads; `taken_from` names the parent loop whose it is."""
+        """This artifact as an input of another; `taken_from` names the parent loop that it belongs to."""
         return Input(
             asset=self.asset,
             iteration=self.iteration,
@@ -180,12 +179,12 @@ class Record(BaseModel):
 
 @dataclass(frozen=True)
 class Stale:
-    """Why an artifact is stale: the root cause, and where it lies."""
+    """Why an artifact is stale: the root cause, and the artifact `root` that has it."""
 
     ref: Ref
     root: Ref
     cause: str
-    spreads: bool = True  # to what was made from it; False: only its files are lost
+    spreads: bool = True  # whether artifacts made from it are stale too; False: only its files are lost
 
     def __str__(self) -> str:
         return self.cause if self.root == self.ref else f"{self.root}: {self.cause}"
@@ -198,11 +197,11 @@ def staleness(
     stale_where_taken: Mapping[Ref, Stale] | None = None,
     lost: Mapping[Ref, str] | None = None,
 ) -> dict[Ref, Stale]:
-    """The stale ones among `records` (the current artifacts), each with its root cause; all that follows is stale too.
+    """The stale artifacts among `records` (the current ones), with root causes; what is made from a stale one is stale too.
 
-    `code_versions` holds the present version of each asset's code and configuration. The report is checked like the rest:
-    it reads whatever its record names. Assets that are `taken` from a parent were judged there: `stale_where_taken`. `lost`
-    says of which ones the files are gone.
+    `code_versions` holds the present version of each asset's code and configuration. The report is checked as the rest is: its
+    inputs are those in its record. For assets `taken` from a parent, `stale_where_taken` has the result of the parent. `lost`
+    has the artifacts whose files are lost, with the message.
     """
     stale: dict[Ref, Stale] = {}
     for ref in sorted(records, key=_order):
@@ -211,7 +210,7 @@ def staleness(
             if stale_where_taken and ref in stale_where_taken:
                 stale[ref] = stale_where_taken[ref]
             continue
-        cause = _own_cause(record, records, code_versions.get(ref.asset))
+        cause = _direct_cause(record, records, code_versions.get(ref.asset))
         if cause is not None:
             stale[ref] = Stale(ref, ref, cause)
             continue
@@ -223,7 +222,7 @@ def staleness(
     return stale
 
 
-def _own_cause(record: Record, records: Mapping[Ref, Record], code_version: str | None) -> str | None:
+def _direct_cause(record: Record, records: Mapping[Ref, Record], code_version: str | None) -> str | None:
     if code_version is not None and record.code_version != code_version:
         return f"code or configuration changed ({record.code_version} → {code_version})"
     for used in record.inputs:
@@ -266,9 +265,9 @@ def to_make(
 def in_one_run(
     made: Sequence[Asset], k: int, assets: Sequence[Asset] = LOOP, agent: Agent = "decoupled"
 ) -> list[Asset]:
-    """Those first ones of `made`, in order, that one run can make in iteration `k`.
+    """The first assets of `made`, in order, that one run can make in iteration `k`.
 
-    What lies between two of them and is not made again is only current for the second if the first comes out as it was.
+    An asset between two of them that is not made again is current for the second only if the first does not change.
     """
     run: list[Asset] = []
     unsure: set[Ref] = set()
@@ -285,7 +284,7 @@ def in_one_run(
 
 
 class NotUsable(Refusal, RuntimeError):
-    """Something that an iteration would read must not be read; the message ends with what to do."""
+    """An input of an iteration must not be used; the message ends with what to do."""
 
 
 def assert_usable(
@@ -296,7 +295,7 @@ def assert_usable(
     accept_stale_input: bool,
     lost: str | None = None,
 ) -> Record:
-    """The record of `ref`, if an artifact may be made from it. Raises NotUsable, in this order, where
+    """The record of `ref`, if an artifact may be made from it. Raises NotUsable, checked in this order, if
 
     1. it does not exist;
     2. a blocking check on it failed;

@@ -2,7 +2,7 @@
 
 
 class Refusal(Exception):
-    """What was asked for cannot be done: the message says what is wrong, and what to do, so that nobody needs a traceback.
+    """A request that cannot be carried out. The message says what is wrong and what to do; no traceback is needed.
 
     It is caught in three places. `coepg` prints the message and ends with exit status 1; the worker of a job ends with the
     message; a Dagster step fails with it.

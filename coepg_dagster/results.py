@@ -1,7 +1,7 @@
-"""What was measured, as one tidy table: a row is one number, with its interval and how it was counted.
+"""Results as one tidy table: a row is one number, with its interval and its protocol. Rates are in per cent.
 
-Made here from the records of loops. `coepg results`, the evolution report, the study, the paper's tables and figures and
-docs/results.json are views of it. Rates are in per cent.
+The table is made from the records of loops. `coepg results`, the evolution report, the study, the paper's tables and figures
+and docs/results.json are views of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
 FULL, AVERAGE, TRAIN = "full", "average", "train"
 """The variant that is Co-EPG; the mean of the test splits; the split of rows about D_k and about training."""
 HEADLINES: Final = {"step_sr": "Step SR", "step_acc": "step accuracy", "acc": "accuracy"}
-"""The metric that a protocol is known by: metric → what people call it; a protocol has exactly one of them."""
+"""Headline metric → its name for people; a protocol has exactly one of them."""
 QUALITY: Final = {
     "purity": "purity",
     "purity_frozen": "purity_open",
@@ -37,7 +37,7 @@ LEARNED: Final[Mapping[str, tuple[Asset, ...]]] = {
     "sft_grounder": ("grounder",),
     "grpo": ("planner", "end_to_end"),
 }
-"""What training did better than what it began with, on the same steps: key of an iteration → assets that were trained so."""
+"""Changes by training, on the same steps: key of an iteration → the assets that this training makes."""
 LEARNED_AS: Final = {"sft_planner": "SFT of the planner", "sft_grounder": "SFT of the grounder", "grpo": "GRPO"}
 
 
@@ -59,7 +59,7 @@ class Row(BaseModel):
     protocol: str  # how it was counted; numbers of one metric are compared only where this is the same
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in docs/results.json."""
+        """The row in docs/results.json."""
         known = [None if number is None else round(number, 3) for number in (self.value, self.low, self.high)]
         place = {"experiment": self.experiment, "variant": self.variant, "seed": self.seed, "iteration": self.k}
         number = {"value": known[0], "ci95": None if self.low is None else known[1:]}
@@ -103,15 +103,15 @@ def _scores(at: Mapping[str, Any], score: Mapping[str, Any]) -> Iterator[Row]:
     notes = score["notes"]
     view = ", oracle view" if "view" in notes else ""
     apart = " (steps lost)" if LOST in notes else ""
-    for name, found in score["metrics"].items():
+    for name, scores in score["metrics"].items():
         for metric, average, ends in ((name, "macro", "ci95"), (f"{name}_micro", "micro", "ci95_micro")):
-            low, high = found[ends] or (None, None)
+            low, high = scores[ends] or (None, None)
             protocol = f"{score['protocol']}, {average}{view}{apart}"
-            yield Row(**at, metric=metric, value=found[average], low=low, high=high, n=found["n"], protocol=protocol)
+            yield Row(**at, metric=metric, value=scores[average], low=low, high=high, n=scores["n"], protocol=protocol)
 
 
 def _learned(records: Mapping[Ref, Record], k: int, training: str) -> dict[str, Any] | None:
-    """The Change of each split, of the asset that was trained so and is there; None where nothing was measured."""
+    """The Change of each split by this training in iteration `k`; None if it was not measured."""
     made = (records[Ref(asset, k)] for asset in LEARNED[training] if Ref(asset, k) in records)
     probe = next((record.figures["probe"] for record in made if record.figures.get("probe")), None)
     return {split: probe[split] for split in PROBED} if probe else None
@@ -124,7 +124,7 @@ def _changes(at: Mapping[str, Any], training: str, change: Mapping[str, Any]) ->
 
 
 def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
-    """The table, and for each run and iteration that has every split the mean of its headline over them, as `average`.
+    """The table with more rows: for each run and iteration with all splits, the mean of its headline over them (`average`).
 
     The splits have different episodes, so the errors of one pair of models are independent.
     """
@@ -143,9 +143,9 @@ def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
 
 
 def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of the protocol and the rule of `experiment`, and a line for each iteration of which others are left out.
+    """The rows with the protocol and the rule of `experiment`, and a line for each iteration with other rows, left out.
 
-    A changed protocol or rule makes artifacts stale: until they are made again, their numbers are of another kind.
+    A changed protocol or rule makes artifacts stale. Until they are made again, their numbers are not comparable.
     """
     scored = table["protocol"].str.contains(r", (?:macro|micro)\b")
     by = table["protocol"].str.replace(r", (?:macro|micro)\b.*", "", regex=True)
@@ -161,12 +161,12 @@ def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFram
 
 
 def rule_of(config: Mapping[str, Any]) -> str:
-    """How the plans of D_k were verified, from the settings of its pools."""
+    """The rule by which the plans of D_k were verified, as text, from the settings of its pools."""
     return f"rule {config['rule']}" + (f" with k = {config['k']}" if config["rule"] == "k_of_n" else "")
 
 
 class Cells:
-    """A table of rows, looked up by what they measure.
+    """The rows of a table by experiment, variant, split and metric.
 
     Args:
         splits: the test splits, in the order of the tables; `average` is over all of them.
@@ -181,35 +181,35 @@ class Cells:
         return self._of.get(of, frame([]))
 
     def cell(self, experiment: str, variant: str, k: int, split: str, metric: str) -> Cell | None:
-        """The row over all seeds where there is one, else the mean of the seeds; None where nothing was measured."""
-        found = self._rows(experiment, variant, split, metric)
-        found = found[found["k"] == k]
-        single, joint = found[found["seed"].notna()], found[found["seed"].isna()]
+        """The row over all seeds if there is one, else the mean of the seeds; None if nothing was measured."""
+        rows = self._rows(experiment, variant, split, metric)
+        rows = rows[rows["k"] == k]
+        single, joint = rows[rows["seed"].notna()], rows[rows["seed"].isna()]
         shown = joint.iloc[0] if len(joint) else single.iloc[0] if len(single) else None
         if shown is None:
             return None
         value = float(shown["value"]) if len(joint) else fmean(single["value"])
         sure = (len(joint) or len(single) == 1) and not math.isnan(shown["low"])
         ends = (float(shown["low"]), float(shown["high"])) if sure else None
-        return Cell(metric, value, ends, one_protocol(metric, found["protocol"]))
+        return Cell(metric, value, ends, one_protocol(metric, rows["protocol"]))
 
     def series(self, experiment: str, variant: str, split: str, metric: str) -> list[tuple[int, Cell]]:
         """[(iteration, cell)] over the iterations that were measured."""
         of = (experiment, variant, split, metric)
-        found = ((int(k), self.cell(*of[:2], int(k), *of[2:])) for k in self._rows(*of)["k"].unique())
-        return [(k, cell) for k, cell in found if cell is not None]
+        cells = ((int(k), self.cell(*of[:2], int(k), *of[2:])) for k in self._rows(*of)["k"].unique())
+        return [(k, cell) for k, cell in cells if cell is not None]
 
     def seeds(self, experiment: str, variant: str, split: str, metric: str) -> dict[int, list[tuple[int, float]]]:
         """Seed → [(iteration, value)]."""
-        found = self._rows(experiment, variant, split, metric)
+        rows = self._rows(experiment, variant, split, metric)
         values: dict[int, list[tuple[int, float]]] = {}
-        for seed, k, value in found[found["seed"].notna()][["seed", "k", "value"]].to_numpy(dtype=float):
+        for seed, k, value in rows[rows["seed"].notna()][["seed", "k", "value"]].to_numpy(dtype=float):
             values.setdefault(int(seed), []).append((int(k), float(value)))
         return values
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """The name of the metric that stands for a protocol, among its `metrics`."""
+    """The headline metric among the `metrics` of a protocol."""
     return next(name for name in HEADLINES if name in metrics)
 
 
@@ -231,14 +231,14 @@ def results(
         score = evaluation.figures.get(name) if evaluation else None
         if score is None:
             return None
-        found: dict[str, Any] = {"steps": score["rows"], "protocol": score["protocol"]}
+        figures: dict[str, Any] = {"steps": score["rows"], "protocol": score["protocol"]}
         if LOST in score["notes"]:
-            found[LOST] = score["notes"][LOST]
+            figures[LOST] = score["notes"][LOST]
         for metric in score["metrics"]:
             row = rows[k, name, metric]
             ends = None if row.low is None else [row.low, row.high]
-            found[metric] = {"macro": row.value, "micro": value(k, name, f"{metric}_micro"), "ci95": ends}
-        return found
+            figures[metric] = {"macro": row.value, "micro": value(k, name, f"{metric}_micro"), "ci95": ends}
+        return figures
 
     benchmark = experiment.benchmark
     return {
@@ -262,7 +262,7 @@ def results(
 
 
 def overview(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -> tuple[Table, list[str]]:
-    """The table that people read first, a row per iteration; and what it leaves out, as other protocols scored it."""
+    """The overview table with a row per iteration, and a line for each iteration left out for another protocol or rule."""
     name, splits = experiment.name, experiment.benchmark.test
     table, left_out = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
     cells, metric = Cells(table, splits), headline_of(table)
@@ -284,9 +284,9 @@ def learned_text(iteration: Mapping[str, Any]) -> list[str]:
     """What training changed in an iteration of `results`, a line for each training."""
     lines = []
     for name, what in LEARNED_AS.items():
-        found = [f"{split} {change_text(change)}" for split, change in (iteration[name] or {}).items() if change]
-        if found:
-            lines.append(f"k = {iteration['iteration']}, {what}: {', '.join(found)}")
+        changes = [f"{split} {change_text(change)}" for split, change in (iteration[name] or {}).items() if change]
+        if changes:
+            lines.append(f"k = {iteration['iteration']}, {what}: {', '.join(changes)}")
     return lines
 
 

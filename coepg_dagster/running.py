@@ -1,7 +1,7 @@
-"""What runs each kind of job.
+"""Runs jobs.
 
-Training goes to its trainer. Inference over many rows is cut into chunks, which are spread over processes, and each of which
-is kept as soon as it is done.
+Training is run by its trainer. Inference over many rows is divided into chunks, which are distributed over processes. Each
+chunk is written as soon as it is done.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from coepg_dagster.steps import VERDICT_SCHEMA
 
 
 def run(job: Job, report: Report) -> dict[str, Any]:
-    """Does a job and returns its figures."""
+    """Runs a job and returns its figures."""
     match job:
         case SftJob():
             from coepg_dagster.training.sft import train_sft
@@ -60,7 +60,7 @@ def run(job: Job, report: Report) -> dict[str, Any]:
 
 
 CHUNK = 256
-"""Rows of input that one chunk of pool work or evaluation takes, and that a killed run can lose."""
+"""Input rows of a chunk of pool work or evaluation; a killed run loses at most this much for each process."""
 
 J = TypeVar("J", bound=ChunkedJob)
 
@@ -74,10 +74,10 @@ class Chunk:
 
 
 class Chunked(ABC, Generic[J]):
-    """A job in chunks, each with a seed and a file of its own.
+    """A job in chunks, each with its seed and its file.
 
-    The result does not depend on the number of processes, nor on what was found from a killed run. Each process holds one model
-    at a time.
+    The result does not depend on the number of processes, nor on chunks that a killed run had finished. Each process holds the
+    models of one member at a time.
     """
 
     def __init__(self, job: J) -> None:
@@ -89,35 +89,35 @@ class Chunked(ABC, Generic[J]):
 
     @abstractmethod
     def open(self, member: str, device: str) -> AbstractContextManager[Callable[[int], pa.Table]]:
-        """Loads what `member` needs, for as long as it is needed; gives the function that makes the chunk from a start row."""
+        """A context with the models of `member` loaded; yields the function from start row to chunk."""
 
     @abstractmethod
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         """Writes the result from the chunks of each member; returns the figures."""
 
     def engine(self, member: Member, device: str, share: int = 1) -> AbstractContextManager[Any]:
-        """The engine that answers for `member`; `share` local models are open at once."""
+        """The engine of `member`; `share` local models are open at once."""
         from coepg_dagster.inference.opening import opened
 
         return opened(member, self.job.model_copy(update={"device": device}), logs=self.job.scratch, share=share)
 
     def file_of(self, chunk: Chunk) -> Path:
-        """Where a chunk is kept until the job is done."""
+        """The file of a chunk until the job is done."""
         return self.job.scratch / f"{self.job.kind}-{chunk.member}-{chunk.start}.parquet"
 
     def run(self, report: Report) -> dict[str, Any]:
-        """Makes the chunks that are missing; the figures."""
+        """Makes the chunks that are missing, and returns the figures."""
         chunks = self.chunks()
         missing = [chunk for chunk in chunks if not self.file_of(chunk).exists()]
         devices = self._devices()[: len(missing)]
         if len(devices) > 1:
             self._spread(missing, devices, chunks, report)
         elif missing:
-            self._make(missing, devices[0], lambda: self._tell(chunks, report))
+            self._make(missing, devices[0], lambda: self._report(chunks, report))
         return self.figures()
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the job, once every chunk is there."""
+        """Writes the result and returns the figures, once all chunks exist."""
         parts: dict[str, list[pa.Table]] = {}
         for chunk in self.chunks():
             parts.setdefault(chunk.member, []).append(pq.read_table(self.file_of(chunk)))
@@ -131,34 +131,34 @@ class Chunked(ABC, Generic[J]):
 
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
-    def _tell(self, chunks: list[Chunk], report: Report) -> None:
+    def _report(self, chunks: list[Chunk], report: Report) -> None:
         report(sum(self.file_of(chunk).exists() for chunk in chunks), len(chunks), {})
 
     def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
-        # the model before it goes before the next one comes
+        # the models of one member are closed before those of the next are loaded
         for member, of_member in groupby(chunks, key=lambda chunk: chunk.member):
             with self.open(member, device) as make:
                 for chunk in of_member:
                     write_table(make(chunk.start), self.file_of(chunk))
                     done()
 
-    def _make_alone(self, chunks: list[Chunk], device: str) -> None:
-        """`_make` in a process of its own."""
+    def _make_in_process(self, chunks: list[Chunk], device: str) -> None:
+        """Runs `_make` in a new process."""
         import torch
 
         from coepg_dagster.inference.visual import keep_in
 
         keep_in(self.job.visual)
-        # torch replaces the thread pool of the process that was forked at its first use, which threads must not race for
+        # after a fork torch replaces its thread pool at the first use; doing it here keeps threads from racing for it
         torch.set_num_threads(torch.get_num_threads())
         with last_words():
             self._make(chunks, device)
 
     def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
-        # a forked process need not import torch again; CUDA cannot be used after a fork
+        # fork saves the import of torch, but CUDA cannot be used after a fork
         context = multiprocessing.get_context("fork" if devices[0] == "cpu" else "spawn")
         running = [
-            context.Process(target=self._make_alone, args=(missing[i :: len(devices)], device))  # type: ignore[attr-defined]
+            context.Process(target=self._make_in_process, args=(missing[i :: len(devices)], device))  # type: ignore[attr-defined]
             for i, device in enumerate(devices)
         ]
         for process in running:
@@ -166,7 +166,7 @@ class Chunked(ABC, Generic[J]):
         try:
             while any(process.is_alive() for process in running):
                 multiprocessing.connection.wait([process.sentinel for process in running if process.is_alive()], 1.0)
-                self._tell(chunks, report)
+                self._report(chunks, report)
                 failed = next((process for process in running if process.exitcode), None)
                 if failed is not None:
                     raise Ended(f"a process of this work {ended(failed.exitcode)}")
@@ -227,9 +227,9 @@ class Candidates(Chunked[CandidatesJob]):
 
 
 class Verdicts(Chunked[VerdictsJob]):
-    """Each member of Φ grounds them, and those of the plan shuffle in its last chunk."""
+    """Each member of Φ grounds the candidates, and in its last chunk the plans of the plan shuffle."""
 
-    def _asked(self) -> pa.Table:
+    def _to_verify(self) -> pa.Table:
         """The candidates to verify, those of one screenshot together."""
         from coepg_dagster.pools.verdicts import to_verify
 
@@ -238,7 +238,7 @@ class Verdicts(Chunked[VerdictsJob]):
         )
 
     def chunks(self) -> list[Chunk]:
-        rows = self._asked().num_rows
+        rows = self._to_verify().num_rows
         return [Chunk(name, start) for name in self.job.members for start in (*starts(rows), CONTROL)]
 
     @contextmanager
@@ -248,7 +248,7 @@ class Verdicts(Chunked[VerdictsJob]):
         from coepg_dagster.pools.controls import shuffled
         from coepg_dagster.pools.verdicts import give_verdicts
 
-        asked = self._asked()
+        candidates = self._to_verify()
         steps = steps_of(self.job.steps, self.job.train_split)
         with self.engine(self.job.members[member], device) as engine:
             screens = Screens(steps, engine.resize)
@@ -259,15 +259,15 @@ class Verdicts(Chunked[VerdictsJob]):
 
             def make(start: int) -> pa.Table:
                 if start == CONTROL:
-                    plans = shuffled(asked, steps, self.job.config.similar, self.job.shuffled_plans)
+                    plans = shuffled(candidates, steps, self.job.config.similar, self.job.shuffled_plans)
                 else:
-                    plans = asked.slice(start, CHUNK)
+                    plans = candidates.slice(start, CHUNK)
                 return give_verdicts(grounder, member, plans, screens)
 
             yield make
 
     def _resize(self, member: str) -> Path:
-        """How a member's image processor resizes: written when it is loaded, kept like the chunks."""
+        """The file with `resize` of a member's engine, written when it is loaded and kept as chunks are."""
         return self.job.scratch / f"resize-{member}.json"
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
@@ -341,5 +341,5 @@ _CHUNKED: Final[dict[type[Job], type[Chunked[Any]]]] = {
 
 
 def chunked(job: ChunkedJob) -> Chunked[Any]:
-    """What makes the chunks of a job."""
+    """The Chunked of a job."""
     return _CHUNKED[type(job)](job)

@@ -1,6 +1,6 @@
-"""The tables that the loop passes on: labelled steps, candidates, verdicts, dataset rows, rollouts; Arrow schemas.
+"""Arrow schemas of the loop's tables: labelled steps, candidates, verdicts, dataset rows, rollouts.
 
-Belongs here: what a row *is*. How rows are read (readers), made (pools), scored (rewards, evaluation) is elsewhere.
+This module defines only what a row *is*; readers read rows, pools make them, rewards and evaluation score them.
 Coordinates in these tables are pixels of the stored screenshot ("original" space), boxes are (x1, y1, x2, y2), borders
 included.
 """
@@ -15,7 +15,7 @@ from typing import Final
 import pyarrow as pa
 
 NO_VALUE: Final = ""
-"""The one normal form of an empty action value ("None" and "no input text" in foreign data are read as this)."""
+"""The normal form of an empty action value ("None" and "no input text" in other data sets are read as this)."""
 
 BOX: Final = pa.list_(pa.float32(), 4)
 
@@ -40,8 +40,8 @@ STEP_SCHEMA: Final = pa.schema(
 """One labelled step: observation, task, history and the label action (Eq. 1)."""
 
 VISIBLE: Final = ("goal", "history", "instruction")
-"""The columns of a step that a model may see, beside its screenshot; `prompts` alone words them. `instruction`, which some
-sources have (readers.rows), is null where models are not to see it."""
+"""The columns of a step that a model may see, besides its screenshot; only `prompts` puts them into words. `instruction`, which
+some sources have (readers.rows), is null if models must not see it."""
 
 CANDIDATE_SCHEMA: Final = pa.schema(
     [
@@ -78,10 +78,10 @@ VERDICT_SCHEMA: Final = pa.schema(
         pa.field("mean_logprob", pa.float64()),  # c_j of Eq. 6
         pa.field("tokens", pa.int32(), nullable=False),  # L of Eq. 6
         pa.field("text", pa.string(), nullable=False),
-        pa.field("failure", pa.string()),  # set: the verifier gave no answer, which is not a "no"
+        pa.field("failure", pa.string()),  # set: the verifier gave no answer, which is no vote against the plan
     ]
 )
-"""One verifier's answer on one candidate; all of them are kept, so that every selection rule can be read off again."""
+"""One verifier's answer on one candidate; all of them are kept, so that every selection rule can be applied later."""
 
 DATASET_SCHEMA: Final = pa.schema(
     [
@@ -100,7 +100,7 @@ DATASET_SCHEMA: Final = pa.schema(
         pa.field("screenshot_hash", pa.string(), nullable=False),  # of the screenshot that plan and verifiers saw
     ]
 )
-"""One row (o, h, p, a) of D_k; o and h are found by step_id."""
+"""One row (o, h, p, a) of D_k; o and h are looked up by step_id."""
 
 
 def short_hash(content: bytes) -> str:
@@ -109,9 +109,9 @@ def short_hash(content: bytes) -> str:
 
 
 def row_id(candidate_id: str, plan: str, screenshot_hash: str, made_in: int) -> str:
-    """The id of a row of D_k: `r` and sixteen hex digits of what it says, about which screen, from which pool.
+    """The id of a row of D_k: `r` and sixteen hex digits of a hash of candidate, plan, screenshot and iteration.
 
-    The same when D_k is made again with that content, and when the row is carried over into later iterations.
+    It stays the same when D_k is made again with that content, and when the row is carried over into later iterations.
     """
     return "r" + short_hash(json.dumps([candidate_id, plan, screenshot_hash, made_in]).encode())
 
@@ -155,16 +155,16 @@ ROLLOUT_SCHEMA: Final = pa.schema(
         pa.field("advantage", pa.float64(), nullable=False),  # Eq. 10
     ]
 )
-"""One rollout of GRPO with everything its reward was made of: any C-DREM variant can be computed again from it.
+"""One rollout of GRPO with everything that decided its reward, so that any C-DREM variant can be computed from it.
 
-It lies beside the weights of π'_k and is no part of their data version: seconds differ from run to run.
+The table is beside the weights of π'_k and not part of their data version, since seconds differ from run to run.
 """
 
 
 def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = None) -> pa.Table:
     """At most `limit` steps, in the order of the table: whole episodes, drawn by a hash of their names.
 
-    So the same steps are drawn each time, and every family keeps its share. `among`: only steps with these ids.
+    The same steps are drawn each time, and every family keeps its share. `among`: only steps with these ids.
     """
     rows: dict[str, list[int]] = {}
     for row, (step_id, episode) in enumerate(

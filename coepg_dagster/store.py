@@ -1,7 +1,7 @@
-"""Where artifacts lie: immutable folders named by the hash of their content.
+"""The store of artifacts: immutable folders named by the hash of their content.
 
 `ROOT/EXPERIMENT/sSEED/ASSET/PARTITION/VERSION/`. Materializing a partition again writes another version beside the old
-one; which version is current is known to the Dagster instance, not to the store. Unpartitioned assets have partition "all".
+one; the Dagster instance knows which version is current, the store does not. Unpartitioned assets have partition "all".
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Artifact:
 
 def digests(folder: Path) -> dict[str, str]:
     """Relative name → SHA-256 of every file below `folder`, in alphabetical order."""
-    found = {}
+    by_name = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                by_name[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return by_name
 
 
 def version_of(files: Mapping[str, str], content: list[str]) -> str:
-    """The data version of an artifact: a hash of the files `content`, names included, order not.
+    """The data version of an artifact: a hash of the files `content` and their names, in any order.
 
-    `files` are the digests of its folder. Raises FileNotFoundError where one is missing.
+    `files` are the digests of its folder. Raises FileNotFoundError if one is missing.
     """
     digest = hashlib.sha256()
     for name in sorted(content):
@@ -62,7 +62,7 @@ class Store:
 
     @contextmanager
     def draft(self, *place: str) -> Iterator[Path]:
-        """An empty folder to fill, on the store's own disk; it is gone afterwards unless it was committed."""
+        """Yields an empty folder to fill, on the disk of the store; it is deleted afterwards unless it was committed."""
         folder = self.root / ".drafts" / f"{'-'.join(place)}-{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
         try:
@@ -71,10 +71,10 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def commit(self, draft: Path, place: tuple[str, ...], content: list[str], replace: bool = False) -> Artifact:
-        """Moves a filled draft to its place in one rename. The same content lands in the folder that is already there.
+        """Moves a filled draft to its place in one rename. If a folder with the same content exists, it is kept.
 
-        A folder that is there and no longer holds what its name says was tampered with: the draft takes its place. So it does
-        with `replace`, where other files than its content are known to be gone.
+        The draft replaces an existing folder whose content does not match its name. With `replace` it always does, for a folder
+        that lost files which are not part of its content.
         """
         files = digests(draft)
         version = version_of(files, content)
@@ -89,9 +89,9 @@ class Store:
         return Artifact(version, folder, files)
 
     def lost(self, folder: str, files: Mapping[str, str], sizes: Mapping[str, int]) -> str | None:
-        """What is gone of the artifact in `folder`, relative to the root, by a look at its files and not into them.
+        """The first missing file of the artifact in `folder` (relative to the root), by names and sizes, not by content.
 
-        `files` are the names that were recorded, `sizes` their bytes, where these were recorded too. None: all is there.
+        `files` has the recorded names, `sizes` their bytes if these were recorded. None: nothing is missing.
         """
         if not (self.root / folder).is_dir():
             return folder
@@ -106,11 +106,11 @@ class Store:
 
     @property
     def visual(self) -> Path:
-        """The folder of visual embeddings (see `inference.visual`): what is deleted there is computed again."""
+        """The folder of visual embeddings (see `inference.visual`); deleted ones are computed again."""
         return self.root / ".visual"
 
     def scratch(self, key: str) -> Path:
-        """A folder that outlives a killed run, for the work whose inputs and configuration hash to `key`."""
+        """A folder that outlives a killed run, for work whose inputs and configuration have the hash `key`."""
         folder = self.root / ".scratch" / key
         folder.mkdir(parents=True, exist_ok=True)
         return folder

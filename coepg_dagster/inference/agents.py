@@ -31,12 +31,12 @@ from coepg_dagster.steps import VISIBLE
 
 @dataclass(frozen=True)
 class PlannerInput:
-    """What a planner sees of a step (Eq. 1): the columns VISIBLE; the screenshot is found by the id."""
+    """What a planner sees of a step (Eq. 1): the columns VISIBLE. The screenshot is looked up by the id."""
 
     step_id: str
     goal: str
     history: tuple[str, ...]
-    instruction: str | None = None  # the step's own, where a model may see it
+    instruction: str | None = None  # of this step, if models may see it
 
     def messages(self, style: Style) -> list[Message]:
         """The chat that asks π for this step's plan."""
@@ -58,7 +58,7 @@ def planner_inputs(steps: pa.Table) -> list[PlannerInput]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A planner's answer: its text, and what could be read from it (None: not a plan)."""
+    """A planner's answer: its text, and what was parsed from it (None: not a plan)."""
 
     text: str
     answer: PlannerAnswer | None
@@ -68,10 +68,10 @@ class Plan:
 class Grounding:
     """A grounder's answer for one plan.
 
-    `point` is in pixels of the stored screenshot, None where the answer holds no coordinates. `mean_logprob` is Eq. 6
-    over the `tokens` coordinate tokens (over all tokens of an answer without coordinates; over the stop token of an
-    answer without any). `failure` is set, and all else empty, where the grounder gave no answer at all. `seconds` is this
-    answer's share of the time that its batch took, `weights` the version of the weights that answered.
+    `point` is in pixels of the stored screenshot, or None if the answer holds no coordinates. `mean_logprob` is Eq. 6
+    over the `tokens` coordinate tokens (over all tokens of an answer without coordinates; over the stop token of an empty
+    answer). If the grounder gave no answer at all, `failure` is set and all else is empty. `seconds` is this answer's share
+    of the time that its batch took, `weights` the version of the weights that answered.
     """
 
     point: Point | None = None
@@ -108,7 +108,7 @@ class Planner:
 
 
 class Grounder:
-    """ϕ: from screenshot and plan to a point. Greedy, so each different (screenshot, plan) is asked once and kept."""
+    """ϕ: from screenshot and plan to a point. Decoding is greedy, so the answer to each different query is computed once."""
 
     def __init__(self, engine: Engine, screens: Screens, style: Style, space: Space, max_tokens: int) -> None:
         self.remote = engine.remote
@@ -116,32 +116,33 @@ class Grounder:
         self._sampling = Sampling(max_tokens=max_tokens)
         self._kept: dict[Query, Grounding] = {}
 
-    def ground(self, plans: Sequence[Query]) -> list[Grounding]:
-        """A grounding for each (step_id, plan), in order; the engine is given the plans of one screenshot in a row.
+    def ground(self, queries: Sequence[Query]) -> list[Grounding]:
+        """A grounding for each query, in order. The engine gets the plans of one screenshot one after another.
 
-        A kept answer took no time. A failure is not kept, and nothing of weights that answer no more.
+        Answers are kept, and take 0 seconds when used again. Failures are not kept, nor answers of other weights than the
+        newest answers come from.
         """
-        new = sorted(set(plans) - self._kept.keys())
+        new = sorted(set(queries) - self._kept.keys())
         requests = [Request(self._screens.image(s), grounder_messages(p, self._style)) for s, p in new]
         started = time.perf_counter()
         answers = self._engine.generate(requests, self._sampling) if requests else []
         seconds = (time.perf_counter() - started) / max(1, len(requests))
-        found = {pair: self._read(pair[0], answer[0]) for pair, answer in zip(new, answers, strict=True)}
-        weights = {grounding.weights for grounding in found.values() if grounding.failure is None}
+        computed = {query: self._read(query[0], answer[0]) for query, answer in zip(new, answers, strict=True)}
+        weights = {grounding.weights for grounding in computed.values() if grounding.failure is None}
         if weights and any(kept.weights not in weights for kept in self._kept.values()):
             self._kept.clear()
-            return self.ground(plans)
-        first = set(found)
+            return self.ground(queries)
+        first = set(computed)
         groundings = []
-        for pair in plans:
-            grounding = found.get(pair) or self._kept[pair]
-            groundings.append(replace(grounding, seconds=seconds) if pair in first else grounding)
-            first.discard(pair)
-        self._kept |= {pair: grounding for pair, grounding in found.items() if grounding.failure is None}
+        for query in queries:
+            grounding = computed.get(query) or self._kept[query]
+            groundings.append(replace(grounding, seconds=seconds) if query in first else grounding)
+            first.discard(query)
+        self._kept |= {query: grounding for query, grounding in computed.items() if grounding.failure is None}
         return groundings
 
     def keep(self, groundings: Mapping[Query, Grounding]) -> None:
-        """Answers that were given before, for a run that is continued."""
+        """Adds answers of an earlier run that is being continued."""
         self._kept |= groundings
 
     def _read(self, step_id: str, answer: Generation | Failure) -> Grounding:
@@ -149,10 +150,10 @@ class Grounder:
             return Grounding(failure=answer.reason)
         coordinates = coordinate_tokens(answer.pieces)
         logprobs = [answer.logprobs[t] for t in coordinates] or list(answer.logprobs)
-        if not logprobs:  # the model said nothing: that is an answer, without coordinates
+        if not logprobs:  # an empty answer is an answer, without coordinates
             if answer.stop_logprob is None:
                 return Grounding(
-                    failure="the answer is empty, and the engine does not say how sure of that the model was"
+                    failure="the answer is empty, and the engine gives no log-probability of its stop token"
                 )
             logprobs = [answer.stop_logprob]
         pair = parse_grounder(answer.text)
@@ -165,14 +166,14 @@ class Grounder:
 
 
 Query = tuple[str, str]
-"""(step_id, plan): what a grounder is asked about."""
+"""(step_id, plan): one question to a grounder."""
 
 
 class GrounderPool:
-    """What all grounders say of plans, each asked as soon as it can be; a context, at whose end nobody is asked any more.
+    """All grounders of a pool, each queried as early as possible. A context manager: at its end, remaining queries are dropped.
 
-    Those whose engines compute remotely are asked at the same time, each from a thread of its own, about the plans that came in
-    while it gave its last answers. The others take turns on this process's device, once all plans are known.
+    Grounders with a remote engine work at the same time, each in its own thread: while one answers, new queries wait for its
+    next batch. The others take turns on this process's device, once all plans are known.
     """
 
     def __init__(self, grounders: Mapping[str, Grounder]) -> None:
@@ -186,54 +187,57 @@ class GrounderPool:
         for remote in self._remote.values():
             remote.end()
 
-    def query(self, plans: Sequence[Query]) -> None:
-        """Returns at once; whoever computes remotely begins with the plans that are new."""
+    def query(self, queries: Sequence[Query]) -> None:
+        """Starts remote grounders on the queries that are new; returns at once."""
         for remote in self._remote.values():
-            remote.query(plans)
+            remote.query(queries)
 
-    def groundings(self, plans: Sequence[Query]) -> list[list[Grounding]]:
-        """What each grounder says of each plan, in the order of the grounders. Raises what went wrong in a thread."""
-        self.query(plans)
-        here = {id(g): g.ground(plans) for g in self._grounders if not g.remote}
-        return [here[id(g)] if id(g) in here else self._remote[id(g)].groundings(plans) for g in self._grounders]
+    def groundings(self, queries: Sequence[Query]) -> list[list[Grounding]]:
+        """For each grounder, in order, its grounding of each query. Raises any error of a grounder's thread."""
+        self.query(queries)
+        local = {id(g): g.ground(queries) for g in self._grounders if not g.remote}
+        return [local[id(g)] if id(g) in local else self._remote[id(g)].groundings(queries) for g in self._grounders]
 
 
 class _RemoteGrounder:
-    """A grounder that computes remotely, and the thread that asks it."""
+    """A grounder with a remote engine, and the thread that queries it."""
 
     def __init__(self, grounder: Grounder) -> None:
         self._grounder, self._thread = grounder, ThreadPoolExecutor(1)
-        self._known: set[Query] = set()
+        self._submitted: set[Query] = set()
         self._waiting: SimpleQueue[Query] = SimpleQueue()
         self._turns: list[Future[None]] = []
         self._groundings: dict[Query, Grounding] = {}
 
-    def query(self, plans: Sequence[Query]) -> None:
-        new = [plan for plan in dict.fromkeys(plans) if plan not in self._known]
-        self._known.update(new)
-        for plan in new:
-            self._waiting.put(plan)
+    def query(self, queries: Sequence[Query]) -> None:
+        new = [query for query in dict.fromkeys(queries) if query not in self._submitted]
+        self._submitted.update(new)
+        for query in new:
+            self._waiting.put(query)
         if new:
             self._turns.append(self._thread.submit(self._turn))
 
     def _turn(self) -> None:
-        plans = [self._waiting.get() for _ in range(self._waiting.qsize())]  # nobody else takes any
-        if plans:
-            self._groundings.update(zip(plans, self._grounder.ground(plans), strict=True))
+        queries = [self._waiting.get() for _ in range(self._waiting.qsize())]  # this thread is the only consumer
+        if queries:
+            self._groundings.update(zip(queries, self._grounder.ground(queries), strict=True))
 
-    def groundings(self, plans: Sequence[Query]) -> list[Grounding]:
+    def groundings(self, queries: Sequence[Query]) -> list[Grounding]:
         for turn in self._turns:
             turn.result()
-        return [self._groundings[plan] for plan in plans]
+        return [self._groundings[query] for query in queries]
 
     def end(self) -> None:
-        # no waiting: after an error the rest of a turn is of no use, and ends with its engine
+        # does not wait: after an error the rest of a turn is useless, and ends with its engine
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def coordinate_tokens(pieces: Sequence[bytes]) -> list[int]:
-    """Positions of the tokens that hold a digit of the answer's point or box ("digit tokens of x and y only")."""
-    # every byte that is no UTF-8 becomes a character of its own, so that characters can be counted back to bytes
+    """Positions of the tokens that hold a digit of the answer's point or box ("digit tokens of x and y only").
+
+    `pieces` are the bytes of each token, shape (tokens,).
+    """
+    # every byte that is not UTF-8 becomes one character, so that characters can be counted back to bytes
     text = b"".join(pieces).decode(errors="surrogateescape")
     spans = [tuple(len(text[:i].encode(errors="surrogateescape")) for i in span) for span in coordinate_span(text)]
     chosen, start = [], 0

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its size: parameters, bytes, and floating-point operations.
+"""The size of a model by its config.json: parameters, bytes, and floating-point operations.
 
 Pure arithmetic over the configurations of Qwen2.5-VL and Qwen3-VL; no torch, no weights. `flops` is the count that the
 benchmarks and `coepg plan` use; a multiplication with its addition counts as two operations.
@@ -16,7 +16,7 @@ from coepg_dagster.refusal import Refusal
 
 
 class UnknownModel(Refusal, ValueError):
-    """A model whose size cannot be told; the message names it and says what to do."""
+    """A model whose size cannot be computed; the message names it and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Architecture:
         kind = config.get("model_type")
         if kind not in ("qwen2_5_vl", "qwen3_vl"):
             raise UnknownModel(f"{name}: model_type {kind!r} is not known here; known: qwen2_5_vl, qwen3_vl")
-        # before transformers 5 the language model's values stood at the top level
+        # in config.json files of transformers 4 the language model's values are at the top level
         text, vision, old = config.get("text_config", config), config["vision_config"], kind == "qwen2_5_vl"
         depth = vision["depth"]
         return cls(
@@ -157,7 +157,7 @@ class Architecture:
         return rank * (self.layers * inside + (tower.layers * block if vision else 0))
 
     def image_tokens(self, width: int, height: int) -> int:
-        """Visual tokens of a screenshot of the size that the model sees."""
+        """Visual tokens of a resized screenshot (px)."""
         side = self.vision.patch * self.vision.merge
         return (width // side) * (height // side)
 
@@ -191,7 +191,7 @@ def flops(
     freeze_vision: bool = False,
     fixed_weights: bool = False,
 ) -> Flops:
-    """The operations that one sequence of one screenshot needs; recomputed activations are not counted.
+    """The operations for one sequence with one screenshot; recomputed activations are not counted.
 
     - language: 2 · parameters of the layers · tokens forward, so 6 · parameters · tokens in training
     - attention: 2 · tokens² · width forward in each layer (scores and sums, halved because it is causal)
@@ -199,7 +199,7 @@ def flops(
     - vision: 2 · parameters · patches forward, and attention within windows or the whole image
 
     Args:
-        image: (width, height) of the screenshot as the model sees it, px.
+        image: (width, height) of the resized screenshot, px.
         text: tokens of the sequence besides the image's, the answer included.
         scored: tokens whose probabilities are computed (the answer's).
         train: with the backward pass.
@@ -229,7 +229,7 @@ def flops(
 
 
 def read(folder: Path) -> Architecture:
-    """The architecture of a local checkpoint. Raises UnknownModel."""
+    """The architecture of a local checkpoint folder. Raises UnknownModel."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text())

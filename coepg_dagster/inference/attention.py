@@ -1,8 +1,8 @@
-"""Attention of a Qwen-VL model as its uses here ask for it: the same numbers as transformers', in fewer and faster kernels.
+"""Attention of a Qwen-VL model with the same numbers as transformers', in fewer and faster kernels.
 
-transformers calls a kernel for each window of each image in each layer of the vision tower; and where there is a mask, as in
-decoding, it copies keys and values once for every query head that shares them. `prefill` and `decode` are the two passes of
-sampling, for the pools and for GRPO.
+transformers calls a kernel for each window of each image in each layer of the vision tower. With a mask, as in decoding, it
+also copies keys and values for every query head that shares them. `prefill` and `decode` are the two passes of sampling, for
+the pools and for GRPO.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 WINDOWS: Final = "flash_windows"
-"""transformers prepares lengths of windows for implementations whose name says flash."""
+"""transformers prepares lengths of windows for implementations with "flash" in their names."""
 SHARED_KEYS: Final = "shared_keys"
 
 
@@ -35,9 +35,14 @@ def attend_windows(
     max_length_q: int,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each window of the patches of a batch of images; query, key, value: (1, heads, patches, width).
+    """Attention within each window of the patches of a batch of images. Needs a GPU and half precision.
 
-    Returns (1, patches, heads, width). Needs a GPU and half precision, as torch's kernel does.
+    Args:
+        query, key, value: (1, heads, patches, width).
+        cu_seq_lens_q: where each window begins, and the end of the last, shape (windows + 1,).
+        max_length_q: patches of the largest window.
+    Returns:
+        (1, patches, heads, width), and no weights.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -57,9 +62,14 @@ def attend_shared_keys(
     scaling: float,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one new token per row, (rows, query heads, 1, width), to keys and values that heads share.
+    """Attention of one new token per row to keys and values that query heads share; more tokens are left to transformers.
 
-    Several tokens per row are left to transformers. Returns (rows, 1, query heads, width).
+    Args:
+        query: (rows, query heads, 1, width).
+        key, value: (rows, key heads, tokens, width).
+        attention_mask: bool, (rows, 1, 1, tokens); True: attended.
+    Returns:
+        (rows, 1, query heads, width), and no weights.
     """
     rows, heads, tokens, width = query.shape
     if tokens > 1:
@@ -80,16 +90,16 @@ AttentionMaskInterface.register(SHARED_KEYS, sdpa_mask)
 
 
 def fast_vision(model: Any, device: str | None = None) -> bool:
-    """Lets the vision tower attend to its windows in one kernel, where this machine can; returns whether it does.
+    """Has the vision tower attend to its windows in one kernel, if this machine can. Returns whether it does.
 
     Args:
-        device: where the model will compute; None: where it lies.
+        device: on which the model will compute; None: the one that it is on.
     """
     tower = getattr(model.model, "visual", None)
-    # Qwen2.5-VL's windows; a tower without any has few attention calls
+    # only Qwen2.5-VL has windows; a tower without them makes few attention calls
     if tower is None or not hasattr(tower, "window_size") or torch.device(device or model.device).type != "cuda":
         return False
-    if tower.config.hidden_size // tower.config.num_heads % 8:  # the kernel's own condition
+    if tower.config.hidden_size // tower.config.num_heads % 8:  # a condition of the kernel
         return False
     tower.config._attn_implementation = WINDOWS
     return True
@@ -97,7 +107,7 @@ def fast_vision(model: Any, device: str | None = None) -> bool:
 
 @contextmanager
 def decoding(model: Any) -> Iterator[None]:
-    """Within it the language model attends to keys and values that its query heads share."""
+    """A context in which the language model uses `attend_shared_keys`."""
     config = model.model.language_model.config
     before, config._attn_implementation = config._attn_implementation, SHARED_KEYS
     try:
@@ -108,35 +118,41 @@ def decoding(model: Any) -> Iterator[None]:
 
 @functools.cache
 def _cache_argument(kind: type) -> str:
-    """What a model's forward pass calls keys and values; renamed within transformers 5."""
+    """The name of the keys and values among the arguments of a model's forward pass; it differs within transformers 5."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
 
 
-def prefill(model: Any, asked: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Of prompts with images: logits of the token after each, keys and values, and the position of that token.
+def prefill(model: Any, forward: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """The first pass over prompts with images.
 
     Args:
-        model: the Qwen-VL model itself, without what wraps it.
-        asked: what is called, `model` or its adapters'.
-        inputs: as the processor makes them.
+        model: the Qwen-VL model itself, without wrappers.
+        forward: what is called: `model`, or its wrapper with adapters.
+        inputs: as the processor makes them, of B prompts.
+    Returns:
+        logits of the token after each prompt (B, vocabulary), keys and values, and the position of that token (B,).
     """
     named = ("mm_token_type_ids", "image_grid_thw", "attention_mask")
     positions, _ = model.model.get_rope_index(inputs["input_ids"], **{name: inputs[name] for name in named})
-    output = asked(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
+    output = forward(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
     keys_and_values = getattr(output, "cache", None) or output.past_key_values
     return output.logits[:, -1], keys_and_values, positions.amax((0, 2)) + 1
 
 
 def decode(
-    model: Any, asked: Any, keys_and_values: Any, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor
+    model: Any, forward: Any, keys_and_values: Any, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """Logits (rows, vocabulary) of the token after `ids` (rows, tokens), which are at `position` (rows, tokens).
+    """Logits (rows, vocabulary) of the token after `ids`.
 
     Args:
-        mask: of these tokens and all before them.
+        model, forward: as for `prefill`.
+        keys_and_values: of all tokens before `ids`; those of `ids` are added.
+        ids: (rows, tokens).
+        mask: 1 for real tokens, 0 for padding, of all tokens before `ids` and of these: (rows, tokens before + tokens).
+        position: of `ids`, (rows, tokens).
     """
     with decoding(model):
-        output = asked(
+        output = forward(
             input_ids=ids,
             attention_mask=mask,
             position_ids=position.expand(3, -1, -1),
@@ -149,11 +165,12 @@ def decode(
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer with room behind them: new ones are written there, and nothing is copied.
+    """Keys and values of one layer, with room for new ones behind them, so that a new token copies nothing.
 
     Args:
-        owner: for each row, the row of keys and values that it starts from.
-        room: how many tokens follow.
+        keys, values: (prefixes, key heads, tokens, width).
+        owner: for each row, the prefix that it starts from, shape (rows,).
+        room: number of tokens that follow.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, owner: torch.Tensor, room: int) -> None:
@@ -161,8 +178,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.lazy_initialization(keys, values)
         length = keys.shape[-2]
         self._all = tuple(t.new_empty(len(owner), t.shape[1], length + room, t.shape[3]) for t in (keys, values))
-        for all_, given in zip(self._all, (keys, values), strict=True):
-            all_[:, :, :length] = given[owner]
+        for all_, prefix in zip(self._all, (keys, values), strict=True):
+            all_[:, :, :length] = prefix[owner]
         self.keys, self.values = (all_[:, :, :length] for all_ in self._all)
 
     def update(
@@ -176,14 +193,14 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Goes on with these rows alone."""
+        """Keeps these rows alone."""
         length = self.keys.shape[-2]
         self._all = tuple(all_[indices] for all_ in self._all)
         self.keys, self.values = (all_[:, :, :length] for all_ in self._all)
 
 
 def with_room(cache: DynamicCache, owner: torch.Tensor, room: int) -> DynamicCache:
-    """The cache for rows that each start from the row `owner` of it, with room for so many more tokens."""
+    """The cache with one row for each of `owner`, copied from that row of it, and room for `room` more tokens."""
     for i, layer in enumerate(cache.layers):
         cache.layers[i] = RoomyLayer(layer.keys, layer.values, owner, room)
     return cache

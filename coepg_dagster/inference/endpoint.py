@@ -1,4 +1,4 @@
-"""Where an OpenAI-compatible endpoint is, and what it says of its model. Imports no model library."""
+"""The address of an OpenAI-compatible endpoint, and what it reports of its model. Imports no model library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from coepg_dagster.inference.engine import EngineRefused
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an endpoint is, and how much may be asked of it at a time."""
+    """The address of an endpoint, and its limits."""
 
     base_url: str  # with /v1
     model: str  # as the endpoint names it
     api_key: str | None = None
-    in_flight: int = 16
+    in_flight: int = 16  # requests at a time
     timeout_seconds: float = 120.0
 
     def client(self) -> httpx.Client:
@@ -34,7 +34,7 @@ class Endpoint:
 
 
 def endpoint_of(member: Member) -> Endpoint:
-    """The endpoint of an `openai` member, its key from the environment. Raises EngineRefused where that is missing."""
+    """The endpoint of an `openai` member, with its key from the environment. Raises EngineRefused if the key is missing."""
     assert member.base_url is not None  # Member requires it
     key = None
     if member.api_key_env is not None:
@@ -48,9 +48,9 @@ def endpoint_of(member: Member) -> Endpoint:
 
 
 def served_model(endpoint: Endpoint) -> dict[str, Any]:
-    """What the endpoint says of its model: id and, where given, owner, root, parent and context length.
+    """What the endpoint reports of its model: `id`, and if given `owned_by`, `root`, `parent` and `max_model_len`.
 
-    Raises EngineRefused where it cannot be reached, or does not serve the model.
+    Raises EngineRefused if it cannot be reached, or does not serve the model.
     """
     with endpoint.client() as client:
         try:
@@ -78,17 +78,16 @@ def served_model(endpoint: Endpoint) -> dict[str, Any]:
             f"{endpoint.base_url} does not serve {endpoint.model!r} but {', '.join(sorted(models)) or 'nothing'}: "
             "correct `model`"
         )
-    told = models[endpoint.model]
-    return {
-        key: told[key] for key in ("id", "owned_by", "root", "parent", "max_model_len") if told.get(key) is not None
-    }
+    reported = models[endpoint.model]
+    keys = ("id", "owned_by", "root", "parent", "max_model_len")
+    return {key: reported[key] for key in keys if reported.get(key) is not None}
 
 
-def served_version(told: dict[str, Any]) -> str:
-    """The version of a model whose weights cannot be seen: its name, and a hash of all that the server says of it."""
-    return f"{told['id']}@{fingerprint(told)}"
+def served_version(reported: dict[str, Any]) -> str:
+    """The version of a model whose weights cannot be read: its name, and a hash of `served_model`."""
+    return f"{reported['id']}@{fingerprint(reported)}"
 
 
 def short(error: Exception) -> str:
-    """Kind and beginning of an error's message."""
+    """The type of an error and the beginning of its message."""
     return f"{type(error).__name__}: {error}"[:200]

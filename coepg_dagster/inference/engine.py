@@ -1,7 +1,7 @@
-"""The inference protocol: what every engine is asked and what it answers.
+"""The inference protocol: the requests and answers of every engine.
 
 An engine turns (image, chat) pairs into text with the log-probabilities of the *generated* tokens at temperature 1,
-whatever temperature they were sampled at. Prompt log-probabilities are never asked for.
+whatever temperature they were sampled at. Log-probabilities of prompts are never requested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coepg_dagster.refusal import Refusal
 
 @dataclass(frozen=True)
 class Request:
-    """One question: an image, already of the size that the model sees, and a chat with one image placeholder."""
+    """One question: an image, already resized for the model (`geometry.smart_resize`), and a chat with one placeholder for it."""
 
     image: Image.Image
     messages: list[Message]
@@ -41,19 +41,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer cost, in tokens. Of the prompt's, `cached` were not computed for this answer."""
+    """Tokens of an answer."""
 
     prompt: int
-    cached: int
-    generated: int  # the one that ended it included
+    cached: int  # of the prompt's, those that were not computed for this answer
+    generated: int  # the stop token included
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `pieces` are the byte strings of its tokens, `logprobs` their log-probabilities, same length.
+    """One answer. `pieces` are the byte strings of its tokens and `logprobs` their log-probabilities, shape (tokens,) each.
 
-    The token that ended the answer is in neither; `stop_logprob` is its log-probability where it is known. `weights` is
-    the version of the weights that answered.
+    Neither holds the stop token; `stop_logprob` is its log-probability, if known. `weights` is the version of the weights
+    that answered.
     """
 
     text: str
@@ -67,13 +67,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that got no answer, and why. Not the same as an answer that says nothing."""
+    """A request that got no answer, and why. An empty answer is no failure."""
 
     reason: str
 
 
 class EngineRefused(Refusal, RuntimeError):
-    """An engine that would not do what the experiment says; the message says what differs, and the remedy."""
+    """An engine that cannot do what the experiment says; the message says what differs, and what to do."""
 
 
 class Engine(Protocol):
@@ -81,7 +81,7 @@ class Engine(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether another process computes the answers, so that several such engines can be asked at the same time."""
+        """Whether another process computes the answers, so that several such engines can work at the same time."""
         ...
 
     @property
@@ -90,5 +90,5 @@ class Engine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        """For each request, in order, `sampling.samples` answers."""
+        """`sampling.samples` answers for each request, in order: shape (requests, samples)."""
         ...

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: which ones are loaded, what is wrong with them, and whether a weight is no number.
+"""The files of a checkpoint: which ones are loaded, what is wrong with them, and which weights are not finite.
 
-Reads headers and bytes alone, so that `coepg plan` can ask without a model library. Whoever loads a checkpoint asks here first.
+Only headers and bytes are read, so that `coepg plan` needs no model library. Every checkpoint is checked here before loading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coepg_dagster.inference.architecture import UnknownModel, read
 from coepg_dagster.progress import Ended
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""All weights in one file; or which file (shard) holds which tensor."""
+"""The file with all weights; the file that says which shard holds which tensor."""
 
 DESCRIPTION: Final = (
     "config.json",
@@ -35,27 +35,27 @@ DESCRIPTION: Final = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What transformers reads of a checkpoint besides weights; not every checkpoint has all of them."""
+"""The files of a checkpoint that transformers reads besides weights; not every checkpoint has all of them."""
 
 PROCESSOR: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),
     "image processor": (("preprocessor_config.json",), ("processor_config.json",)),
     "chat template": (("chat_template.jinja",), ("chat_template.json",)),
 }
-"""What a processor is made from: the files of one of the alternatives."""
+"""Part of a processor → the alternatives of files that it is made from."""
 
 POINTER: Final = b"version https://git-lfs"
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 
 
 class IncompleteCheckpoint(Ended, ValueError):
-    """A checkpoint that is not there, not whole, or not what it should be; the message says what to do."""
+    """A checkpoint that is missing, incomplete, or not what it should be; the message says what to do."""
 
 
 def weight_names(folder: Path) -> list[str]:
-    """The names of the files from which transformers loads the weights, whether they are there or not.
+    """The names of the files from which transformers loads the weights, whether or not they exist.
 
-    Raises IncompleteCheckpoint where the index of the shards cannot be read.
+    Raises IncompleteCheckpoint if the index of the shards cannot be read.
     """
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return [WEIGHTS]
@@ -63,63 +63,63 @@ def weight_names(folder: Path) -> list[str]:
 
 
 def faults(folder: Path, *, weights: bool = True) -> list[str]:
-    """Everything that keeps a checkpoint folder from being loaded, each with the remedy; empty: it is whole.
+    """Everything that keeps a checkpoint folder from being loaded, each with what to do; empty: it is complete.
 
     Args:
-        weights: a model is loaded; else its processor alone.
+        weights: whether a model is loaded, or its processor alone.
     """
     if not folder.is_dir():
         return [f"there is no checkpoint folder {folder}: make it, or correct the name in `models`"]
-    found = [fault for name in DESCRIPTION if (fault := _unreadable(folder / name))]
+    wrong = [fault for name in DESCRIPTION if (fault := _unreadable(folder / name))]
     needed = {**({"configuration": (("config.json",),)} if weights else {}), **PROCESSOR}
     for what, alternatives in needed.items():
         there = any(all((folder / name).is_file() for name in names) for names in alternatives)
         if not there and not (what == "chat template" and _has_inner_template(folder)):
             files = ", or ".join(" and ".join(names) for names in alternatives)
-            found.append(f"{folder} holds no {what} ({files}): copy it from the model that this one was made from")
-    return found + (weight_faults(folder) if weights else [])
+            wrong.append(f"{folder} holds no {what} ({files}): copy it from the model that this one was made from")
+    return wrong + (weight_faults(folder) if weights else [])
 
 
 def weight_faults(folder: Path) -> list[str]:
-    """What is wrong with the weights of a folder: none, some missing, cut off, or a git-lfs pointer in their place."""
+    """What is wrong with the weights of a folder: none there, some missing, cut off, or a git-lfs pointer in their place."""
     try:
         names = weight_names(folder)
     except IncompleteCheckpoint as error:
         return [str(error)]
     if names == [WEIGHTS] and not (folder / WEIGHTS).exists():
         return [_no_weights(folder)]
-    found, held = [], set()
+    wrong, held = [], set()
     for name in names:
         file = folder / name
         if not file.is_file():
-            found.append(f"{folder} lacks {name}, which {INDEX} names: copy or download it too")
+            wrong.append(f"{folder} lacks {name}, which {INDEX} names: copy or download it too")
         elif _is_pointer(file):
-            found.append(_pointer(file))
+            wrong.append(_pointer(file))
         else:
             try:
                 with safe_open(file, framework="np") as tensors:  # compares the header with the size of the file
                     held.update(tensors.keys())
             except (SafetensorError, OSError) as error:
-                found.append(f"{file} is cut off or damaged ({error}): copy or download it again")
+                wrong.append(f"{file} is cut off or damaged ({error}): copy or download it again")
     wanted = set() if names == [WEIGHTS] else set(_weight_map(folder / INDEX))
-    if not found and (lost := sorted(wanted - held)):
-        found.append(f"{folder}: the files lack tensors that {INDEX} names: {_some(lost)}; copy or download them again")
-    if not found and not held:
-        found.append(f"{folder} holds weights without any tensor: copy or download them again")
-    return found
+    if not wrong and (lost := sorted(wanted - held)):
+        wrong.append(f"{folder}: the files lack tensors that {INDEX} names: {_some(lost)}; copy or download them again")
+    if not wrong and not held:
+        wrong.append(f"{folder} holds weights without any tensor: copy or download them again")
+    return wrong
 
 
 def check(folder: Path, *, weights: bool = True) -> Path:
-    """The folder, where it is whole. Raises IncompleteCheckpoint with all its `faults`."""
-    if found := faults(folder, weights=weights):
-        raise IncompleteCheckpoint("; ".join(found))
+    """The folder, if it is complete. Raises IncompleteCheckpoint with all its `faults`."""
+    if wrong := faults(folder, weights=weights):
+        raise IncompleteCheckpoint("; ".join(wrong))
     return folder
 
 
 def check_size(folder: Path) -> None:
-    """Raises IncompleteCheckpoint where config.json describes another kind of model, or more weights than there are.
+    """Raises IncompleteCheckpoint if config.json describes another kind of model, or more weights than there are.
 
-    The folder is whole. Quantized weights, which are packed, are not counted.
+    The folder must be complete (`check`). Quantized weights, which are packed, are not counted.
     """
     try:
         wanted = read(folder).parameters
@@ -146,23 +146,23 @@ _NO_NUMBER: Final = {
     "F8_E5M2": ("<u1", 0x7C),
     "F8_E4M3": ("<u1", 0x7F),
 }
-"""Type of a tensor → integers of its width, and the bits that are all set in infinities and NaN (F8_E4M3: in NaN)."""
+"""Type of a tensor → the integer type of its width, and the bits that are all set in infinities and NaN (F8_E4M3: in NaN)."""
 _AT_A_TIME: Final = 1 << 24
 
 
 def not_finite(file: Path) -> list[str]:
-    """The names of the tensors of a safetensors file that hold NaN or an infinity. The file is whole (`weight_faults`).
+    """The names of the tensors of a safetensors file that hold NaN or an infinity. The file must be complete (`check`).
 
-    Reads bits, since NumPy has no bfloat16 and importing torch takes longer than the reading.
+    Reads bits, since NumPy has no bfloat16 and importing torch takes longer than reading the file.
     """
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header: dict[str, Any] = json.loads(opened.read(size))
     header.pop("__metadata__", None)
-    found = []
+    bad = []
     for name, tensor in header.items():
         if tensor["dtype"] not in _NO_NUMBER:
-            continue  # whole numbers
+            continue  # integers
         kind, mask = _NO_NUMBER[tensor["dtype"]]
         begin, end = tensor["data_offsets"]
         if begin == end:
@@ -170,22 +170,22 @@ def not_finite(file: Path) -> list[str]:
         bits = np.memmap(file, kind, "r", offset=8 + size + begin, shape=((end - begin) // np.dtype(kind).itemsize,))
         parts = (bits[start : start + _AT_A_TIME] for start in range(0, len(bits), _AT_A_TIME))
         if any(bool(((part & mask) == mask).any()) for part in parts):
-            found.append(name)
-    return found
+            bad.append(name)
+    return bad
 
 
 def check_finite(folder: Path) -> None:
-    """Raises IncompleteCheckpoint where a weight is NaN or infinite. The folder is whole."""
+    """Raises IncompleteCheckpoint if a weight is NaN or infinite. The folder must be complete (`check`)."""
     bad = [f"{name} in {file}" for file in weight_names(folder) for name in not_finite(folder / file)]
     if bad:
         raise IncompleteCheckpoint(
-            f"{folder}: weights that are NaN or infinite: {_some(bad)}. The checkpoint came so: copy or download it again, "
-            "or take another one"
+            f"{folder}: weights that are NaN or infinite: {_some(bad)}: copy or download the checkpoint again, or take "
+            "another one"
         )
 
 
 def _unreadable(file: Path) -> str | None:
-    """Why a file that describes a model cannot be read; None where it can, or is not there."""
+    """Why a file that describes a model cannot be read; None: it can, or does not exist."""
     if not file.is_file():
         return None
     if _is_pointer(file):
@@ -209,7 +209,7 @@ def _pointer(file: Path) -> str:
 
 
 def _has_inner_template(folder: Path) -> bool:
-    """Whether a chat template is a part of another file."""
+    """Whether another file contains a chat template."""
     for name in ("tokenizer_config.json", "processor_config.json"):
         file = folder / name
         if file.is_file() and not _unreadable(file) and json.loads(file.read_bytes()).get("chat_template"):
@@ -235,15 +235,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor → shard, from the index."""
     if fault := _unreadable(index):
         raise IncompleteCheckpoint(fault)
-    found = json.loads(index.read_bytes()).get("weight_map")
-    plain = isinstance(found, dict) and all(
-        isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors") for file in found.values()
+    shards = json.loads(index.read_bytes()).get("weight_map")
+    plain = isinstance(shards, dict) and all(
+        isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors") for file in shards.values()
     )
-    if not found or not plain:
+    if not shards or not plain:
         raise IncompleteCheckpoint(
             f"{index}: `weight_map` must name a *.safetensors file of this folder for each tensor"
         )
-    return dict(found)
+    return dict(shards)
 
 
 def _some(names: list[str]) -> str:

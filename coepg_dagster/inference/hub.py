@@ -1,7 +1,7 @@
-"""Checkpoints of the hub: a name becomes a commit once, and the files of that commit lie in the hub's own cache.
+"""Checkpoints of the Hugging Face hub: a name is resolved to a commit once, and its files are in the hub's cache.
 
-What the cache holds is not asked for again, so that everything works without a network once it is there. Downloaded are only
-safetensors and the files that describe a model, never pickled weights or code.
+Nothing that is in the cache is requested again, so that everything works without a network after one download. Only
+safetensors and the files that describe a model are downloaded, never pickled weights or code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def split(checkpoint: str) -> tuple[str, str | None]:
 
 
 def resolve(checkpoint: str) -> str:
-    """The commit of a hub model: as the cache knows it, else as the hub says. Raises IncompleteCheckpoint."""
+    """The commit of a hub model, from the cache or else from the hub. Raises IncompleteCheckpoint."""
     name, revision = split(checkpoint)
     with _explained(checkpoint):
         try:
@@ -46,10 +46,10 @@ def resolve(checkpoint: str) -> str:
 
 
 def snapshot(name: str, commit: str, *, weights: bool = True) -> Path:
-    """The folder of a commit in the cache; what it lacks is downloaded, weights last. Raises IncompleteCheckpoint.
+    """The folder of a commit in the cache; missing files are downloaded, weights last. Raises IncompleteCheckpoint.
 
     Args:
-        weights: a model will be loaded; else its processor alone.
+        weights: whether a model will be loaded, or its processor alone.
     """
     with _explained(f"{name}@{commit}"):
         try:
@@ -70,14 +70,14 @@ def _fetch(name: str, commit: str, weights: bool, local_only: bool = False) -> P
 
 
 def described(checkpoint: str, *, weights: bool = True) -> Path:
-    """The folder of a hub model in the cache, with what describes it and perhaps no weights. Raises IncompleteCheckpoint.
+    """The cache folder of a hub model with the files that describe it, perhaps without weights. Raises IncompleteCheckpoint.
 
     Args:
-        weights: a model will be loaded, so that the hub must have its weights.
+        weights: whether a model will be loaded, so that the hub must have its weights.
     """
     name, commit = split(checkpoint)[0], resolve(checkpoint)
     folder = snapshot(name, commit, weights=False)
-    with suppress(CachedRepoTreeNotFoundError):  # a cache that something else filled
+    with suppress(CachedRepoTreeNotFoundError):  # another program filled the cache
         listed = {file.path for file in get_cached_repo_tree(name, revision=commit)}
         if weights and not listed & {WEIGHTS, INDEX}:
             raise IncompleteCheckpoint(
@@ -89,7 +89,7 @@ def described(checkpoint: str, *, weights: bool = True) -> Path:
 
 @contextmanager
 def _explained(checkpoint: str) -> Iterator[None]:
-    """Says what to do where the hub does not give a checkpoint."""
+    """Turns errors of the hub into IncompleteCheckpoint with what to do."""
     again = "files that are complete are kept: run the same command again"
     try:
         yield

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible endpoint behind the inference protocol: chat completions with an image and log-probabilities.
 
-What may be tried again (no connection, 429, 5xx) is, with growing pauses; whatever fails in the end is a `Failure` of its
-request. Before the first request the endpoint's effective settings are read back, see `OpenAIEngine.check`.
+Errors that may pass (no connection, 429, 5xx) are retried with growing pauses. A request that fails in the end becomes a
+`Failure`. `OpenAIEngine.check` reads the endpoint's effective settings back before the first request.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from coepg_dagster.inference.screens import resize_of
 
 ATTEMPTS: Final = 5
 PAUSE_SECONDS: Final = 1.0
-"""Before the second attempt; doubles with each further one. A random half of it is left out, so that clients part."""
-_SHORTER: Final = random.Random()
-"""Draws for pauses: a request that is tried again must not change what a training in this process draws."""
+"""Before the second attempt; doubles with each further one. Up to half of it is left out at random, to spread retries."""
+_JITTER: Final = random.Random()
+"""A generator for pauses alone: a retry must not change the random numbers of a training in this process."""
 LONGEST_PAUSE_SECONDS: Final = 120.0
-"""A server that asks for a longer pause has failed."""
+"""A request whose server asks for a longer pause has failed."""
 MAY_PASS: Final = frozenset({429, 500, 502, 503, 504})
 NEUTRAL: Final = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
 """vLLM and SGLang would otherwise take these from the model's generation_config; other servers refuse such keys."""
@@ -86,10 +86,10 @@ class OpenAIEngine:
     """A model behind an OpenAI-compatible endpoint.
 
     Args:
-        processor: of the model that is served; the size of images, special tokens and prompt lengths come from it.
-        weights: the version to keep with answers; by default what the server says of its model.
-        exit_report: called when no connection could be made: what is known of the server's end.
-        ahead: as in `grouped`; by default as many as are in flight, which is safe for a server of any settings.
+        processor: of the model that is served. It gives the size of images, special tokens and prompt lengths.
+        weights: the version to keep with answers; by default a hash of what the server reports of its model.
+        exit_report: called when no connection could be made; returns why the server ended, if it did.
+        ahead: as in `grouped`; by default as many as are in flight, which is safe whatever the server's settings.
     """
 
     remote = True
@@ -105,8 +105,8 @@ class OpenAIEngine:
     ) -> None:
         self._endpoint, self._processor, self._exit_report = endpoint, processor, exit_report
         self._ahead = endpoint.in_flight if ahead is None else ahead
-        told = served_model(endpoint)
-        self.weights = weights or served_version(told)
+        reported = served_model(endpoint)
+        self.weights = weights or served_version(reported)
         tokenizer = processor.tokenizer
         self._special = set(tokenizer.all_special_tokens) | {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
@@ -115,12 +115,12 @@ class OpenAIEngine:
             "model": endpoint.model,
             "logprobs": True,
             "logit_bias": {str(token): -100 for token in vision_token_ids(tokenizer)},
-        } | (NEUTRAL if told.get("owned_by") in ("vllm", "sglang") else {})
+        } | (NEUTRAL if reported.get("owned_by") in ("vllm", "sglang") else {})
         self._client, self._closed = endpoint.client(), threading.Event()
         self._pictures = _Pictures(3 * endpoint.in_flight)
 
     def close(self) -> None:
-        """Ends all connections. What another thread has still to ask fails; what it has asked is not tried again."""
+        """Closes all connections. Requests that other threads have not sent fail; those that they have sent are not retried."""
         self._closed.set()
         self._client.close()
 
@@ -129,18 +129,18 @@ class OpenAIEngine:
         return resize_of(self._processor)
 
     def check(self) -> None:
-        """Reads the effective settings back. Raises EngineRefused where the endpoint
+        """Reads the effective settings back. Raises EngineRefused if the endpoint
 
         1. gives no answer, no token log-probabilities or no usage,
-        2. sees another number of prompt tokens than we count: its image grid or chat template is not ours,
+        2. counts another number of prompt tokens: its image size or chat template is not that of `processor`,
         3. gives log-probabilities that depend on the temperature.
         """
-        asked = probe(self._processor)
+        request = probe(self._processor)
         where = f"{self._endpoint.base_url}, model {self._endpoint.model}"
-        [[greedy]] = self.generate([asked], Sampling(1))
+        [[greedy]] = self.generate([request], Sampling(1))
         if isinstance(greedy, Failure):
             raise EngineRefused(f"{where}: the probe got no answer: {greedy.reason}")
-        [[cold]] = self.generate([asked], Sampling(1, temperature=0.01))
+        [[cold]] = self.generate([request], Sampling(1, temperature=0.01))
         if isinstance(cold, Failure):
             raise EngineRefused(f"{where}: the probe got no answer at temperature 0.01: {cold.reason}")
         before, after = (answer.logprobs or (answer.stop_logprob or 0.0,) for answer in (greedy, cold))
@@ -152,12 +152,12 @@ class OpenAIEngine:
             )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        gone: list[str] = []  # why no connection can be made: what is still to be asked fails at once
+        unreachable: list[str] = []  # why no connection can be made: the remaining requests then fail at once
 
-        def ask(numbered: tuple[int, Request]) -> list[Generation | Failure]:
+        def answer(numbered: tuple[int, Request]) -> list[Generation | Failure]:
             position, request = numbered
-            if gone:
-                return [Failure(gone[0])] * sampling.samples
+            if unreachable:
+                return [Failure(unreachable[0])] * sampling.samples
             prompt = prompt_of(self._processor, request)
             body = self._body | {
                 "messages": _with_picture(request, self._pictures),
@@ -170,28 +170,28 @@ class OpenAIEngine:
             try:
                 answers = self._read(self._post(body), prompt.tokens, sampling.samples)
             except _Unreachable as error:
-                gone.append(str(error))
+                unreachable.append(str(error))
                 answers = Failure(str(error))
             return [answers] * sampling.samples if isinstance(answers, Failure) else answers
 
         order = grouped([id(request.image) for request in requests], self._ahead)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         with ThreadPoolExecutor(self._endpoint.in_flight) as pool:
-            for i, answer in zip(order, pool.map(ask, ((i, requests[i]) for i in order)), strict=True):
-                answers[i] = answer
+            for i, each in zip(order, pool.map(answer, ((i, requests[i]) for i in order)), strict=True):
+                answers[i] = each
         return answers
 
     def _post(self, body: dict[str, Any]) -> httpx.Response | Failure:
         for attempt in range(1, ATTEMPTS + 1):
             if self._closed.is_set():
                 return Failure("the engine was closed")
-            pause = PAUSE_SECONDS * 2 ** (attempt - 1) * _SHORTER.uniform(0.5, 1)
+            pause = PAUSE_SECONDS * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1)
             try:
                 answer = self._client.post("chat/completions", json=body)
             except httpx.PoolTimeout:
-                raise  # cannot be: there are as many connections as threads
+                raise  # cannot happen: there are as many connections as threads
             except (httpx.ReadTimeout, httpx.WriteTimeout):
-                # the server may still be at it: to ask again would only add to its load
+                # the server may still be computing the answer: a retry would only add to its load
                 return Failure(f"no answer within {self._endpoint.timeout_seconds:g} s (`timeout_seconds`)")
             except httpx.TransportError as error:
                 if attempt == ATTEMPTS:
@@ -202,11 +202,11 @@ class OpenAIEngine:
             else:
                 if answer.status_code not in MAY_PASS:
                     return answer
-                asked_for = _retry_after(answer)
-                if attempt == ATTEMPTS or (asked_for or 0) > LONGEST_PAUSE_SECONDS:
-                    tried = f"after {attempt} attempts" + (f", wait {asked_for:g} s" if asked_for else "")
+                retry_after = _retry_after(answer)
+                if attempt == ATTEMPTS or (retry_after or 0) > LONGEST_PAUSE_SECONDS:
+                    tried = f"after {attempt} attempts" + (f", wait {retry_after:g} s" if retry_after else "")
                     return Failure(f"status {answer.status_code} {tried}: {self._quote(answer)}")
-                pause = max(pause, asked_for or 0)
+                pause = max(pause, retry_after or 0)
             self._wait(pause)
         raise AssertionError("every attempt returns, raises or is followed by another")
 
@@ -227,8 +227,8 @@ class OpenAIEngine:
             return Failure(f"{len(read.choices)} answers instead of {samples}: does the server support `n`?")
         if read.usage.prompt_tokens != tokens:
             return Failure(
-                f"the server saw {read.usage.prompt_tokens} prompt tokens, by our resize and chat template it must be "
-                f"{tokens}: give it the image processor and chat template of `processor`, without limits of its own"
+                f"the server counts {read.usage.prompt_tokens} prompt tokens; by our resize and chat template it must be "
+                f"{tokens}: give it the image processor and chat template of `processor`, and no other limits of image size"
             )
         details = read.usage.prompt_tokens_details
         cached = (details.cached_tokens if details else None) or 0
@@ -261,13 +261,13 @@ class OpenAIEngine:
         return token.token.encode() if token.bytes is None else bytes(token.bytes)
 
     def _quote(self, answer: httpx.Response) -> str:
-        """The beginning of what the server said, without the key that some servers repeat."""
-        said = answer.text[:300].strip() or "no text"
-        return said.replace(self._endpoint.api_key, "…") if self._endpoint.api_key else said
+        """The beginning of the server's answer, without the key that some servers repeat."""
+        text = answer.text[:300].strip() or "no text"
+        return text.replace(self._endpoint.api_key, "…") if self._endpoint.api_key else text
 
 
 def read_answer(content: bytes) -> _Answer | str:
-    """A chat completion, or what is wrong with it."""
+    """The chat completion in the body of a response, or what is wrong with it."""
     try:
         return _Answer.model_validate_json(content)
     except ValidationError as error:
@@ -282,7 +282,7 @@ def _ascii(text: bytes) -> bytes:
 
 
 def _retry_after(answer: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait."""
+    """The pause, in seconds, that the server asks for in the header Retry-After."""
     value = answer.headers.get("Retry-After", "")
     if value.replace(".", "", 1).isdigit():
         return float(value)
@@ -293,7 +293,7 @@ def _retry_after(answer: httpx.Response) -> float | None:
 
 
 def _with_picture(request: Request, pictures: _Pictures) -> list[dict[str, Any]]:
-    """The chat with the image in its place."""
+    """The chat with the image as a data URI."""
 
     def part(content: dict[str, Any]) -> dict[str, Any]:
         if content["type"] != "image":
@@ -304,24 +304,24 @@ def _with_picture(request: Request, pictures: _Pictures) -> list[dict[str, Any]]
 
 
 class _Pictures:
-    """Images as data URIs: each is encoded once, however many threads ask for it; the newest are kept."""
+    """Images as data URIs. Each is encoded once, even if several threads need it; the newest are kept."""
 
     def __init__(self, kept: int) -> None:
         self._kept, self._lock = kept, threading.Lock()
         self._urls: OrderedDict[int, tuple[Image.Image, Future[str]]] = OrderedDict()
 
     def url(self, image: Image.Image) -> str:
-        """`data:image/png;base64,…`; PNG, since the model must see the very pixels."""
+        """`data:image/png;base64,…`: PNG is lossless, and the model must see the same pixels."""
         with self._lock:
-            found = self._urls.get(id(image))
-            if found is None:
+            entry = self._urls.get(id(image))
+            if entry is None:
                 future: Future[str] = Future()
                 self._urls[id(image)] = image, future
                 while len(self._urls) > self._kept:
                     self._urls.popitem(last=False)
             else:
-                future = found[1]
-        if found is None:
+                future = entry[1]
+        if entry is None:
             try:
                 out = io.BytesIO()
                 image.save(out, "PNG", compress_level=1)

@@ -1,4 +1,4 @@
-"""From a member of a pool to the engine that answers for it, opened and closed."""
+"""Opens and closes the engine of a pool member."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from coepg_dagster.jobs import Job
 
 @contextmanager
 def opened(member: Member, job: Job, *, logs: Path, share: int = 1, beside_training: bool = False) -> Iterator[Engine]:
-    """The engine of a pool member, for a job; its settings read back, closed at the end with every process that it started.
+    """The engine of a pool member, for a job. Its settings are checked; at the end it is closed with all its processes.
 
     Args:
         logs: folder of the servers' logs.
-        share: how many local models are open at once on the device.
-        beside_training: this process trains, so that vLLM must be a server of its own.
+        share: number of local models that are open at once on the device.
+        beside_training: whether this process trains, so that vLLM must run in another process.
     """
     kind = job.models.engine_of(member)
     if kind == "openai":
@@ -38,17 +38,17 @@ def opened(member: Member, job: Job, *, logs: Path, share: int = 1, beside_train
 
         yield TransformersEngine(member.model, dtype=job.models.dtype, device=job.device, batch_size=job.batch_size)
     else:
-        # a folder, so that vLLM, perhaps another interpreter's, finds the very files that the version names
+        # a folder, not a name, so that vLLM, perhaps of another interpreter, loads the files that the version stands for
         folder, weights = str(local_folder(member.model)), local_version(member.model)
         common: Any = {"dtype": job.models.dtype, "device": job.device, "serving": job.serving}
         common |= {"share": share, "weights": weights}
         if beside_training or job.serving.python is not None:
             logs.mkdir(parents=True, exist_ok=True)
             log = logs / f"vllm-{os.getpid()}-{len(list(logs.glob('vllm-*')))}.log"
-            with vllm_server(folder, log=log, **common) as served:
-                yield served
+            with vllm_server(folder, log=log, **common) as server_engine:
+                yield server_engine
         else:
             from coepg_dagster.inference.vllm_engine import VllmEngine
 
-            with closing(VllmEngine(folder, **common)) as own:
-                yield own
+            with closing(VllmEngine(folder, **common)) as local_engine:
+                yield local_engine

@@ -1,4 +1,4 @@
-"""The order in which requests that share a screenshot are asked, for engines with a prefix cache."""
+"""The order of requests that share screenshots, for engines with a prefix cache."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Hashable, Sequence
 def grouped(shared: Sequence[Hashable], ahead: int = 0) -> list[int]:
     """Positions of requests, those of a group one after another: best for a vLLM with `vllm_settings`.
 
-    There an image is encoded once, and requests share a prefix within a step. A vLLM whose encoder cache holds less than what
-    two steps take starts the requests that wait for room in it with the few tokens before their image; what has started does
-    not look for its prefix again. For such a server the first request of each group goes `ahead` groups before the others:
-    their prefixes are found, at the price of encoding each image twice, since the last block of a prefix ends within it.
+    With these settings an image is encoded once, and the requests of a scheduler step share its prefix. The encoder cache of
+    another vLLM may hold less than the images of two steps. Requests that wait for room in it then start with the few tokens
+    before their image, and a request that has started does not look up its prefix again. For such a server the first request
+    of each group goes `ahead` groups before the others: they find the prefix, but each image is encoded twice, since the last
+    block of a prefix ends within it.
 
     Args:
-        shared: what each request shares with those of its group, such as the hash of its screenshot.
+        shared: what each request shares with its group, such as the hash of its screenshot; shape (requests,).
+        ahead: by how many groups the first request of each group goes before the others.
     """
     groups: dict[Hashable, list[int]] = {}
     for position, key in enumerate(shared):

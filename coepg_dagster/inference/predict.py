@@ -1,4 +1,4 @@
-"""What the agent M_k = {π'_k, ϕ_k} does on labelled steps: greedy plans, and the points of those plans."""
+"""Predictions of the agent M_k = {π'_k, ϕ_k} on labelled steps: greedy plans, and the points of those plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coepg_dagster.prompts import parse_end_to_end
 PREDICTION_SCHEMA = pa.schema(
     [
         pa.field("step_id", pa.string(), nullable=False),
-        pa.field("plan", pa.string()),  # null: the planner's answer could not be read, or the agent is end-to-end
+        pa.field("plan", pa.string()),  # null: the planner's answer could not be parsed, or the agent is end-to-end
         pa.field("action_type", pa.string()),
         pa.field("value", pa.string(), nullable=False),
         pa.field("x", pa.float64()),  # pixels of the stored screenshot
@@ -37,38 +37,38 @@ def predict(
     max_plan_tokens: int,
     max_point_tokens: int,
 ) -> pa.Table:
-    """One prediction per step, in order (PREDICTION_SCHEMA). Raises Ended where a model gives no answer."""
+    """One prediction per step, in order (PREDICTION_SCHEMA). Raises Ended if a model gives no answer."""
     pi = Planner(planner, Screens(steps, planner.resize), models.prompts)
     phi = Grounder(grounder, Screens(steps, grounder.resize), models.prompts, models.coordinates, max_point_tokens)
     tasks = planner_inputs(steps)
     plans = [answers[0] for answers in pi.plan(tasks, Sampling(max_plan_tokens))]
-    asked = [(task.step_id, plan.answer.plan) for task, plan in zip(tasks, plans, strict=True) if plan.answer]
-    groundings = iter(phi.ground(asked))
+    queries = [(task.step_id, plan.answer.plan) for task, plan in zip(tasks, plans, strict=True) if plan.answer]
+    groundings = iter(phi.ground(queries))
     rows: list[dict[str, Any]] = []
     for task, plan in zip(tasks, plans, strict=True):
-        reading = next(groundings) if plan.answer else None
-        if reading and reading.failure:
-            raise Ended(f"step {task.step_id}: the grounder gave no answer: {reading.failure}")
+        grounding = next(groundings) if plan.answer else None
+        if grounding and grounding.failure:
+            raise Ended(f"step {task.step_id}: the grounder gave no answer: {grounding.failure}")
         rows.append(
             {
                 "step_id": task.step_id,
                 "plan": plan.answer and plan.answer.plan,
                 "action_type": plan.answer and plan.answer.action_type,
                 "value": plan.answer.value if plan.answer else "",
-                "x": reading and reading.point and reading.point.x,
-                "y": reading and reading.point and reading.point.y,
-                "mean_logprob": reading and reading.mean_logprob,
+                "x": grounding and grounding.point and grounding.point.x,
+                "y": grounding and grounding.point and grounding.point.y,
+                "mean_logprob": grounding and grounding.mean_logprob,
                 "planner_text": plan.text,
-                "grounder_text": reading.text if reading else "",
+                "grounder_text": grounding.text if grounding else "",
             }
         )
     return pa.Table.from_pylist(rows, PREDICTION_SCHEMA)
 
 
 def predict_end_to_end(engine: Engine, steps: pa.Table, models: Models, max_tokens: int) -> pa.Table:
-    """What an end-to-end agent does on labelled steps, greedy: one prediction per step, in order (PREDICTION_SCHEMA).
+    """Greedy predictions of an end-to-end agent on labelled steps: one per step, in order (PREDICTION_SCHEMA).
 
-    Its answer is `planner_text`; no plan, no grounder. Raises Ended where it gives no answer.
+    `planner_text` is its answer; `plan` and the grounder's columns are empty. Raises Ended if it gives no answer.
     """
     screens = Screens(steps, engine.resize)
     tasks = planner_inputs(steps)

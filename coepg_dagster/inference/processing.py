@@ -1,7 +1,7 @@
-"""What engines share of a Qwen-VL processor: the prompt as text and tokens, its length, the bytes of tokens.
+"""The prompt of a request as text and tokens, its length, and the bytes of tokens, by a Qwen-VL processor.
 
-Each engine must see the same prompt. Its length, the visual tokens of our own resize included, is computed here and
-compared with what an engine reports, so that a server with another image size or chat template is noticed.
+Each engine must see the same prompt. Its length is computed here, with the visual tokens of our resize, and compared with
+the length that an engine reports: a server with another image size or chat template is noticed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from coepg_dagster.inference.weights import local_folder
 from coepg_dagster.prompts import grounder_messages
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-"""Never sampled: a model that writes one breaks the count of image features when its answer is scored again."""
+"""Never sampled: with one in an answer, its image tokens and image features differ in number when it is scored again."""
 VISION_END = "<|vision_end|>"
 
 
 def load_processor(checkpoint: str) -> Any:
-    """The processor of a local folder or hub model; no remote code. Raises IncompleteCheckpoint."""
+    """The processor of a local folder or hub model, without remote code. Raises IncompleteCheckpoint."""
     return AutoProcessor.from_pretrained(local_folder(checkpoint, weights=False), trust_remote_code=False)
 
 
@@ -36,9 +36,9 @@ def vision_token_ids(tokenizer: Any) -> list[int]:
 
 
 def without_vision_tokens(answer: list[int], unwanted: frozenset[int], end: int) -> list[int]:
-    """A sampled answer up to its first vision token; `end` alone where it starts with one.
+    """A sampled answer (token ids) up to its first vision token; `end` alone if it starts with one.
 
-    No engine should sample one, see `VISION_TOKENS`. One that does must not end a training run.
+    No engine should sample one, see `VISION_TOKENS`. An engine that does must not end a training run.
     """
     for position, token in enumerate(answer):
         if token in unwanted:
@@ -61,16 +61,16 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request as the model's chat template writes it."""
+    """A request in the model's chat template."""
 
     head: str  # up to the end of the image, with one placeholder token for it
     rest: list[int]  # token ids of what follows
     text: str
-    tokens: int  # length of the whole, each visual token counted
+    tokens: int  # length of the whole prompt, all visual tokens included
 
 
 def prompt_of(processor: Any, request: Request) -> Prompt:
-    """The prompt of a request. Raises ValueError where it does not hold exactly one image of a size that models see."""
+    """The prompt of a request. Raises ValueError if it does not hold exactly one image, already resized for the model."""
     text: str = processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
     start, end, after = text.partition(VISION_END)
     if not end or VISION_END in after:
@@ -82,7 +82,7 @@ def prompt_of(processor: Any, request: Request) -> Prompt:
 
 
 def probe(processor: Any) -> Request:
-    """A question to see what an engine does with an image: a full-HD screenshot, as our own resize gives it."""
+    """A request that tests how an engine treats images: a full-HD screenshot, resized as ours are."""
     factor, low, high = resize_of(processor)
     size = smart_resize(Size(1920, 1080), factor=factor, min_pixels=low, max_pixels=high)
     return Request(

@@ -1,4 +1,4 @@
-"""Screenshots of a step table, decoded and resized once, as a model sees them."""
+"""The screenshots of a step table, decoded and resized once for a model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def resize_of(processor: Any) -> tuple[int, int, int]:
 
 
 def visual_tokens(processor: Any, image: Image.Image) -> int:
-    """How many tokens an image takes that our own resize has made. ValueError where it would be resized again."""
+    """The number of tokens of a resized image. Raises ValueError if the model would resize it again."""
     factor, low, high = resize_of(processor)
     size = Size(*image.size)
     if smart_resize(size, factor=factor, min_pixels=low, max_pixels=high) != size:
-        raise ValueError(f"an image of {size} would be resized by the model: give it as `geometry.smart_resize` says")
+        raise ValueError(f"the model would resize an image of {size}: resize it with `geometry.smart_resize` first")
     return size.width * size.height // factor**2
 
 
@@ -35,7 +35,7 @@ class UnreadableScreenshot(Refusal, ValueError):
 
 
 def decode(step_id: str, encoded: bytes) -> Image.Image:
-    """The screenshot as it is shown (see `pictures`), RGB. Raises UnreadableScreenshot."""
+    """The screenshot as viewers show it (see `pictures`), RGB. Raises UnreadableScreenshot."""
     try:
         return picture(encoded).convert("RGB")
     except BadPicture as error:
@@ -51,7 +51,7 @@ class Screens:
 
     Args:
         resize: (factor, min_pixels, max_pixels) of the model's image processor.
-        cached_bytes: how many bytes of decoded images are kept, the newest ones.
+        cached_bytes: bytes of decoded images that are kept, the newest ones.
     """
 
     def __init__(self, steps: pa.Table, resize: tuple[int, int, int], cached_bytes: int = 1 << 29) -> None:
@@ -61,14 +61,14 @@ class Screens:
         self._sizes = list(zip(steps["width"].to_pylist(), steps["height"].to_pylist(), strict=True))
         self._resize, self._room = resize, cached_bytes
         self._images: OrderedDict[str, Image.Image] = OrderedDict()
-        self._lock = threading.Lock()  # grounders that are asked at the same time share screens
+        self._lock = threading.Lock()  # grounders that work at the same time share screens
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Nobody sends screens to another process; `datasets` only hashes them, and needs no screenshot for that."""
+        """Screens are never sent to another process. `datasets` pickles them only to hash them, without any screenshot."""
         return _refuse, (len(self._rows), self._resize)
 
     def viewport(self, step_id: str) -> Viewport:
-        """Original and resized size of a step's screenshot. Raises UnreadableScreenshot where no model could see it."""
+        """Original and resized size of a step's screenshot, px. Raises UnreadableScreenshot if it cannot be resized."""
         factor, low, high = self._resize
         try:
             original = Size(*self._sizes[self._rows[step_id]])
@@ -77,7 +77,7 @@ class Screens:
             raise UnreadableScreenshot(f"step {step_id}: {error}") from error
 
     def image(self, step_id: str) -> Image.Image:
-        """The screenshot of a step, RGB, resized once to the size that the model sees."""
+        """The screenshot of a step, RGB, resized for the model. Raises UnreadableScreenshot."""
         with self._lock:
             return self._image(step_id)
 

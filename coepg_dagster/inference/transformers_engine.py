@@ -32,8 +32,8 @@ Dtype = Literal["float32", "bfloat16"]
 def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str = "sdpa") -> tuple[Any, Any]:
     """(model in eval mode, processor) of a local folder or hub model; safetensors only, no remote code.
 
-    Raises IncompleteCheckpoint where weights are missing, unexpected or not finite: transformers would otherwise start
-    with random weights after a renamed key.
+    Raises IncompleteCheckpoint if weights are missing, unexpected or not finite: for a key with another name transformers
+    would start with random weights.
     """
     folder = local_folder(str(path))
     processor = load_processor(str(folder))
@@ -49,7 +49,7 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if wrong:
         raise IncompleteCheckpoint(f"{path}: {wrong}; was it saved by another version of transformers?")
-    model = model.to(device)  # where looking at every weight is quick
+    model = model.to(device)  # there a check of all weights is fast
     bad = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
     if bad:
         raise IncompleteCheckpoint(
@@ -60,13 +60,13 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
 
 
 LIKELY: Final = 1024
-"""Tokens that hold the nucleus of almost every distribution of a trained model."""
+"""So many of the likeliest tokens contain the nucleus of almost every distribution of a trained model."""
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`probabilities` (rows, vocabulary) with those tokens at 0 that follow after the likeliest have `top_p` of the mass.
+    """`probabilities` (rows, vocabulary) with 0 for all tokens outside the nucleus: the likeliest with `top_p` of the mass.
 
-    Sorting a whole vocabulary takes longer than a step of the model: it is done only where the likeliest tokens have less.
+    Sorting a whole vocabulary takes longer than a step of the model, so it is done only if the LIKELY tokens do not suffice.
     """
     ranked, order = probabilities.topk(min(LIKELY, probabilities.shape[-1]), -1)
     if bool((ranked.sum(-1) < top_p).any()):
@@ -79,7 +79,7 @@ class TransformersEngine:
     """A Qwen-VL checkpoint behind the inference protocol.
 
     The image comes first in every prompt, so all requests of one screenshot share the prefix up to the end of the
-    image: it is computed once, and its keys and values serve all plans of that screenshot and all samples of a request.
+    image. It is computed once; its keys and values serve all plans of that screenshot and all samples of a request.
     """
 
     remote = False
@@ -95,7 +95,7 @@ class TransformersEngine:
 
     @classmethod
     def of(cls, model: Any, processor: Any, *, batch_size: int) -> TransformersEngine:
-        """An engine around a model that is already loaded (a policy in training), and the `Tower` that it may have."""
+        """An engine around a model that is already loaded (a policy in training), with its `Tower` if it has one."""
         engine = cls.__new__(cls)
         tower = vars(model.model.visual).get("forward")
         engine._shown = tower.shown if isinstance(tower, Tower) else None
@@ -117,12 +117,12 @@ class TransformersEngine:
 
     @cached_property
     def weights(self) -> str:
-        """The version of the weights: their hash; of a hub model, its commit; of a model in training, nothing."""
+        """The version of the weights: a hash; for a hub model its commit; empty for a model in training."""
         return "" if self._path is None else local_version(self._path)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
         prompts = [prompt_of(self._processor, request) for request in requests]
-        # A batch holds screenshots of one size, whose prefixes are equally long; those of one screenshot stay together.
+        # A batch holds screenshots of one size, whose prefixes have one length. Requests of one screenshot stay together.
         seen: dict[int, int] = {}
         for request in requests:
             seen.setdefault(id(request.image), len(seen))
@@ -152,7 +152,7 @@ class TransformersEngine:
     ) -> list[Generation]:
         device = self._model.device
         prefixes: dict[tuple[int, str], tuple[int, Image.Image]] = {}
-        first = []  # whether a row's prefix was computed for it, and not found
+        first = []  # whether a row's prefix is computed for it, not shared with an earlier row
         for prompt, image in zip(prompts, images, strict=True):
             key = id(image), prompt.head
             first += [key not in prefixes] + [False] * (sampling.samples - 1)
@@ -193,14 +193,14 @@ class TransformersEngine:
         ]
 
     def _prefill(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
-        """(keys and values of each prefix, the position of the token that follows each)."""
+        """(keys and values of each prefix, the position of the token after each, shape (prefixes,))."""
         if self._shown is None:
             return self._prefilled(heads, images)
         with self._shown.keys():
-            found = self._prefilled(heads, images)
+            prefilled = self._prefilled(heads, images)
             if self._path is not None:  # a trainer forgets its batches itself
                 self._shown.forget()
-            return found
+            return prefilled
 
     def _prefilled(self, heads: list[str], images: list[Image.Image]) -> tuple[Any, torch.Tensor]:
         device = self._model.device
@@ -210,7 +210,7 @@ class TransformersEngine:
             padding=True,
             return_tensors="pt",
             do_resize=False,
-            device=str(device),  # a GPU scales the pixels and cuts the patches too
+            device=str(device),  # on a GPU the pixels are scaled and cut into patches there
         ).to(device)
         if not bool(inputs["attention_mask"].all()):
             raise ValueError("prefixes of one batch differ in length: give images of one size and one chat template")
@@ -219,7 +219,7 @@ class TransformersEngine:
         return cache, next_position
 
     def _choose(self, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-        """The next token of each row; vision tokens are never chosen."""
+        """The next token of each row (rows,), from logits (rows, vocabulary); never a vision token."""
         logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         if sampling.temperature == 0:
             return logits.argmax(-1)

@@ -1,11 +1,11 @@
-"""What a vision tower that is not trained makes of a screenshot, computed once for all who ask.
+"""The vision cache: embeddings of screenshots by a vision tower that is not trained, each computed once.
 
-π_k, π'_k and ϕ_k of one base often have the very same tower, an iteration shows the same screenshots to a dozen models, and the
+π_k, π'_k and ϕ_k of one base often have the same tower, an iteration shows the same screenshots to a dozen models, and the
 tower takes half of the time of a short answer. So embeddings are kept by (tower, screenshot): in memory, and on disk for other
-processes. A tower is named by a hash of its weights, configuration, precision and attention, a screenshot by a hash of its
-resized pixels: a tower that was trained, or another resize, never meets what was kept for others.
+processes. A tower is identified by a hash of its weights, configuration, precision and attention, a screenshot by a hash of
+its resized pixels. A tower that was trained, or another resize, therefore never gets embeddings of another.
 
-Each screenshot is encoded alone, so that what is kept does not depend on what else was asked about.
+Each screenshot is encoded alone, so that its embeddings do not depend on the rest of a batch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from coepg_dagster.inference.screens import visual_tokens
 from coepg_dagster.progress import Ended
 
 DISK: Final = 20_000_000_000
-"""Bytes of embeddings that are written; what is over is computed again by each process."""
+"""Limit of the embeddings on disk, in bytes; beyond it each process computes them again."""
 KEY: Final = 16
-"""Bytes of a screenshot's hash. In place of pixels, each patch of an image carries them, one number a byte."""
+"""Bytes of a screenshot's hash. Each patch of an image carries them in place of pixels, one number for each byte."""
 
 POOLED, DEEPSTACK = "pooler_output", "deepstack_features"
-"""What the language model reads of a tower's output: of Qwen2.5-VL the first, of Qwen3-VL both."""
+"""The parts of a tower's output that the language model reads: for Qwen2.5-VL the first, for Qwen3-VL both."""
 
 Embeddings = dict[str, torch.Tensor]
-"""POOLED, and DEEPSTACK.0, DEEPSTACK.1, … where there are any: (visual tokens, width) of one screenshot."""
+"""Of one screenshot: POOLED, and if there are any DEEPSTACK.0, DEEPSTACK.1, …, each of shape (visual tokens, width)."""
 
 
 class VisualStore:
@@ -52,15 +52,15 @@ class VisualStore:
         self._held: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
 
     def get(self, tower: str, screenshot: str, device: torch.device) -> Embeddings | None:
-        """What is kept, on `device`; None where nothing is, or what was written is damaged."""
-        found = self._held.get((tower, screenshot))
-        if found is not None:
+        """The embeddings, on `device`; None: there are none, or their file is damaged."""
+        embeddings = self._held.get((tower, screenshot))
+        if embeddings is not None:
             self._held.move_to_end((tower, screenshot))
-            return found
-        found = self._read(tower, screenshot, device)
-        if found is not None:
-            self._hold(tower, screenshot, found)
-        return found
+            return embeddings
+        embeddings = self._read(tower, screenshot, device)
+        if embeddings is not None:
+            self._hold(tower, screenshot, embeddings)
+        return embeddings
 
     def put(self, tower: str, screenshot: str, embeddings: Embeddings) -> None:
         """Keeps embeddings in memory, and on disk while there is room."""
@@ -124,7 +124,7 @@ def process_store() -> VisualStore:
 
 
 def keep_in(folder: Path | None) -> None:
-    """Has this process find and leave embeddings in `folder`; None: it keeps them in memory alone."""
+    """Sets the folder in which this process reads and writes embeddings; None: it keeps them in memory alone."""
     global _process_store
     _process_store = VisualStore(folder)
 
@@ -142,34 +142,38 @@ def _hash_of(tensors: Embeddings) -> str:
 
 
 def screenshot_key(image: Image.Image) -> bytes:
-    """KEY bytes that name an image: its mode, size and pixels."""
+    """KEY bytes that identify an image: a hash of its mode, size and pixels."""
     digest = hashlib.blake2b(f"{image.mode} {image.width} {image.height} ".encode(), digest_size=KEY)
     digest.update(image.tobytes())
     return digest.digest()
 
 
 class Screenshots:
-    """The screenshots of a batch by their keys, which stand where pixels would be until a tower asks for them.
+    """The screenshots of a batch by their keys. A batch holds keys in place of pixels until a tower needs the pixels.
 
     Args:
-        processor: a Qwen-VL processor; its image processor prepares what towers ask for.
+        processor: a Qwen-VL processor; its image processor prepares the pixels.
     """
 
     def __init__(self, processor: Any) -> None:
         self._processor, self._images = processor, processor.image_processor
         self.merged: int = self._images.merge_size**2  # patches in a visual token
-        self.lock = threading.RLock()  # for those who share a processor between threads, as a server of one does
+        self.lock = (
+            threading.RLock()
+        )  # held while the processor writes keys, for threads that share it, as those of a server do
         self._shown: dict[str, Callable[[], Any]] = {}
         self._shown_before: dict[str, Callable[[], Any]] = {}
 
     def forget(self) -> None:
-        """Lets go of the screenshots of the batch before last: of the last one, some may still be asked about."""
+        """Drops the screenshots of the batch before last; those of the last batch may still be needed."""
         self._shown_before, self._shown = self._shown, {}
 
     @contextmanager
     def keys(self) -> Iterator[None]:
-        """Within it the processor writes keys for pixels. Raises ValueError for images that it would resize."""
-        prepare = type(self._images).preprocess.__get__(self._images)  # its own, whoever else writes keys now
+        """A context in which the processor writes keys for pixels. Raises ValueError for images that it would resize."""
+        prepare = type(self._images).preprocess.__get__(
+            self._images
+        )  # the class's method, even if another writes keys now
 
         def keyed(images: Any, *args: Any, **kwargs: Any) -> BatchFeature:
             flat = [image for part in images for image in (part if isinstance(part, list | tuple) else [part])]
@@ -193,22 +197,26 @@ class Screenshots:
                 del self._images.preprocess
 
     def grid(self, image: Image.Image) -> list[int]:
-        """The patches of an image: of how many times, rows and columns."""
+        """The patches of an image: [frames, rows, columns]."""
         return [1, image.height // self._images.patch_size, image.width // self._images.patch_size]
 
     def pixels(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the image processor makes of a screenshot: (patches, width) and its grid (1, 3). Raises ValueError."""
+        """The image processor's output for a screenshot: (patches, width), and its grid (1, 3). Raises ValueError."""
         shown = self._shown.get(key) or self._shown_before.get(key)
         if shown is None:
             raise ValueError("a batch names a screenshot that was not prepared here: is it of another process or step?")
-        made = shown()
-        return torch.as_tensor(made["pixel_values"]), torch.as_tensor(made["image_grid_thw"])
+        prepared = shown()
+        return torch.as_tensor(prepared["pixel_values"]), torch.as_tensor(prepared["image_grid_thw"])
 
 
 def names(keys: torch.Tensor, grid_thw: torch.Tensor) -> list[str]:
-    """The screenshots of a batch that holds keys, (patches, KEY), in place of pixels.
+    """The keys, in hexadecimal, of the screenshots of a batch.
 
-    Raises ValueError where the patches of a screenshot were torn apart or mixed with another's.
+    Args:
+        keys: in place of pixels, (patches, KEY).
+        grid_thw: frames, rows and columns of each image, (images, 3).
+    Raises:
+        ValueError: the patches of a screenshot were separated or mixed with another's.
     """
     patches = grid_thw.prod(-1)
     ends = patches.cumsum(0).to(keys.device)
@@ -221,14 +229,16 @@ def names(keys: torch.Tensor, grid_thw: torch.Tensor) -> list[str]:
 
 
 def refuse_other_screenshots(batch: Mapping[str, Any], images: Sequence[Image.Image], shown: Screenshots) -> None:
-    """Raises Ended where a batch of rollouts does not hold, row by row, the screenshots that they were sampled from.
+    """Raises Ended if a row of a batch of rollouts does not hold the screenshot that it was sampled from.
 
     Args:
         batch: as TRL makes it, with keys in place of pixels.
-        images: one a row.
+        images: one for each row.
     """
     if batch.get("pixel_values") is None or batch.get("image_grid_thw") is None:
-        raise Ended("a batch of rollouts reached the trainer without its screenshots: it would learn to act blindly")
+        raise Ended(
+            "a batch of rollouts reached the trainer without its screenshots: the planner would learn to ignore them"
+        )
     keys = {id(image): screenshot_key(image).hex() for image in {id(image): image for image in images}.values()}
     if batch["image_grid_thw"].tolist() != [shown.grid(image) for image in images]:
         raise Ended(
@@ -241,16 +251,16 @@ def refuse_other_screenshots(batch: Mapping[str, Any], images: Sequence[Image.Im
 
 
 class Tower:
-    """Stands before the vision tower of a Qwen-VL model, and looks up what is known of the screenshots that a batch names.
+    """Replaces the forward pass of a Qwen-VL model's vision tower: it looks up the embeddings of screenshots given by key.
 
-    Pixels go through as before, without gradients where the tower is not trained: transformers' checkpointing has the
-    embeddings of patches ask for gradients, for adapters in the layers above; the tower would be computed again in the
-    backward pass, and gone back through, for nobody.
+    Pixels pass through to the tower, without gradients if it is not trained. For adapters in the layers above, transformers'
+    checkpointing makes the embeddings of patches require gradients; without this the tower would be computed again in the
+    backward pass, and differentiated, for nothing.
 
     Args:
-        shown: where the keys of a batch were written.
-        store: what is kept for the run and beyond it. None: a tower that is not trained is computed in every pass, as
-            processes that hold parts of it need, since they must all call it.
+        shown: the screenshots whose keys the batches hold.
+        store: the embeddings that are kept. None: a tower that is not trained is computed in every pass. That is needed where
+            each process holds a part of it, since all of them must call it.
     """
 
     def __init__(self, model: Any, shown: Screenshots, store: VisualStore | None) -> None:
@@ -272,13 +282,13 @@ class Tower:
             return _output([known[name] for name in named])
 
     def _kept(self, name: str, store: VisualStore, device: torch.device, settings: dict[str, Any]) -> Embeddings:
-        found = store.get(self.version, name, device)
-        if found is None:
+        embeddings = store.get(self.version, name, device)
+        if embeddings is None:
             # a policy in training may read what an engine computed, which inference tensors would not allow
             with torch.inference_mode(False), torch.no_grad():
-                [found] = self._encoded([name], device, settings)
-            store.put(self.version, name, found)
-        return found
+                [embeddings] = self._encoded([name], device, settings)
+            store.put(self.version, name, embeddings)
+        return embeddings
 
     def _encoded(self, each: Sequence[str], device: torch.device, settings: dict[str, Any]) -> list[Embeddings]:
         pixels, grids = zip(*map(self.shown.pixels, each), strict=True)
@@ -292,7 +302,7 @@ class Tower:
 
     @cached_property
     def version(self) -> str:
-        """A hash of everything that decides what the tower makes of pixels."""
+        """A hash of everything that decides the tower's output for given pixels."""
         about = {
             "config": self._tower.config.to_dict(),
             "attention": self._tower.config._attn_implementation,

@@ -1,7 +1,7 @@
-"""vLLM in this process, for pure throughput: pools and evaluation.
+"""vLLM in this process, for throughput: pools and evaluation.
 
-Requests come image first, those of a screenshot one after another, so that vLLM encodes and prefills each screenshot once;
-images carry the hash of their pixels as identity, so that each is preprocessed once.
+The image comes first in every prompt, and the requests of a screenshot come one after another, so that vLLM encodes and
+prefills each screenshot once. An image is identified by the hash of its pixels, so that it is preprocessed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VllmEngine:
 
     Args:
         weights: the version to keep with answers.
-        share: how many vLLM models are open at once on the device.
+        share: number of vLLM models that are open at once on the device.
         options: further arguments of `vllm.LLM`.
     """
 
@@ -79,13 +79,13 @@ class VllmEngine:
 
         prompts = [prompt_of(self._processor, request) for request in requests]
         hashes: dict[int, str] = {}
-        asked, identities = [], []
+        inputs, identities = [], []
         for prompt, request in zip(prompts, requests, strict=True):
             image = request.image
             if id(image) not in hashes:
                 hashes[id(image)] = pixel_hash(image)
             identities.append(hashes[id(image)])
-            asked.append(
+            inputs.append(
                 {
                     "prompt": prompt.text,
                     "multi_modal_data": {"image": [image]},
@@ -106,7 +106,7 @@ class VllmEngine:
             for position in range(len(requests))
         ]
         order = grouped(identities)
-        outputs = self._llm.generate([asked[i] for i in order], [settings[i] for i in order], use_tqdm=False)
+        outputs = self._llm.generate([inputs[i] for i in order], [settings[i] for i in order], use_tqdm=False)
         answers: list[list[Generation | Failure]] = [[] for _ in requests]
         for i, output in zip(order, outputs, strict=True):
             answers[i] = self._answers(output, prompts[i].tokens, sampling.samples)
@@ -116,7 +116,7 @@ class VllmEngine:
         seen = len(output.prompt_token_ids)
         if seen != tokens:
             reason = (
-                f"vLLM saw {seen} prompt tokens, by our resize and chat template it must be {tokens}: "
+                f"vLLM counts {seen} prompt tokens; by our resize and chat template it must be {tokens}: "
                 "its image processor is not that of the checkpoint"
             )
             return [Failure(reason)] * samples

@@ -1,4 +1,4 @@
-"""A vLLM server of our own on loopback: started, probed, asked through the OpenAI engine, and stopped with all its children."""
+"""A local vLLM server on loopback: started, probed, used through the OpenAI engine, and stopped with all its children."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from coepg_dagster.refusal import Refusal
 
 NAME: Final = "served"
 STEP_TOKENS: Final = 8192
-"""Most tokens of one step of the scheduler: enough to fill a GPU, and few enough to leave memory to the KV cache."""
+"""Limit of the tokens of one scheduler step: enough to fill a GPU, and few enough to leave memory for the KV cache."""
 
 
 class ServerFailed(Refusal, RuntimeError):
-    """A server that ended, or did not answer in time; the message says why, and holds the end of its log."""
+    """A server that ended, or did not answer in time; the message says why, and contains the end of its log."""
 
 
 def vllm_settings(path: str, dtype: str, serving: Serving, share: int) -> dict[str, Any]:
-    """What vLLM is told, in process and as a server; the same in both, since it decides what is answered.
+    """The settings of vLLM, in this process and as a server: the same for both, since they decide the answers.
 
     Args:
-        share: how many vLLM models are open at once on the device.
+        share: number of vLLM models that are open at once on the device.
     """
     return {
         "model": path,
@@ -46,19 +46,19 @@ def vllm_settings(path: str, dtype: str, serving: Serving, share: int) -> dict[s
         "max_model_len": min(serving.context, longest(path)),
         "gpu_memory_utilization": round(serving.memory / share, 3),
         "max_num_scheduled_tokens": STEP_TOKENS,
-        # vLLM sizes its cache of encoded images by this: it must hold the images of the step that runs and of the one that is
-        # scheduled meanwhile, cut ones whole. Where it does not, requests lose their prefix (`inference/order.py`)
+        # vLLM sizes its encoder cache by this. It must hold all images of the running step and of the next one, also those
+        # that a step only begins; otherwise requests lose their prefix (`inference/order.py`)
         "max_num_batched_tokens": 3 * STEP_TOKENS,
         "enable_prefix_caching": True,
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "logprobs_mode": "raw_logprobs",  # at temperature 1, before any bias
-        "generation_config": "vllm",  # else the model's own repetition penalty and top_k would be applied unseen
+        "generation_config": "vllm",  # else the checkpoint's repetition penalty and top_k would apply
         "seed": 0,
     }
 
 
 def longest(path: str) -> int:
-    """How many positions a checkpoint's language model has."""
+    """The number of positions of a checkpoint's language model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
@@ -69,9 +69,9 @@ def longest(path: str) -> int:
 def vllm_server(
     path: str, *, dtype: str, device: str, serving: Serving, share: int, weights: str, log: Path
 ) -> Iterator[OpenAIEngine]:
-    """A vLLM server of the checkpoint `path`, as an engine; stopped at the end, however that comes.
+    """A vLLM server of the checkpoint `path`, as an engine; it is stopped at the end, also after an error.
 
-    Raises ServerFailed with the end of `log`, and EngineRefused where it does not do what the experiment says.
+    Raises ServerFailed, with the end of `log`, if it does not start or does not do what the experiment says.
     """
     port, key = free_port(), secrets.token_urlsafe(24)
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME]
@@ -85,7 +85,7 @@ def vllm_server(
         endpoint = Endpoint(f"{server.url}/v1", NAME, key, serving.in_flight)
         processor = load_processor(path)
         with server.explained():
-            # the first answer may take as long as the start: kernels are compiled for it
+            # the first answer may take as long as the start, since kernels are compiled for it
             first = OpenAIEngine(replace(endpoint, timeout_seconds=server.left()), processor, weights=weights)
             first.check()
             first.close()
@@ -108,7 +108,7 @@ class Server:
         return max(1.0, self._end - time.monotonic())
 
     def exit_report(self) -> str:
-        """How it ended, why, and the end of its log; nothing while it lives."""
+        """How and why it ended, and the end of its log; empty while it runs."""
         code = self._process.poll()
         return "" if code is None else f"; it {ended(code)}: {first_error(self._log, self._start)}{self._end_of_log()}"
 
@@ -116,7 +116,7 @@ class Server:
         return f"\n\nThe end of {self._log}:\n{tail(self._log, start=self._start)}"
 
     def until_healthy(self) -> None:
-        """Waits until /health answers. Raises ServerFailed where it ends before, or the deadline passes."""
+        """Waits until /health answers. Raises ServerFailed if the server ends before, or the deadline passes."""
         while self._process.poll() is None:
             try:
                 if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200:
@@ -132,7 +132,7 @@ class Server:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the end of the log to what is refused within."""
+        """A context in which EngineRefused becomes ServerFailed, with the end of the log."""
         try:
             yield
         except EngineRefused as error:
@@ -143,13 +143,13 @@ class Server:
 def started(
     command: Sequence[str], url: str, environment: Mapping[str, str], log: Path, seconds: float
 ) -> Iterator[Server]:
-    """A healthy server; at the end its whole group is ended, and also when this process is killed.
+    """A healthy server. At the end its whole process group is ended, also when this process is killed.
 
     Args:
         url: where it will listen; `/health` answers 200 when it is ready.
-        environment: set besides this process's own.
-        log: its output is added here.
-        seconds: how long the start may take.
+        environment: variables added to those of this process.
+        log: the file to which its output is appended.
+        seconds: limit of the time that the start takes.
     """
     with log.open("ab") as output:
         start = output.tell()
@@ -170,16 +170,16 @@ def started(
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def visible(device: str) -> dict[str, str]:
-    """The environment in which `cuda:I` is the only GPU; of the CPU, or of any GPU, none.
+    """The environment variables that make `cuda:I` the only visible GPU; empty for `cpu`, and for `cuda`: any GPU.
 
-    Where several processes train together, `cuda` is the GPU of this one.
+    If several processes train together, `cuda` is the GPU of this one.
     """
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         device = f"cuda:{os.environ['LOCAL_RANK']}"

@@ -1,7 +1,7 @@
-"""Checkpoints by name: the folder that is loaded, and the version that is kept with what the model answered.
+"""Checkpoints by name: the folder that is loaded, and the version that is kept with the model's answers.
 
 A checkpoint is a folder, or a model of the hub: `OWNER/NAME`, or `OWNER/NAME@REVISION` with a branch, a tag or a commit.
-`identify` says once which commit that is; every job is then given `OWNER/NAME@COMMIT`.
+`identify` resolves it to a commit once; every job then gets `OWNER/NAME@COMMIT`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ HERE: Final = Path()
 
 
 def is_local(root: Path, checkpoint: str) -> bool:
-    """Whether a checkpoint is a folder below `root`, there or not, and no name on the hub."""
+    """Whether a checkpoint names a folder below `root`, which may not exist, and not a model on the hub."""
     name = checkpoint.partition("@")[0]
     return checkpoint.startswith((".", "/", "~")) or name.count("/") != 1 or (root / name).parent.is_dir()
 
 
 def local_folder(checkpoint: str, *, weights: bool = True, root: Path = HERE) -> Path:
-    """The folder of a checkpoint, whole: its own below `root`, or that of its commit in the hub's cache.
+    """The complete folder of a checkpoint: below `root`, or in the hub's cache that of its commit.
 
-    What the cache lacks is downloaded. Raises IncompleteCheckpoint.
+    Files that the cache lacks are downloaded. Raises IncompleteCheckpoint.
 
     Args:
-        weights: a model will be loaded; else its processor alone.
+        weights: whether a model will be loaded, or its processor alone.
     """
     if is_local(root, checkpoint):
         return check(root / checkpoint, weights=weights)
@@ -45,9 +45,9 @@ def local_folder(checkpoint: str, *, weights: bool = True, root: Path = HERE) ->
 
 
 def folder_version(folder: Path) -> str:
-    """A hash of the weights of a checkpoint folder. Raises IncompleteCheckpoint where they are not whole."""
-    if found := weight_faults(folder):
-        raise IncompleteCheckpoint("; ".join(found))
+    """A hash of the weights of a checkpoint folder. Raises IncompleteCheckpoint if they are incomplete."""
+    if wrong := weight_faults(folder):
+        raise IncompleteCheckpoint("; ".join(wrong))
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         digest.update(_sha256(file))
@@ -55,25 +55,25 @@ def folder_version(folder: Path) -> str:
 
 
 def local_version(checkpoint: str) -> str:
-    """The version of a checkpoint: a hash of a folder's weights; of a hub model, its commit."""
+    """The version of a checkpoint: for a folder a hash of its weights, for a hub model its commit."""
     return folder_version(Path(checkpoint)) if is_local(Path(), checkpoint) else hub.resolve(checkpoint)
 
 
 def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, str]:
-    """Which model a checkpoint is, once all of it was looked at: {"checkpoint", "version"}, of a hub model its "revision" too.
+    """Name and version of a checkpoint whose files are all sound: {"checkpoint", "version"}, of a hub model "revision" too.
 
-    A hub model is downloaded, and its weights are compared with the hashes of the hub. Raises IncompleteCheckpoint where
+    A hub model is downloaded, and its weights are compared with the hashes of the hub. Raises IncompleteCheckpoint if
     anything is missing, damaged, or not finite.
     """
     if is_local(root, checkpoint):
         folder = local_folder(checkpoint, weights=weights, root=root)
-        found = {"checkpoint": checkpoint, "version": folder_version(folder) if weights else ""}
+        entry = {"checkpoint": checkpoint, "version": folder_version(folder) if weights else ""}
     else:
         name, revision = hub.split(checkpoint)
-        found = {"checkpoint": name, "version": hub.resolve(checkpoint), "revision": revision or "main"}
-        folder = local_folder(pinned(found), weights=weights)
+        entry = {"checkpoint": name, "version": hub.resolve(checkpoint), "revision": revision or "main"}
+        folder = local_folder(pinned(entry), weights=weights)
         for file in [folder / name for name in weight_names(folder)] if weights else []:
-            blob = file.resolve()  # the cache names it by what the hub says of its content
+            blob = file.resolve()  # the cache names it by the hub's hash of its content
             if re.fullmatch(r"[0-9a-f]{64}", blob.name) and _sha256(file).hex() != blob.name:
                 raise IncompleteCheckpoint(
                     f"{file} is not what the hub has: delete {blob} and run the same command again"
@@ -81,11 +81,11 @@ def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, 
     if weights:
         check_size(folder)
         check_finite(folder)
-    return found
+    return entry
 
 
 def pinned(entry: Mapping[str, Any]) -> str:
-    """What a job loads for a model that `identify` found: the folder, or the hub model at its commit."""
+    """The name that a job loads, given the result of `identify`: the folder, or the hub model at its commit."""
     return f"{entry['checkpoint']}@{entry['version']}" if "revision" in entry else str(entry["checkpoint"])
 
 

@@ -1,7 +1,7 @@
-"""LoRA: low-rank adapters beside the weights of the layers, trained instead of them, and merged into them at the end.
+"""LoRA: low-rank adapters are trained in place of the layers' weights, and merged into them at the end.
 
-What is saved is a whole, ordinary checkpoint, so nothing after training knows how it was trained. While it runs, checkpoints
-hold the adapters alone.
+The result is an ordinary complete checkpoint; nothing after training depends on how it was trained. Checkpoints of a running
+training hold the adapters alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coepg_dagster.training.launch import is_main
 
 
 def lora_config(model: Any, lora: Lora | None, *, freeze_vision: bool) -> LoraConfig | None:
-    """What a trainer of TRL adds adapters by: to every linear layer of the language model's layers, and of the tower's blocks.
+    """The configuration of adapters for every linear layer in the language model's layers, and in the blocks of a trained tower.
 
     Embeddings, the output layer and the tower's merger get none. None: the weights themselves are trained.
     """
@@ -35,9 +35,9 @@ def lora_config(model: Any, lora: Lora | None, *, freeze_vision: bool) -> LoraCo
 
 
 def merge_adapters(trainer: Any) -> int:
-    """Adds a trainer's adapters to the weights, if it has any; returns how many parameters were trained.
+    """Merges a trainer's adapters, if it has any, into the weights. Returns the number of trained parameters.
 
-    From then on `trainer.model` is the model that training started from, with other weights.
+    `trainer.model` is then the model without adapters, with the merged weights.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     # DeepSpeed leaves an empty tensor where it has spread a parameter

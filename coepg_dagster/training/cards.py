@@ -1,6 +1,6 @@
-"""The card that lies beside the weights of a trained model, as Hugging Face shows it.
+"""The model card beside the weights of a trained model, in the format of Hugging Face.
 
-It is no part of a model's data version, so what it says of time and device makes no two models differ.
+It is not part of a model's data version, which time and device must not change.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WHAT: Final[Mapping[Asset, tuple[str, str, str]]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What is said of a trained model."""
+    """The facts on the card of a trained model."""
 
     loop: str  # EXPERIMENT/sSEED
     ref: Ref
@@ -97,7 +97,7 @@ def card(trained: Trained, *, on_hub: bool) -> str:
         for split in PROBED
         if probe.get(split)
     ]
-    checks += [f"Warned of in training: {warning}." for warning in figures["warnings"]]
+    checks += [f"Warning during training: {warning}." for warning in figures["warnings"]]
     shown = {name: value for name, value in figures.items() if name not in _CHECKED}
     facts = {**shown, "seed": trained.seed, "device": trained.device, "seconds": round(trained.seconds, 1)}
     facts |= {name: version(name) for name in LIBRARIES}
@@ -117,14 +117,14 @@ def card(trained: Trained, *, on_hub: bool) -> str:
         "## Checks",
         "\n".join(f"- {check}" for check in checks),
         "## Use and limits",
-        f"- Asked with the `{models.prompts}` prompts of this project, on screenshots that its own processor resizes. "
+        f"- Use it with the `{models.prompts}` prompts of this project, on screenshots that its processor resizes. "
         f"Points are in `{models.coordinates.value}` space.\n"
         f"- It learnt from the `{trained.benchmark.train}` split of `{trained.benchmark.path}` (reader "
-        f"`{trained.benchmark.reader}`) only. How well it does there is in the evaluation of this iteration; of other "
-        "interfaces nothing is known.\n"
-        "- For research on GUI agents. What it says is a proposal: whoever lets it click and type, does so where it can do "
-        "no harm, and watches.\n"
-        "- The licences of the base model and of the data hold for it.",
+        f"`{trained.benchmark.reader}`) only. The evaluation of this iteration shows how well it does there; it was not "
+        "tested on other interfaces.\n"
+        "- For research on GUI agents. Its answers are proposals: let it click and type only where it can do no harm, and "
+        "under supervision.\n"
+        "- The licences of the base model and of the data apply to it.",
     ]
     return "\n\n".join(parts) + "\n"
 

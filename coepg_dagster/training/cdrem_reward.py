@@ -22,14 +22,15 @@ from coepg_dagster.training.examples import completion_text
 
 
 class CdremReward:
-    """Eq. 3 to 9 over a batch of rollouts; remembers the rows of the batch (ROLLOUT_SCHEMA without the advantage).
+    """Eq. 3 to 9 over a batch of rollouts. `rows` holds those of the last batch (ROLLOUT_SCHEMA without the advantage).
 
-    A rollout that fails the gate calls no grounder, which is exact: its reward is 0 whatever they would say. A step
-    without a target has r_plan = 1 once the gate passes.
+    No grounder is queried for a rollout that fails the gate, since its reward is 0 anyway. A step without a target has
+    r_plan = 1 once the gate passes.
 
     Args:
-        grounders: name → grounder, ϕ_k first, with `priors` σ_j of the same names.
-        steps: the training steps, whose labels and boxes decide.
+        grounders: name → grounder, ϕ_k first.
+        priors: name → σ_j.
+        steps: the training steps, with labels and boxes.
     """
 
     __name__ = "cdrem"
@@ -53,12 +54,12 @@ class CdremReward:
 
     @property
     def remote(self) -> bool:
-        """Whether any grounder can answer while this process samples."""
+        """Whether any grounder computes remotely, and so can answer while this process samples."""
         return any(grounder.remote for grounder in self._grounders.values())
 
     @contextmanager
     def pool(self) -> Iterator[GrounderPool]:
-        """A batch of rollouts, at whose end no grounder is asked any more: `ask` while it is sampled, then `score`."""
+        """A context for one batch of rollouts: `ask` while it is sampled, then `score`. At its end open queries are dropped."""
         if self._pool is not None:
             yield self._pool
             return
@@ -69,36 +70,36 @@ class CdremReward:
                 self._pool = None
 
     def ask(self, texts: Sequence[str], step_ids: Sequence[str]) -> None:
-        """Within `pool`: begins with the votes on planner answers that `score` will get later, and returns at once."""
+        """Within `pool`: starts the votes on planner answers that `score` will need later, and returns at once."""
         assert self._pool is not None
-        _, _, pairs = self._gated(texts, step_ids)
-        self._pool.query(list(pairs.values()))
+        _, _, queries = self._gated(texts, step_ids)
+        self._pool.query(list(queries.values()))
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
-        """r of Eq. 9 for each completion; `step_id` is the dataset's column, one per completion."""
+        """r of Eq. 9 for each of B completions; `step_id` is the dataset's column, one for each completion."""
         texts = [completion_text(completion) for completion in completions]
         return self.score(texts, step_id)
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Has the grounders keep what they said of the rollouts of a run that is continued (rows of ROLLOUT_SCHEMA)."""
+        """Gives the grounders their answers on the earlier rollouts of a continued run (rows of ROLLOUT_SCHEMA)."""
         kept: dict[str, dict[Query, Grounding]] = {name: {} for name in self._grounders}
         for row in rows:
-            for said in row["graders"]:
-                if said["failure"] is None:
-                    point = None if said["x"] is None else Point(said["x"], said["y"], Space.ORIGINAL)
-                    kept[said["grounder"]][row["step_id"], row["plan"]] = Grounding(
-                        point, said["mean_logprob"], said["tokens"], weights=said["version"] or ""
+            for answer in row["graders"]:
+                if answer["failure"] is None:
+                    point = None if answer["x"] is None else Point(answer["x"], answer["y"], Space.ORIGINAL)
+                    kept[answer["grounder"]][row["step_id"], row["plan"]] = Grounding(
+                        point, answer["mean_logprob"], answer["tokens"], weights=answer["version"] or ""
                     )
         for name, groundings in kept.items():
             self._grounders[name].keep(groundings)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
-        """r of Eq. 9 for each planner answer on its step."""
-        plans, gates, pairs = self._gated(texts, step_ids)
+        """r of Eq. 9 for each planner answer on its step, shape (B,). Raises NoVerdict if all grounders fail on a plan."""
+        plans, gates, queries = self._gated(texts, step_ids)
         votes: dict[int, tuple[Grounding, ...]] = {}
-        if pairs:
+        if queries:
             with self.pool() as pool:
-                votes = dict(zip(pairs, zip(*pool.groundings(list(pairs.values())), strict=True), strict=True))
+                votes = dict(zip(queries, zip(*pool.groundings(list(queries.values())), strict=True), strict=True))
         r_plan = np.ones(len(texts))
         self.rows = []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
@@ -122,21 +123,21 @@ class CdremReward:
         return [float(reward) for reward in rewards]
 
     def _gated(self, texts: Sequence[str], step_ids: Sequence[str]) -> tuple[list[Plan], list[str], dict[int, Query]]:
-        """(what each text says, its gate, and what grounders are asked about those that need a vote, by position)."""
+        """(the plan of each text, its gate, and by position the queries for those that need a vote)."""
         plans = [Plan(text, parse_planner(text)) for text in texts]
         labels = [self._labels[step_id] for step_id in step_ids]
         gates = [
             gate_of(p.answer, label["action_type"], label["value"]) for p, label in zip(plans, labels, strict=True)
         ]
-        pairs = {
+        queries = {
             i: (step_id, plan.answer.plan)
             for i, (step_id, plan, gate) in enumerate(zip(step_ids, plans, gates, strict=True))
             if gate == GATE_PASSED and plan.answer is not None and self._screens.boxes(step_id)
         }
-        return plans, gates, pairs
+        return plans, gates, queries
 
     def _vote(self, votes: Sequence[Grounding], hits: Sequence[bool]) -> tuple[float, list[dict[str, Any]]]:
-        """(r_plan of Eq. 4, what each grounder contributed)."""
+        """(r_plan of Eq. 4, a GRADER for each grounder), from the N grounders' votes and hits, shape (N,) each."""
         c, weights = self._weigh([vote.mean_logprob for vote in votes], [vote.failure is None for vote in votes])
         graders = [
             {

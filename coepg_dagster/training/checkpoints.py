@@ -1,12 +1,12 @@
-"""Checkpoints of a training run: saved now and then and on a signal, and found again by the run that continues.
+"""Checkpoints of a training run: saved at intervals and on a signal, and read by the run that continues it.
 
-A re-run with the same inputs and settings continues from the last whole checkpoint: same step, learning rate, order of the
-data, random numbers, optimizer. On a CPU it ends with the same bytes as a run that was never killed. GRPO keeps what it
-generated for an optimizer step in memory, so it can be left only between two of them, which is where checkpoints are made.
+A re-run with the same inputs and settings continues from the last complete checkpoint: same step, learning rate, order of the
+data, random numbers, optimizer. On a CPU it ends with the same bytes as a run that was never killed. GRPO keeps its rollouts
+in memory until they are used up, so checkpoints are made only after that.
 
-Weights are safetensors. The states of optimizer, scheduler and random generators are what transformers writes with torch;
-it reads them back with `weights_only`, and only from the scratch folder of this job. (DeepSpeed reads its own states without:
-whoever can write to the store can run code in a job that continues with ZeRO.)
+Weights are safetensors. transformers writes the states of optimizer, scheduler and random generators with torch, and reads
+them with `weights_only`, only from the scratch folder of this job. (DeepSpeed reads its states without `weights_only`: anybody
+who can write to the store can run code in a job that continues with ZeRO.)
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from coepg_dagster.progress import Ended
 
 WHOLE: Final = "whole.json"
 KEPT: Final = 2
-"""Checkpoints that stay: one could be lost with the machine while the newest is being written."""
+"""Number of checkpoints that are kept: the newest may be incomplete if the machine fails while it is written."""
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
-    """Saves a trainer's state under `folder` every `save_every` steps (0: never), and when SIGINT or SIGTERM came.
+    """Saves a trainer's state under `folder` every `save_every` steps (0: never), and on SIGINT or SIGTERM.
 
-    A checkpoint counts once it holds `whole.json`, written after every process has written its part.
+    A checkpoint is complete once it holds `whole.json`, which is written after every process has written its part.
 
     Args:
-        every: training can be left only after so many steps: those that share what only memory holds.
+        every: a checkpoint is possible only after a multiple of this number of steps, which share rollouts in memory.
     """
 
     def __init__(self, folder: Path, placement: Placement, *, every: int = 1) -> None:
@@ -51,20 +51,20 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         self._stopped_by: str | None = None
 
     def last(self) -> Path | None:
-        """The newest whole checkpoint of as many processes as run now, by the same strategy; all others are removed."""
+        """The newest complete checkpoint with the present number of processes and strategy. Removes unsuitable ones."""
         processes = PartialState()
-        found: dict[int, Path] = {}
+        usable: dict[int, Path] = {}
         for folder in self.folder.glob("checkpoint-*"):
             if (folder / WHOLE).exists():
                 about = json.loads((folder / WHOLE).read_text())
                 if (about["processes"], about.get("strategy")) == (processes.num_processes, self._strategy):
-                    found[about["step"]] = folder
+                    usable[about["step"]] = folder
         processes.wait_for_everyone()
         if processes.is_main_process:
-            for folder in set(self.folder.glob("checkpoint-*")) - set(found.values()):
+            for folder in set(self.folder.glob("checkpoint-*")) - set(usable.values()):
                 shutil.rmtree(folder)
         processes.wait_for_everyone()
-        return found[max(found)] if found else None
+        return usable[max(usable)] if usable else None
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -90,7 +90,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
                 draft.write_text(json.dumps({"step": state.global_step, **of}))
 
     def train(self, trainer: Any) -> None:
-        """Trains to the end, from the last checkpoint if there is one. Raises Ended where a signal came first."""
+        """Trains to the end, from the last checkpoint if there is one. Raises Ended if a signal stops it."""
         last = self.last()
         if last is not None:
             print(f"continues from {last.name}", flush=True)
@@ -104,7 +104,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Within it SIGINT and SIGTERM are remembered until the step is done; a second signal changes nothing."""
+        """A context in which SIGINT and SIGTERM take effect after the current step; a second signal changes nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -121,10 +121,10 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
 
 
 class Continues:
-    """Mixed into a trainer: weights of a checkpoint are loaded by their names in the file, or not at all.
+    """A mix-in for trainers that loads the weights of a checkpoint by their names in the file, or fails.
 
-    transformers saves a Qwen2.5-VL under other names than the model has in memory; its Trainer, continuing, does not find
-    them, warns, and goes on with the weights that training started from.
+    transformers saves a Qwen2.5-VL under other names than the model has in memory. Its Trainer does not find them when it
+    continues: it warns, and keeps the weights that training started from.
     """
 
     model: Any
@@ -140,7 +140,7 @@ class Continues:
 
 
 def largest(number: int, device: torch.device) -> int:
-    """The largest of the processes' numbers."""
+    """The largest of the numbers of all training processes."""
     if PartialState().num_processes == 1:
         return number
     shared = torch.tensor(number, device=device)

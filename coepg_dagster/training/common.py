@@ -1,4 +1,4 @@
-"""What SFT and GRPO share: a model to train, its device, progress out of a trainer."""
+"""What SFT and GRPO share: loading a model for training, settings of its device, progress of a trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
 
 
 def write_log(state: TrainerState, path: Path) -> None:
-    """Everything a trainer logged as JSON lines: the whole run's, however often it was killed and continued."""
+    """Writes everything that a trainer logged as JSON lines, all parts of a continued run included."""
     with path.open("w") as out:
         for entry in state.log_history:
             out.write(json.dumps({"step": entry["step"], **_numbers(entry)}) + "\n")
@@ -50,8 +50,8 @@ def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) 
     """(model in training mode, processor) from checkpoint `init`.
 
     On a GPU the trainers compute in bf16 and keep float32 weights: with the paper's learning rates most updates would round to
-    nothing in bf16. With LoRA the weights themselves stay as they are, in `dtype`, and the adapters are float32; but where vLLM
-    samples, adapters are added for it and taken off again at every step, which would wear bf16 weights away.
+    nothing in bf16. With LoRA the weights stay in `dtype`, and the adapters are float32. The exception is sampling in vLLM: it
+    merges and unmerges the adapters at every step, and rounding errors would add up in bf16 weights.
     """
     merged = isinstance(config, Grpo) and config.rollouts == "vllm"
     kept: Dtype = "float32" if config.lora is None or merged or device == "cpu" else dtype
@@ -62,11 +62,11 @@ def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) 
 
 
 def device_settings(job: TrainingJob) -> dict[str, Any]:
-    """TrainingArguments for where a job runs."""
+    """TrainingArguments that depend on the device of a job."""
     gpu = job.on_gpu
     settings: dict[str, Any] = {"use_cpu": not gpu, "bf16": gpu, "fp16": False, "gradient_checkpointing": gpu}
     if job.placement.strategy == "fsdp":
-        # between the passes of an optimizer step each process would keep the gradients of the whole model
+        # else each process would keep the gradients of the whole model between the passes of an optimizer step
         settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return settings
 

@@ -1,7 +1,7 @@
 """The end-to-end baseline of Table 3: one model that answers type, value and point, without a plan.
 
-It is trained on the same rows of D_{k-1} as planner and grounder, by the same trainers: SFT on the labels, then, where GRPO is
-on, GRPO with the reward that is left when nobody reads a plan: its own point must lie in the box.
+It is trained on the same rows of D_{k-1} as planner and grounder, by the same trainers: SFT on the labels, then, if GRPO is
+enabled, GRPO with a reward that needs no plan: the point in its answer must lie in the box.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from coepg_dagster.training.sft import train_sft
 
 
 def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
-    """Trains the end-to-end agent on D_{k-1} and saves it whole. Returns the figures of both stages.
+    """Trains the end-to-end agent on D_{k-1} and saves it. Returns the figures of both stages.
 
-    The model before GRPO lies in the scratch folder, and is not trained again when a killed run is continued.
+    The model before GRPO is in the scratch folder, and is not trained again when a killed run is continued.
     """
     before, done = job.scratch / "before_grpo", job.scratch / "before_grpo.json"
     shared = {name: getattr(job, name) for name in TrainingJob.model_fields}

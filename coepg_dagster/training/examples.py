@@ -1,4 +1,4 @@
-"""What the trainers see: chat examples made from D_k and the labelled steps."""
+"""Training examples: chats made from D_k and the labelled steps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"),
 
 
 class NothingToTrainOn(Refusal, ValueError):
-    """D_{k-1} holds no row that this model could learn from."""
+    """D_{k-1} holds no row for the training of this model."""
 
 
 def _chat(messages: list[Message]) -> list[Message]:
-    """The messages with every part having the same keys, as Arrow needs it; chat templates look at `type` only."""
+    """The messages with the same keys in every part, as Arrow needs it; chat templates read `type` only."""
     return [
         {"role": m["role"], "content": [{"type": p["type"], "text": p.get("text")} for p in m["content"]]}
         for m in messages
@@ -53,7 +53,7 @@ def planner_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style
 
 
 def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: Space) -> Dataset:
-    """One example per row of D_k with a target: (screenshot, plan) → centre of its box, whole numbers in `space`."""
+    """One example per row of D_k with a target: (screenshot, plan) → centre of its box, integers in `space`."""
     rows = []
     for row in dataset.to_pylist():
         if row["box"] is None:
@@ -88,7 +88,7 @@ def end_to_end_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, st
 
 
 def _centre(row: dict[str, Any], screens: Screens, space: Space) -> str:
-    """The centre of a row's box as a grounder answers it, whole numbers in `space`."""
+    """The centre of a row's box as a grounder's answer, integers in `space`."""
     x1, y1, x2, y2 = row["box"]
     centre = screens.viewport(row["step_id"]).point(Box(x1, y1, x2, y2, Space.ORIGINAL).centre, space)
     return grounder_answer(round(centre.x), round(centre.y))
@@ -117,11 +117,9 @@ def completion_text(completion: Any) -> str:
 
 
 def _examples(rows: list[dict[str, Any]], screens: Screens) -> Dataset:
-    """The rows as a dataset that looks its screenshots up when it is read: a screenshot is held once, not once per plan."""
+    """The rows as a dataset that looks up screenshots when it is read, so that each is in memory once, not once per plan."""
     if not rows:
-        raise NothingToTrainOn(
-            "D_{k-1} has no usable row: look at the decisions beside it for why its candidates were dropped"
-        )
+        raise NothingToTrainOn("D_{k-1} has no usable row: its decisions say why the candidates were dropped")
 
     def with_images(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {**batch, "images": [[screens.image(step_id)] for step_id in batch["step_id"]]}

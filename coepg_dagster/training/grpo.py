@@ -76,7 +76,7 @@ from coepg_dagster.training.verified import save_trained
 
 
 class PromptOrder(RepeatSampler):  # type: ignore[misc]
-    """TRL's order of the prompts, but that of an epoch depends on its number alone: a continued run has it too."""
+    """TRL's order of the prompts; that of an epoch depends on its number alone, so that a continued run has the same."""
 
     def __init__(self, *args: Any, step: Callable[[], int], updates: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,25 +89,26 @@ class PromptOrder(RepeatSampler):  # type: ignore[misc]
 
 
 class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
-    """TRL's GRPO trainer with rewards of spreadless groups made equal, and every rollout kept.
+    """TRL's GRPO trainer that makes the rewards of groups without spread equal, and writes all rollouts to disk.
 
-    Rewards are made equal in `_calculate_rewards`, where TRL has gathered those of all processes and groups are whole. The
-    rollouts of an optimizer step are a file of their own in `rollouts`; a continued run writes those of the steps that it
-    repeats over those of the run before. An answer with a vision token is cut before it, has reward 0 and is counted.
+    Rewards are made equal in `_calculate_rewards`, where TRL has gathered those of all processes, so that groups are complete.
+    `rollouts` has one file for each optimizer step that samples; a continued run overwrites those of the steps that it repeats.
+    An answer with a vision token is cut before it, has reward 0 and is counted.
 
     Groups stay together in the passes of an optimizer step (`_prepare_inputs`), and a group is one row of a pass
-    (`_get_per_token_logps_and_entropies`, see `packing`). Without a KL term a rollout without advantage is in no pass: it
-    would add nothing.
+    (`_get_per_token_logps_and_entropies`, see `packing`). Without a KL term, rollouts with advantage 0 are left out, since they
+    add nothing to the gradient.
 
-    What the sampler and the trainer say of a token's probability is compared in each step (`_compute_loss`).
+    `_compute_loss` compares the sampler's and the trainer's log-probabilities in each step.
 
-    Grounders that compute remotely are asked about a rollout when it ends, while the longer ones are still sampled and while the
-    trainer computes log-probabilities; the batch is sampled as without them, so the same tokens are drawn.
+    Remote grounders get a rollout as soon as it ends, while longer ones are still sampled and the trainer computes
+    log-probabilities. This does not change which tokens are sampled.
 
     Args:
-        shown: where the screenshots of a step are kept for the towers.
-        core: the policy without what wraps it.
-        whole: whether this process holds all of it: then it samples group by group.
+        rollouts: the folder of the rollouts.
+        shown: the screenshots of a step, for the vision towers.
+        core: the policy without wrappers.
+        whole: whether this process holds the whole policy; if so, it samples group by group.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._cut: list[bool] = []
         self._shown, self._core, self._whole = shown, core, whole
         self._packs = can_pack(core)
-        self._passes: list[dict[str, Any]] | None = None  # of the rollouts at hand
-        self._continued = True  # until the first step shows whether it is
+        self._passes: list[dict[str, Any]] | None = None  # of the current rollouts
+        self._first_step = True  # of this process; a continued run then recalls earlier answers
         rollouts.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, reward_funcs=reward, **kwargs)
 
@@ -146,10 +147,10 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._step_ids = [row["step_id"] for row in inputs]
         self._shown.forget()
-        if self._continued and isinstance(self._reward, CdremReward):
+        if self._first_step and isinstance(self._reward, CdremReward):
             for step in range(0, self.state.global_step, self.num_iterations):
                 self._reward.recall(pq.read_table(self._part(step)).to_pylist())
-        self._continued = False
+        self._first_step = False
         batch = self._early.pool() if self._early else nullcontext()
         with self._shown.keys(), batch:
             made = super()._generate_and_score_completions(inputs)
@@ -159,7 +160,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         return made
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's, but the rollouts of a prompt stay together: TRL shuffles them over the passes of a step."""
+        """As TRL's, but the rollouts of a prompt stay together; TRL shuffles them over the passes of a step."""
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         passes = self.args.steps_per_generation
@@ -171,7 +172,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     @property
     def _spread(self) -> bool:
-        """Whether something around the model expects a forward pass in every process."""
+        """Whether DeepSpeed or FSDP needs a forward pass in every process."""
         return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
     def _get_per_token_logps_and_entropies(
@@ -185,25 +186,25 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         if not self._packs:
-            found = super()._get_per_token_logps_and_entropies(
+            unpacked = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **more
             )
-            self._logps = found[0].detach()
-            return found  # type: ignore[no-any-return]
+            self._logps = unpacked[0].detach()
+            return unpacked  # type: ignore[no-any-return]
         rows = {"input_ids": input_ids, "attention_mask": attention_mask}
         rows |= {name: more[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
-        said, size = [], batch_size or len(input_ids)
+        chunks, size = [], batch_size or len(input_ids)
         for start in range(0, len(input_ids), size):
-            whole = size >= len(input_ids)  # as in the update: nothing to choose, and nothing to copy
+            whole = size >= len(input_ids)  # as in the update: no rows are selected, and nothing is copied
             chunk = rows if whole else select_rows(rows, range(start, min(len(input_ids), start + size)))
             packed = pack(self._core, completion=logits_to_keep, **chunk)
             with self.accelerator.autocast():
                 output = model(**packed.inputs, labels=packed.labels, fused_lm_head=True)
             entropy = packed.unpack(output.entropy) if compute_entropy else None
-            said.append((packed.unpack(output.log_probs), entropy))
-        logps = torch.cat([of_chunk for of_chunk, _ in said])
+            chunks.append((packed.unpack(output.log_probs), entropy))
+        logps = torch.cat([of_chunk for of_chunk, _ in chunks])
         self._logps = logps.detach()
-        return logps, torch.cat([e for _, e in said if e is not None]) if compute_entropy else None, None
+        return logps, torch.cat([e for _, e in chunks if e is not None]) if compute_entropy else None, None
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         share = inputs.get("share", 1.0)
@@ -216,7 +217,10 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _compare(self, sampled: torch.Tensor, completion_ids: torch.Tensor, mask: torch.Tensor) -> None:
-        """Ends training where the policy, unchanged since it sampled, says otherwise of the same tokens."""
+        """Raises Ended if the policy, unchanged since it sampled, gives the same tokens other log-probabilities.
+
+        `sampled`, `completion_ids` and `mask` have the shape (rollouts, completion length).
+        """
 
         def text(row: int, token: int) -> str:
             return str(self.processing_class.tokenizer.decode([int(completion_ids[row, token])]))
@@ -228,7 +232,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._metrics["train"][DIFFERENCE_HIGH].append(high)
 
     def _tokenize_prompts(self, prompts: Any) -> Any:
-        """TRL's, but a prompt is written and tokenized once for its rollouts."""
+        """As TRL's, but a prompt is rendered and tokenized once for all its rollouts."""
         new = [i for i, step_id in enumerate(self._step_ids) if not i or step_id != self._step_ids[i - 1]]
         owner = np.repeat(range(len(new)), np.diff([*new, len(prompts)])).tolist()
         ids, images, fields = super()._tokenize_prompts([prompts[i] for i in new])
@@ -245,22 +249,22 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             logprobs = [of_answer[: len(answer)] for of_answer, answer in zip(sampled, answers, strict=True)]
         tokenizer = self.processing_class.tokenizer
         unwanted = frozenset(vision_token_ids(tokenizer))
-        # an image token in a row breaks the count of image features when it is scored: the run must not end for it
+        # with a vision token in an answer, image tokens and features differ in number when it is scored; that would end the run
         kept = [without_vision_tokens(answer, unwanted, tokenizer.eos_token_id) for answer in answers]
         self._cut = [short != answer for short, answer in zip(kept, answers, strict=True)]
         if logprobs is not None:
-            # TRL reads NaN as "not known": the end that was put in place of a vision token was not sampled
+            # TRL reads NaN as unknown: an end that replaces a vision token was not sampled
             logprobs = [
                 [math.nan] if answer[0] in unwanted else of_answer[: len(short)]
                 for of_answer, short, answer in zip(logprobs, kept, answers, strict=True)
             ]
-        self._ask_early(dict(enumerate(kept)))  # those that nothing ended, and all of other samplers
+        self._ask_early(dict(enumerate(kept)))  # answers cut at the limit, and all answers of other samplers
         return kept, logprobs
 
     def _ask_early(self, answers: Mapping[int, list[int]]) -> None:
-        """Has the grounders begin with finished answers (row of the batch → tokens), where any computes remotely."""
+        """Starts remote grounders, if there are any, on finished answers (row of the batch → tokens)."""
         if self._early:
-            # as TRL does; an answer that it reads otherwise is asked about by `score`
+            # decoded as by TRL; if TRL decodes an answer differently, `score` queries it
             texts = self.processing_class.batch_decode(list(answers.values()), skip_special_tokens=True)
             self._early.ask(texts, [self._step_ids[row] for row in answers])
 
@@ -297,9 +301,9 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
 
 def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
-    """Trains π'_k from π_k on the prompts of D_{k-1}; saves it whole, with rollouts.parquet.
+    """Trains π'_k from π_k on the prompts of D_{k-1}, and saves it with rollouts.parquet.
 
-    Checkpoints and the rollouts so far lie in the scratch folder. Returns the figures of the run; rates in per cent.
+    Checkpoints and the rollouts so far are in the scratch folder. Returns the figures of the run; rates in per cent.
     """
     refuse_sharded(job.config, job.placement)
     members = {}
@@ -335,50 +339,50 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
             return screens, PointReward(labelled, screens, models.coordinates)
         grounders = {}
         for name, engine in graders.items():
-            own_screens = screens if engine.resize == resize else Screens(labelled, engine.resize)
-            grounders[name] = Grounder(engine, own_screens, models.prompts, models.coordinates, job.max_point_tokens)
+            resized = screens if engine.resize == resize else Screens(labelled, engine.resize)
+            grounders[name] = Grounder(engine, resized, models.prompts, models.coordinates, job.max_point_tokens)
         return screens, CdremReward(grounders, priors, labelled, screens, config)
 
     agent: Agent = "decoupled" if engines else "end_to_end"
-    own = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k
-    priors = {name: config.own_prior if name in own else config.verifier_prior for name in engines}
+    trained_grounder = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k; empty for an end-to-end agent
+    priors = {name: config.own_prior if name in trained_grounder else config.verifier_prior for name in engines}
     screens, reward = reward_on(steps, engines)
     prompts = grpo_prompts(job.rows(), steps, screens, models.prompts, agent)
-    prompts, found = preflight(prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens)
+    prompts, checked = preflight(prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens)
     if len(prompts) < config.prompts_per_step:
-        # TRL leaves out what does not fill an optimizer step: it would end at once, with π_k unchanged
+        # TRL drops prompts that do not fill an optimizer step: training would end at once, with π_k unchanged
         raise NothingToTrainOn(
             f"D_{{k-1}} covers {len(prompts)} steps, fewer than one optimizer step needs: "
             f"lower grpo.prompts_per_step ({config.prompts_per_step})"
         )
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations)
     monitor = TrainingMonitor(job.placement.on_anomaly)
-    longest = min(found["longest_row"], config.max_tokens or found["longest_row"])
+    longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])
     seconds = 60 * job.serving.start_minutes
     sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)
 
-    def asked_of(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
-        shown, judged = reward_on(labelled, own)
-        return Questions(
-            requests_of(labelled, shown, models.prompts, agent), processor, config.micro_batch_size
-        ), judged
+    def questions_on(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
+        resized, judge = reward_on(labelled, trained_grounder)
+        requests = requests_of(labelled, resized, models.prompts, agent)
+        return Questions(requests, processor, config.micro_batch_size), judge
 
     best = probe = None
     if config.validate_every is not None:
-        best = KeepBest(*asked_of(job.validation_steps(config.validation_steps)), config, job.scratch / "best")
+        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, job.scratch / "best")
     if config.probe_steps and job.placement.sharded:
         print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
     elif config.probe_steps:
         validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
-        asked = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
-        questions = asked_of(pa.concat_tables(asked.values()))
-        probe = Probe(asked, *questions, next(iter(own), "labels"), config, job.seed, job.scratch / "probe")
+        probed = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
+        questions = questions_on(pa.concat_tables(probed.values()))
+        judge = next(iter(trained_grounder), "labels")
+        probe = Probe(probed, *questions, judge, config, job.seed, job.scratch / "probe")
     shown = Screenshots(processor)
-    # processes that hold parts of the tower gather them together, and must all call it in each pass
+    # processes that each hold a part of the tower must all call it in each pass, so nothing is looked up
     store = None if job.placement.sharded else process_store()
     Tower(model, shown, store)
     if is_main() and not can_pack(model):
-        print(f"each rollout is a row of its own: attention {config.attention} takes no mask for groups", flush=True)
+        print(f"one row for each rollout: attention {config.attention} takes no mask for groups", flush=True)
     micro = config.pass_size(packs=can_pack(model), processes=job.placement.processes)
     trainer = CdremTrainer(
         model=model,
@@ -419,7 +423,7 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
     tail = history[-max(1, len(history) // 5) :]
     return {
         "prompts": len(prompts),
-        **found,
+        **checked,
         "optimizer_steps": trainer.state.global_step,
         **chosen,
         **learned,
@@ -463,7 +467,7 @@ def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, An
         mask_truncated_completions=False,
         **sampling,
         logging_steps=1,
-        logging_nan_inf_filter=False,  # TrainingMonitor looks for them
+        logging_nan_inf_filter=False,  # TrainingMonitor checks for them
         save_strategy="no",  # Checkpoints decides
         save_total_limit=KEPT,
         report_to="none",

@@ -1,8 +1,8 @@
 """How training is spread over the processes of one machine: `accelerate launch` with DDP, DeepSpeed ZeRO or FSDP.
 
-The job is the same in every process; what differs is an environment. The process that starts `accelerate launch` is the
-worker that Dagster started: it passes signals on, since they reach its whole process group, and its exit code is theirs.
-`python -m coepg_dagster.training.launch` is `accelerate launch` that leaves the reason where a process was killed.
+The job is the same in every process; only environment variables differ. Dagster's worker starts `accelerate launch`. Signals
+reach its whole process group, and it returns the exit code of the launcher.
+`python -m coepg_dagster.training.launch` is `accelerate launch` that also leaves the reason when a process was killed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def is_rank() -> bool:
 
 
 def is_main() -> bool:
-    """Whether this process writes what there is only once: results, tables, logs."""
+    """Whether this process writes results, tables and logs, which exist only once."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def refuse_sharded(config: Sft | Grpo, placement: Placement) -> None:
-    """Raises Ended where no process holds the whole model and `config` asks for what needs that."""
+    """Raises Ended if no process holds the whole model, and `config` has settings that need one."""
     if not placement.sharded:
         return
     if config.lora is not None:
@@ -48,15 +48,18 @@ def refuse_sharded(config: Sft | Grpo, placement: Placement) -> None:
 
 
 def see_one_gpu() -> None:
-    """Leaves this process the first of the GPUs that it sees: with several, Trainer would spread a batch over them by threads.
+    """Makes only the first visible GPU visible to this process; with several, Trainer would spread a batch over them by threads.
 
-    To be called before CUDA is used.
+    Must be called before CUDA is used.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def accumulation(rows: int, micro: int, what: str) -> int:
-    """How many passes of `micro` rows in each process make an optimizer step of `rows` rows over all processes."""
+    """The number of passes of `micro` rows in each process for an optimizer step of `rows` rows over all processes.
+
+    Raises Ended if `rows` cannot be divided so; `what` (`sft` or `grpo`) begins the message.
+    """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if rows % (micro * processes):
         raise Ended(
@@ -101,14 +104,14 @@ def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def launch_ranks(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
-    """Runs `module` in the processes of `placement`; the exit code of `accelerate launch`."""
-    if placement.strategy != "ddp" and not on_gpu:  # accelerate would leave it out, without a word
+    """Runs `module` in the processes of `placement`. Returns the exit code of `accelerate launch`."""
+    if placement.strategy != "ddp" and not on_gpu:  # accelerate would silently ignore it
         raise Ended(f"strategy {placement.strategy} needs GPUs: use `ddp` on a CPU")
     config = scratch / "accelerate.yaml"
     config.write_text(yaml.safe_dump(accelerate_config(placement, on_gpu=on_gpu)))
 
     def wait_on(number: int, frame: Any) -> None:
-        """The signal reached `accelerate launch` too, which hands it to the ranks and waits for them."""
+        """Does nothing: `accelerate launch` got the signal too, passes it to the ranks and waits for them."""
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, wait_on)
@@ -117,7 +120,7 @@ def launch_ranks(placement: Placement, scratch: Path, module: str, arguments: li
 
 
 def main() -> None:
-    """`accelerate launch`. A process that a signal killed says nothing, and those that wait for it fail with its socket."""
+    """Runs `accelerate launch`, and names a process that a signal killed: it leaves no reason, and others fail at its socket."""
     from accelerate.commands import launch as accelerate
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -127,9 +130,11 @@ def main() -> None:
         for rank, failure in error.failures.items():
             how = f"process {rank} of the training {ended(failure.exitcode)}"
             print(how, file=sys.stderr)
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # with which the others are told to end
+            if (
+                failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+            ):  # SIGTERM is how the launcher ends the others
                 leave_words(how, instead=True)
-        sys.exit(1)  # the traceback of what went wrong is that of the process, in the log above
+        sys.exit(1)  # the traceback is that of the failed process, in the log above
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Whether a run was large enough to learn, and whether it did: what is said of it before, and after, and what to change.
+"""Whether a run is large enough to learn, and whether it learnt: warnings before and after it, with settings to change.
 
-Numbers in, sentences out: no model is touched here.
+Works on numbers alone, without any model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coepg_dagster.evaluation.change import Change, change_text, rises
 from coepg_dagster.experiment import MIN_LR_RATE, Grpo
 
 FEW_ROLLOUTS: Final = 10_000
-"""On the sandbox fewer move the planner by chance: the signal's share of the gradient is a few per cent."""
+"""On the sandbox, fewer move the planner by chance only: the signal's share of the gradient is a few per cent."""
 FEW_PROMPTS: Final = 1 / 3
 """Of the steps that D_{k-1} covers."""
 MANY_SPREADLESS: Final = 0.5
@@ -23,11 +23,11 @@ MANY_SPREADLESS: Final = 0.5
 
 @dataclass(frozen=True)
 class Exposure:
-    """How much a GRPO run sees, and how far it may move."""
+    """How much a GRPO run samples, and how far it may move the policy."""
 
     steps: int  # of the optimizer
-    prompts: int  # different ones
-    of: int  # prompts that there are
+    prompts: int  # different ones that are sampled from
+    of: int  # prompts in total
     rollouts: int
     rates: float  # the sum of the learning rates over the steps
 
@@ -38,7 +38,7 @@ class Exposure:
         )
 
     def warning(self, config: Grpo) -> str | None:
-        """Why the run is likely to learn nothing, and what to change."""
+        """Why the run is likely to learn nothing, and what to change; None: it is large enough."""
         few = []
         if self.rollouts < FEW_ROLLOUTS:
             few.append(f"fewer than {FEW_ROLLOUTS:,} rollouts")
@@ -50,17 +50,17 @@ class Exposure:
 
 
 def exposure(config: Grpo, prompts: int) -> Exposure:
-    """Of a run over `prompts` prompts: its epochs, or `max_steps`. What fills no step is left out."""
+    """The exposure of a run over `prompts` prompts, by its epochs or `max_steps`. Prompts that fill no step are dropped."""
     epoch = prompts // config.prompts_per_step
     steps = (config.max_steps or epoch * config.num_train_epochs * config.num_iterations) if epoch else 0
-    sampled = -(-steps // config.num_iterations)  # steps that begin with rollouts of their own
+    sampled = -(-steps // config.num_iterations)  # steps that begin with new rollouts
     at_once = config.prompts_per_step
     rates = sum(config.learning_rate * share for share in schedule(config, steps))
     return Exposure(steps, min(sampled, epoch) * at_once, prompts, sampled * at_once * config.group_size, rates)
 
 
 def schedule(config: Grpo, steps: int) -> list[float]:
-    """The share of the peak learning rate at each of so many optimizer steps: linear warm-up, then `lr_scheduler_type`."""
+    """The learning rate of each optimizer step as a share of its peak, shape (steps,): linear warm-up, then the schedule."""
     rising = math.ceil(config.warmup_ratio * steps)
 
     def after(done: float) -> float:
@@ -81,7 +81,7 @@ def schedule(config: Grpo, steps: int) -> list[float]:
 
 
 def _size(settings: Mapping[str, Any]) -> str:
-    """The settings that make a run larger, as they are now."""
+    """The settings that make a run larger, with their present values."""
     return ", ".join(
         f"grpo.{name} ({_now(settings[name])})" for name in ("max_steps", "prompts_per_step", "group_size")
     )
@@ -92,9 +92,9 @@ def _now(value: Any) -> str:
 
 
 def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
-    """What to say of a GRPO run whose greedy answers on steps of training did not get better; None where they did.
+    """The warning if the greedy answers of a GRPO run did not get better on training steps; None if they did, or without probe.
 
-    None also where nobody asked. `settings` are those of `grpo`, as used.
+    `settings` are those of `grpo` that were used.
     """
     probe = figures.get("probe") or {}
     change: Change | None = probe.get("train")
@@ -104,13 +104,13 @@ def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str
     prompts = steps * settings["prompts_per_step"]
     rollouts = prompts * settings["group_size"]
     seen = f"{rollouts:,} rollouts of {min(prompts, figures['prompts']):,} of {figures['prompts']:,} prompts"
-    said = [
+    sentences = [
         f"GRPO did not learn: on {probe['steps']['train']} training steps success by {probe['judge']} went "
         f"{change_text(change)}, not above 0, in {seen}"
     ]
     sampled: Change | None = (probe.get("sampled") or {}).get("train")
     if sampled is not None and rises(sampled):
-        said.append(
+        sentences.append(
             f"Sampled answers did get better ({change_text(sampled)}); greedy ones follow later: give it more steps"
         )
     changes = [f"more rollouts: {_size(settings)}"]
@@ -127,12 +127,12 @@ def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str
     if settings["kl_beta"]:
         changes.append(f"a lower grpo.kl_beta ({_now(settings['kl_beta'])})")
     if change["difference"] > 0:
-        changes.append(f"more steps to tell a small gain from none: grpo.probe_steps ({settings['probe_steps']})")
-    return ". ".join([*said, f"Try {'; '.join(changes)}"])
+        changes.append(f"more probed steps, to measure a small gain: grpo.probe_steps ({settings['probe_steps']})")
+    return ". ".join([*sentences, f"Try {'; '.join(changes)}"])
 
 
 def sft_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
-    """What to say of an SFT whose result does not do better than its base on validation; None where it does, or nobody asked."""
+    """The warning if a model is not better than its base on validation after SFT; None if it is, or without probe."""
     probe = figures.get("probe") or {}
     change: Change | None = probe.get("validation")
     if change is None or rises(change):
@@ -145,5 +145,5 @@ def sft_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str 
     return (
         f"SFT {what}: {probe['steps']['validation']} validation steps, judged by {probe['judge']}, went {change_text(change)}"
         f"{beside}. Change {changes}, or look at data_quality of D_(k-1)"
-        + ("" if worse else f"; sft.probe_steps ({settings['probe_steps']}) tells smaller gains from none")
+        + ("" if worse else f"; a higher sft.probe_steps ({settings['probe_steps']}) measures smaller gains")
     )

@@ -1,8 +1,8 @@
-"""Training that goes wrong is ended, or warned of: the run says what it saw and which setting to change.
+"""The training monitor: stops training that goes wrong, or warns, and says which setting to change.
 
-What is looked at is the trainer's own log, so that a continued run knows what was before it. A loss that is no number ends
-training at once, and nothing of it is saved. Everything else ends it with a checkpoint: after a change of mind
-(`on_anomaly: warn`) the same step goes on from there.
+It reads the trainer's log, which also has the earlier part of a continued run. A loss that is not a number ends training at
+once, and nothing is saved. Every other anomaly ends it with a checkpoint, from which the same step continues if it is run
+again with `on_anomaly: warn`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from coepg_dagster.training.checkpoints import largest
 WINDOW: Final = 10
 """Steps over which a log is averaged before it is judged."""
 SPREADLESS: Final = 0.9
-"""Share of groups without spread: what is left moves the policy by chance."""
+"""Share of groups without spread above which the rest moves the policy by chance only."""
 KL: Final = 1.0
-"""KL(π‖π_k) per token. Healthy runs stay below 0.1; at 1 the policy writes what π_k would not."""
+"""KL(π‖π_k) per token. Healthy runs stay below 0.1; at 1 the policy writes text that π_k would not write."""
 REWARD_LEFT: Final = 0.5
-"""Of the best window's reward."""
+"""Smallest allowed share of the best window's reward."""
 LOSS_OVER_START: Final = 1.5
-"""SFT's loss, against that of its first window."""
+"""Largest allowed ratio of SFT's loss to that of its first window."""
 MEMORY_WINDOW: Final = 20
 MEMORY_WINDOWS: Final = 4
-"""MemoryGrowth must have grown from each of so many windows to the next: caches fill up and stop."""
+"""Memory counts as growing if it rose from each of so many windows to the next; caches fill up and then stop."""
 GB: Final = 1e9
 
 Log = Sequence[Mapping[str, float]]
 
 
 class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
-    """Looks at every log line of a trainer, and ends training where something is wrong, or warns."""
+    """Checks every log line of a trainer, and ends training at an anomaly, or warns."""
 
     def __init__(self, on_anomaly: OnAnomaly) -> None:
         self._ends = on_anomaly == "stop"
@@ -67,33 +67,33 @@ class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
         no_number = [name for name in ("loss", "grad_norm", "kl") if not math.isfinite(logs.get(name) or 0.0)]
         if no_number:
             raise Ended(
-                f"{at}: {no_number[0]} is {logs[no_number[0]]}: training diverged, and what it made is not saved. Lower "
+                f"{at}: {no_number[0]} is {logs[no_number[0]]}: training diverged, and nothing is saved. Lower "
                 f"`learning_rate` (now {args.learning_rate:g}); if it is low already, look for rows that are broken"
             )
         log = [entry for entry in state.log_history if "loss" in entry]
-        found = find_anomaly(log) or self._memory_anomaly(state.max_steps - state.global_step, args.device)
-        if not largest(int(found is not None), args.device) or state.global_step >= state.max_steps:
+        anomaly = find_anomaly(log) or self._memory_anomaly(state.max_steps - state.global_step, args.device)
+        if not largest(int(anomaly is not None), args.device) or state.global_step >= state.max_steps:
             return control
-        found = found or "another process of this training has trouble: see its output"
-        kind = found.partition(":")[0]
+        anomaly = anomaly or "another process of this training has an anomaly: see its output"
+        kind = anomaly.partition(":")[0]
         if self._ends:
-            self._why = f"{at}: {found}"
+            self._why = f"{at}: {anomaly}"
             control.should_save = control.should_training_stop = True
         elif kind not in self._warned:
-            self._warned[kind] = f"{at}: {found}"
+            self._warned[kind] = f"{at}: {anomaly}"
             print(f"warning: {self._warned[kind]}", flush=True)
         return control
 
     def end(self) -> None:
-        """Called after training. Raises Ended where it was ended here."""
+        """To be called after training. Raises Ended if the monitor stopped it."""
         if self._why is not None:
             raise Ended(
-                f"{self._why}. What was trained so far is saved: with `on_anomaly: warn` of the resource the same step goes on "
-                "from there; with other settings it starts anew"
+                f"{self._why}. The training so far is saved: with `on_anomaly: warn` of the resource the same step continues "
+                "from there; with other settings it starts again"
             )
 
     def _memory_anomaly(self, left: int, device: torch.device) -> str | None:
-        memory: dict[str, tuple[float, float]] = {"host": (own_memory(), free_memory())}
+        memory: dict[str, tuple[float, float]] = {"host": (used_memory(), free_memory())}
         if device.type == "cuda":
             spare, _ = torch.cuda.mem_get_info(device)
             allocated = torch.cuda.memory_allocated(device)
@@ -123,9 +123,9 @@ class MemoryGrowth:
         self._window: list[float] = []
 
     def growth(self, used: float) -> float:
-        """Notes what is used now; bytes a step by which the floor rose from each of the last windows to the next, at least.
+        """Adds the bytes in use at this step. Returns the smallest growth of the floor between the last windows, in bytes a step.
 
-        0 where it once did not rise, or is not known yet.
+        The floor is the minimum of a window. 0 if it once did not rise, or there are not enough windows yet.
         """
         self._window.append(used)
         if len(self._window) == MEMORY_WINDOW:
@@ -138,8 +138,10 @@ class MemoryGrowth:
 
 
 def find_anomaly(log: Log) -> str | None:
-    """What is wrong with training by its log lines so far, and what to change; None: nothing, or too early to say."""
-    rewarded = [entry for entry in log if "reward" in entry]  # GRPO; of updates by the same rollouts, the first
+    """The anomaly in the log lines so far, and what to change; None: there is none, or the log is too short."""
+    rewarded = [
+        entry for entry in log if "reward" in entry
+    ]  # GRPO: only the first update by the same rollouts logs a reward
     log = rewarded or log
     if len(log) < WINDOW:
         return None
@@ -167,7 +169,7 @@ def find_anomaly(log: Log) -> str | None:
     best = max(_mean(log[i : i + WINDOW], "reward") for i in range(len(log) - WINDOW + 1))
     if reward < REWARD_LEFT * best:
         return (
-            f"reward collapses: {reward:.2f} over {WINDOW} steps, it was {best:.2f}. Lower `grpo.learning_rate`, or raise "
+            f"reward collapses: {reward:.2f} over {WINDOW} steps; its best was {best:.2f}. Lower `grpo.learning_rate`, or raise "
             "`grpo.kl_beta`"
         )
     return None
@@ -187,14 +189,14 @@ def _mean(log: Log, key: str) -> float:
     return fmean(entry[key] for entry in log)
 
 
-def own_memory() -> float:
-    """Bytes that this process alone holds; pages of mapped files, which are given back when needed, are not counted."""
+def used_memory() -> float:
+    """Bytes that this process uses alone; pages of mapped files, which the kernel can take back, are not counted."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
 
 
 def free_memory() -> float:
-    """Bytes that are free on this machine, or in this container where that is less."""
+    """Bytes that are free on this machine, or in this container if that is less."""
     free = float(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     limit, stat = group / "memory.max", group / "memory.stat"

@@ -1,10 +1,9 @@
-"""One row for a group of rollouts: the prompt, with its screenshot, is computed once for all that was sampled for it.
+"""One row for a group of rollouts: the prompt, with its screenshot, is computed once for all its completions.
 
-A row is [prompt without its last token][last token, c_1] … [last token, c_G]. The last token of the prompt stands before each
-completion, so that each has its own place from which its first token is predicted. A completion sees the prompt and itself,
-and its positions go on where the prompt ends, as in a row of its own; so log-probabilities and gradients are the same. A
-screenshot is a thousand tokens and a plan fifty, which is why it pays here more than elsewhere (Prefix Grouper, arXiv
-2506.05433, for text).
+A row is [prompt without its last token][last token, c_1] … [last token, c_G]. The last token of the prompt is repeated before
+each completion, to predict its first token. A completion attends to the prompt and itself, and its positions continue from
+the prompt's, as in a separate row; so log-probabilities and gradients are the same. A screenshot is a thousand tokens and a
+plan fifty, so that this saves more here than for text (Prefix Grouper, arXiv 2506.05433).
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any, Final
 import torch
 
 MASKED: Final = ("sdpa", "eager")
-"""Attention that takes a mask of its own; flash attention takes none."""
+"""Attention that takes any mask; flash attention takes none."""
 
 IGNORED: Final = -100
-"""What labels hold where nothing is predicted."""
+"""The label of positions at which nothing is predicted."""
 
 
 def can_pack(model: Any) -> bool:
-    """Whether the language model's attention takes a mask that says who sees whom."""
+    """Whether the language model's attention takes a mask of query and key positions."""
     return model.model.language_model.config._attn_implementation in MASKED
 
 
@@ -37,7 +36,7 @@ class Packed:
     real: torch.Tensor  # (rollouts, completion length), bool: the tokens that are no padding
 
     def unpack(self, predictions: torch.Tensor) -> torch.Tensor:
-        """What the model says of each token, (groups, length - 1), as (rollouts, completion length); padding is 0."""
+        """The model's value for each token, (groups, length - 1), as (rollouts, completion length); 0 for padding."""
         return predictions.reshape(-1)[self.places].masked_fill(~self.real, 0.0)
 
 
@@ -50,13 +49,15 @@ def pack(
     image_grid_thw: torch.Tensor,
     mm_token_type_ids: torch.Tensor,
 ) -> Packed:
-    """Rollouts, (rollouts, prompt + completion), padded on the left and on the right, each with one image, as groups.
-
-    Rollouts of one prompt that follow each other share a row.
+    """Packs rollouts: consecutive rollouts of one prompt share a row.
 
     Args:
-        model: the Qwen-VL model itself, without what wraps it.
+        model: the Qwen-VL model itself, without wrappers.
+        input_ids, attention_mask, mm_token_type_ids: (rollouts, prompt + completion), prompts padded on the left, completions
+            on the right.
         completion: length of the completions, padding included.
+        pixel_values: the patches of one image for each rollout, (patches, width).
+        image_grid_thw: frames, rows and columns of each image, (rollouts, 3).
     """
     device, start = input_ids.device, input_ids.shape[1] - completion
     images = images_of(pixel_values, image_grid_thw)
@@ -112,7 +113,7 @@ def pack(
 
 
 def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Some rows of a batch of rollouts, in that order; what is not one value a row stays as it is.
+    """Some rows of a batch of rollouts, in the order of `rows`. Values that are not one for each row stay as they are.
 
     Args:
         batch: as TRL makes it; `pixel_values` holds the patches of one image a row, as `image_grid_thw` says.
@@ -133,18 +134,18 @@ def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]
 def in_passes(
     batch: Mapping[str, Any], passes: int, loss_type: str, *, drop: bool, empty: bool
 ) -> list[dict[str, Any]]:
-    """A batch of rollouts in as many passes of equal size, the rollouts of a prompt together.
+    """A batch of rollouts as `passes` passes of equal size; the rollouts of a prompt stay together.
 
-    Each has a `share`: what TRL's loss of it must be multiplied by to be that of the whole pass.
+    TRL's loss of each must be multiplied by its `share`, which corrects for the rollouts that are left out.
 
     Args:
         loss_type: TRL's.
-        drop: leave out rollouts without advantage: without a KL term they have no gradient.
-        empty: a pass may have no rollout at all.
+        drop: whether rollouts with advantage 0 are left out; without a KL term they have no gradient.
+        empty: whether a pass may have no rollout at all.
     """
     size = len(batch["advantages"]) // passes
     advantages, tokens = batch["advantages"].tolist(), batch["completion_mask"].sum(-1).tolist()
-    made = []
+    result = []
     for start in range(0, passes * size, size):
         whole = range(start, start + size)
         kept = [row for row in whole if not drop or advantages[row]] or ([] if empty else [whole[0]])
@@ -153,19 +154,19 @@ def in_passes(
             share = sum(tokens[row] for row in kept) / sum(tokens[row] for row in whole)
         elif loss_type == "dapo":  # a mean over the tokens of the step, which TRL has counted
             share = 1.0
-        made.append(select_rows(batch, kept) | {"share": share})
-    return made
+        result.append(select_rows(batch, kept) | {"share": share})
+    return result
 
 
 def images_of(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The patches of each image, (patches, width), of a batch that holds them one after the other; grids are (images, 3)."""
+    """The patches (patches, width) of each image, from those of a batch (all patches, width); grids are (images, 3)."""
     return torch.split(pixel_values, image_grid_thw.prod(-1).tolist())
 
 
 def first_of_runs(
     prompts: torch.Tensor, mask: torch.Tensor, images: Sequence[torch.Tensor], image_grid_thw: torch.Tensor
 ) -> list[int]:
-    """The rows whose prompt or screenshot is not that of the row before.
+    """The rows whose prompt or screenshot differs from that of the row before.
 
     Args:
         prompts: tokens, (rows, length), with their `mask`.

@@ -1,4 +1,4 @@
-"""The reward of GRPO for an end-to-end agent, which is judged by its own point."""
+"""The reward of GRPO for an end-to-end agent, by the point in its answer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from coepg_dagster.training.examples import completion_text
 
 
 class PointReward:
-    """1 where type and value are right (Eq. 7, 8) and the answer's own point lies in the box, else 0.
+    """1 if type and value are right (Eq. 7, 8) and the point of the answer is in the box, else 0.
 
-    Remembers the rows of the batch (ROLLOUT_SCHEMA without the advantage); nobody but the label grades, so `graders` is empty.
+    `rows` holds those of the last batch (ROLLOUT_SCHEMA without the advantage). No grounder is involved: `graders` is empty.
     """
 
     __name__ = "point"
@@ -29,7 +29,7 @@ class PointReward:
         self.rows: list[dict[str, Any]] = []
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
-        """The reward of each completion; `step_id` is the dataset's column, one per completion."""
+        """The reward of each completion, shape (B,); `step_id` is the dataset's column, one for each completion."""
         return self.score([completion_text(completion) for completion in completions], step_id)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:

@@ -1,8 +1,7 @@
-"""Every row is looked at before training: as many image tokens as the image gives features, and no longer than asked.
+"""The check of every row before training: its image tokens must match the image's features, and its length the budget.
 
-A row that is over the budget is dropped with a reason, never cut: what is cut off may be image tokens, or the answer. The
-tokens are those that TRL's collators make of the row; image tokens are counted from the grid that the image processor gives
-to a screenshot of that size, once for each size.
+A row over the budget is dropped with a reason, never cut, since image tokens or the answer might be cut off. Tokens are counted
+as TRL's collators make them; image tokens by the grid of the image processor, once for each size of a screenshot.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PREFLIGHT_SCHEMA: Final = pa.schema(
         pa.field("reason", pa.string()),  # why the row is left out; null: it is trained on
     ]
 )
-"""What was found of each row; it lies beside the weights and is no part of their data version."""
+"""The result for each row. The table is beside the weights and not part of their data version."""
 
 
 def preflight(
@@ -55,10 +54,10 @@ def preflight(
 
     Args:
         max_tokens: longer rows are dropped; None: any length.
-        answer: tokens that a prompt without a completion may be continued with (GRPO).
+        answer: tokens of the longest answer to a prompt without a completion (GRPO).
     Raises:
         NothingToTrainOn: no row is left.
-        IncompleteCheckpoint: the image processor resizes what our own resize has made, so no row would be right.
+        IncompleteCheckpoint: the image processor resizes an image that was already resized, so that no row would be right.
     """
     table = measure(examples, processor, screens, max_tokens, answer)
     reasons = table["reason"].to_pylist()
@@ -78,7 +77,7 @@ def preflight(
         remedy = (
             f"the shortest has {shortest} tokens: raise max_tokens ({max_tokens}), or give smaller screenshots"
             if worst == OVER_BUDGET
-            else "their texts hold image tokens of their own, or none: was the chat template changed?"
+            else "their texts hold additional image tokens, or none: was the chat template changed?"
         )
         raise NothingToTrainOn(f"no row of {len(reasons)} passed the preflight ({count} × {worst}); {remedy}")
     figures = {"dropped": len(reasons) - len(kept), "longest_row": longest}
@@ -94,14 +93,14 @@ def measure(examples: Dataset, processor: Any, screens: Screens, max_tokens: int
     @cache
     def features_of(width: int, height: int) -> int:
         grid = processor.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
-        found: int = int(grid["image_grid_thw"].prod()) // processor.image_processor.merge_size**2
+        features: int = int(grid["image_grid_thw"].prod()) // processor.image_processor.merge_size**2
         ours: int = width * height // (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
-        if found != ours:
+        if features != ours:
             raise IncompleteCheckpoint(
-                f"the image processor makes {found} visual tokens of a screenshot of {width} x {height} px, our resize "
+                f"the image processor makes {features} visual tokens of a screenshot of {width} x {height} px, our resize "
                 f"{ours}: was its size changed after the screenshots were prepared?"
             )
-        return found
+        return features
 
     plain = examples.with_format(None).to_list()  # without decoding a screenshot
     rows: list[dict[str, Any]] = []
@@ -114,7 +113,7 @@ def measure(examples: Dataset, processor: Any, screens: Screens, max_tokens: int
             resized = screens.viewport(example["step_id"]).resized
             features = features_of(resized.width, resized.height)
             images = prompt.count(image_token)
-            # the processor writes as many tokens for each placeholder as its image has features
+            # for each placeholder the processor writes as many tokens as its image has features
             placeholders = images * features + completion.count(image_token)
             tokens = len(prompt) - images + images * features + (len(completion) or answer)
             reason = None

@@ -1,8 +1,8 @@
-"""Whether training changed what a model can do: the same fixed steps before and after, some of training, some of validation.
+"""The probe: answers on fixed steps of training and of validation, before and after training.
 
-GRPO's planner is asked while it is trained (`Probe`): before the first step, now and then, and with the weights that are kept;
-greedily and, once each, at the temperature of its rollouts. Models of SFT are asked after training, as their checkpoints are,
-and their bases beside them (`probe_sft`). Nothing of it changes what is trained, and no test split is read.
+GRPO's planner answers while it is trained (`Probe`): before the first step, at intervals, and with the weights that are kept;
+greedily and, once each, at the temperature of its rollouts. After SFT, the checkpoint and its base answer (`probe_sft`).
+Probing changes nothing in training and reads no test split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.validation import CHUNK, Looks, Questions, Scores
 
 SECONDS: Final = "probe_seconds"
-"""What a look leaves in the trainer's log; its answers lie in a file."""
+"""The entry of a probe in the trainer's log; its answers are in a file."""
 
 Rewards = Mapping[str, float]
 """step id → reward of the answer, 0 to 1."""
@@ -43,41 +43,41 @@ Row = TypeVar("Row")
 
 
 def probed_steps(steps: pa.Table, trained_on: Sequence[str], validation: pa.Table, limit: int) -> dict[str, pa.Table]:
-    """The steps of each of PROBED: whole episodes, at most `limit` steps, of what is trained on and of validation."""
+    """The steps of each split of PROBED: whole episodes, at most `limit` steps, of those trained on and of validation."""
     drawn = whole_episodes(steps, limit, frozenset(trained_on)), whole_episodes(validation, limit)
     return dict(zip(PROBED, drawn, strict=True))
 
 
-def changes(asked: Mapping[str, pa.Table], before: Rewards, after: Rewards) -> dict[str, dict[str, Any] | None]:
-    """The Change of each split, over its steps that have a reward; None where it has none."""
-    found = {}
-    for split, steps in asked.items():
+def changes(probed: Mapping[str, pa.Table], before: Rewards, after: Rewards) -> dict[str, dict[str, Any] | None]:
+    """The Change of each split, over its steps that have a reward; None if there are none."""
+    by_split = {}
+    for split, steps in probed.items():
         names = zip(steps["step_id"].to_pylist(), steps["episode_id"].to_pylist(), strict=True)
         rows = [(before[step_id], after[step_id], episode) for step_id, episode in names if step_id in before]
-        found[split] = change_of(*zip(*rows, strict=True)) if rows else None
-    return found
+        by_split[split] = change_of(*zip(*rows, strict=True)) if rows else None
+    return by_split
 
 
-def probe_steps_between(steps: int, looks: int) -> frozenset[int]:
-    """After which of so many optimizer steps GRPO is asked, besides before the first and after the last: evenly spread."""
-    return frozenset(round(steps * i / (looks + 1)) for i in range(1, looks + 1)) - {0, steps}
+def probe_steps_between(steps: int, probes: int) -> frozenset[int]:
+    """The optimizer steps after which `probes` probes are made, evenly spread between the first and the last of `steps`."""
+    return frozenset(round(steps * i / (probes + 1)) for i in range(1, probes + 1)) - {0, steps}
 
 
 class Probe(Looks):
-    """Asks a policy about fixed steps before the first step, `probe_between` times between, and with the weights that are kept.
+    """A policy's answers on fixed steps before the first step, `probe_between` times between, and with the weights kept.
 
-    Answers lie in `folder`, where a continued run finds those from before its checkpoint; they are judged when training is over,
-    so that equal plans are looked for once.
+    Answers are written to `folder`, where a continued run reads the earlier ones. They are judged when training is over, so
+    that equal plans are grounded once.
 
     Args:
-        asked: the steps of each split.
+        probed: the steps of each split.
         reward: judges answers on them; `judge` is its name.
-        seed: of what is sampled.
+        seed: of the sampled answers.
     """
 
     def __init__(
         self,
-        asked: Mapping[str, pa.Table],
+        probed: Mapping[str, pa.Table],
         questions: Questions,
         reward: Scores,
         judge: str,
@@ -85,8 +85,8 @@ class Probe(Looks):
         seed: int,
         folder: Path,
     ) -> None:
-        self._asked, self._questions, self._reward, self._judge = asked, questions, reward, judge
-        self._folder, self._looks = folder, config.probe_between
+        self._probed, self._questions, self._reward, self._judge = probed, questions, reward, judge
+        self._folder, self._between = folder, config.probe_between
         self._samplings = {
             "greedy": Sampling(config.max_plan_tokens),
             "sampled": Sampling(config.max_plan_tokens, temperature=config.temperature, seed=seed),
@@ -94,7 +94,7 @@ class Probe(Looks):
         folder.mkdir(parents=True, exist_ok=True)
 
     def due(self, state: TrainerState) -> bool:
-        return state.global_step in probe_steps_between(state.max_steps, self._looks)
+        return state.global_step in probe_steps_between(state.max_steps, self._between)
 
     def look(self, state: TrainerState, model: Any) -> None:
         started = time.perf_counter()
@@ -113,58 +113,59 @@ class Probe(Looks):
         state.log_history.append({"step": state.global_step, SECONDS: time.perf_counter() - started})
 
     def end(self, state: TrainerState, model: Any) -> dict[str, Any]:
-        """Asks a model that was trained to the end; {"probe": figures}. The rate of each look stands in the log, in per cent.
+        """Probes the trained model; returns {"probe": figures}. The success of each probe is added to the log, in per cent.
 
-        `train` and `validation` are Changes of the greedy answers, `sampled` holds the same of the sampled ones.
+        `train` and `validation` are Changes of the greedy answers, `sampled` holds those of the sampled ones.
         """
         self.look(state, model)
         started = time.perf_counter()
         steps = sorted({entry["step"] for entry in state.log_history if SECONDS in entry})
         answers = {step: json.loads(self._file(step).read_text()) for step in steps}
         rewards = self._judged(answers)
-        found = {how: changes(self._asked, rewards[steps[0], how], rewards[steps[-1], how]) for how in self._samplings}
+        first, last = steps[0], steps[-1]
+        by_sampling = {how: changes(self._probed, rewards[first, how], rewards[last, how]) for how in self._samplings}
         for step in steps:
             entry = {"step": step}
             for how in self._samplings:
-                at = changes(self._asked, rewards[step, how], rewards[step, how])
+                at = changes(self._probed, rewards[step, how], rewards[step, how])
                 entry |= {f"probe_{split}_{how}": change["after"] for split, change in at.items() if change}
             state.log_history.append(entry)
-        for split, change in found["greedy"].items():
+        for split, change in by_sampling["greedy"].items():
             if change:
                 print(f"greedy answers on {split} steps, before and after GRPO: {change_text(change)}", flush=True)
         seconds = sum(entry[SECONDS] for entry in state.log_history if SECONDS in entry)
         return {
             "probe": {
-                **found["greedy"],
-                "sampled": found["sampled"],
-                "steps": {split: table.num_rows for split, table in self._asked.items()},
+                **by_sampling["greedy"],
+                "sampled": by_sampling["sampled"],
+                "steps": {split: table.num_rows for split, table in self._probed.items()},
                 "judge": self._judge,
                 "seconds": seconds + time.perf_counter() - started,
             }
         }
 
     def _judged(self, answers: Mapping[int, Mapping[str, Mapping[str, str]]]) -> dict[tuple[int, str], Rewards]:
-        """(optimizer step, how it was asked) → the rewards. All answers on a step are judged together."""
-        asked = [(step, how) for step, hows in answers.items() for how in hows]
-        mine, given = self._questions.share(), []
+        """(optimizer step, sampling) → the rewards. All answers on a step are judged together."""
+        probes = [(step, how) for step, hows in answers.items() for how in hows]
+        mine, judged = self._questions.share(), []
         for start in range(0, len(mine), CHUNK):
-            rows = [(look, step_id) for step_id in mine[start : start + CHUNK] for look in asked]
+            rows = [(probe, step_id) for step_id in mine[start : start + CHUNK] for probe in probes]
             texts = [answers[step][how][step_id] for (step, how), step_id in rows]
             rewards = self._reward.score(texts, [step_id for _, step_id in rows])
-            given += [(*row, reward) for row, reward in zip(rows, rewards, strict=True)]
-        found: dict[tuple[int, str], dict[str, float]] = {look: {} for look in asked}
-        for look, step_id, reward in gather_object(given):
-            found[look][step_id] = reward
-        return dict(found)
+            judged += [(*row, reward) for row, reward in zip(rows, rewards, strict=True)]
+        by_probe: dict[tuple[int, str], dict[str, float]] = {probe: {} for probe in probes}
+        for probe, step_id, reward in gather_object(judged):
+            by_probe[probe][step_id] = reward
+        return dict(by_probe)
 
     def _file(self, step: int) -> Path:
         return self._folder / f"{step:08}.json"
 
 
 def judge_of(models: Models) -> tuple[str, str]:
-    """(name, checkpoint) of the grounder by which π_k and its base are compared; neither was trained with it.
+    """(name, checkpoint) of the grounder that judges π_k against its base; neither was trained with it.
 
-    The first open verifier that is loaded from a checkpoint, since those know how planners write; else the base grounder.
+    It is the first open verifier that is loaded from a checkpoint, else the base grounder.
     """
     for name, member in models.verifiers.items():
         if models.engine_of(member) != "openai":
@@ -173,13 +174,13 @@ def judge_of(models: Models) -> tuple[str, str]:
 
 
 def probe_sft(job: SftJob, dataset: pa.Table, steps: pa.Table) -> dict[str, Any]:
-    """What the checkpoint that a job made does better than its base, both greedy; {"probe": figures} as those of `Probe`.
+    """Compares the checkpoint of a job with its base, both greedy; returns {"probe": figures} as those of `Probe`.
 
-    Planner: the share of steps on which its plan passes the gate and `judge_of` finds the target by it. Grounder: the share of
-    plans by which it finds the target. Those are rows of D_{k-1}, one for each step, and on validation, where there are none, the
-    plans of the base planner that pass the gate.
+    A planner succeeds on a step if its plan passes the gate and `judge_of` hits the target with it. A grounder succeeds if it
+    hits the target with a given plan: on training steps one of D_{k-1}, on validation steps one of the base planner that
+    passes the gate.
 
-    One model is loaded at a time; those that this process trained must be out of use.
+    One model is loaded at a time; the model that this process trained must no longer be used.
 
     Args:
         dataset, steps: D_{k-1} and the steps of the train split, which the job names.
@@ -195,24 +196,24 @@ def probe_sft(job: SftJob, dataset: pa.Table, steps: pa.Table) -> dict[str, Any]
 
     planner = job.role == "planner"
     rows = [row for row in dataset.select(["step_id", "plan", "box"]).to_pylist() if planner or row["box"]]
-    asked = probed_steps(steps, [row["step_id"] for row in rows], job.validation_steps(), limit)
-    both = pa.concat_tables(asked.values())
+    probed = probed_steps(steps, [row["step_id"] for row in rows], job.validation_steps(), limit)
+    both = pa.concat_tables(probed.values())
     if planner:
         judge, checkpoint = judge_of(models)
         texts = [_plans(opened(one), both, job) for one in compared]
         before, after = _successes(judge, opened(checkpoint), texts, both, job)
     else:
         judge = "labels"
-        plans = _passing(_plans(opened(models.base_planner), asked["validation"], job), both)
-        learnt = set(asked["train"]["step_id"].to_pylist())
+        plans = _passing(_plans(opened(models.base_planner), probed["validation"], job), both)
+        learnt = set(probed["train"]["step_id"].to_pylist())
         plans |= {row["step_id"]: row["plan"] for row in reversed(rows) if row["step_id"] in learnt}
         before, after = (_hits(opened(one), plans, both, job) for one in compared)
-    found = changes(asked, before, after)
-    for split, change in found.items():
+    by_split = changes(probed, before, after)
+    for split, change in by_split.items():
         if change:
             print(f"greedy answers on {split} steps, base and after SFT: {change_text(change)}", flush=True)
-    counts = {split: sum(step_id in before for step_id in asked[split]["step_id"].to_pylist()) for split in asked}
-    return {"probe": {**found, "steps": counts, "judge": judge, "seconds": time.perf_counter() - started}}
+    counts = {split: sum(step_id in before for step_id in probed[split]["step_id"].to_pylist()) for split in probed}
+    return {"probe": {**by_split, "steps": counts, "judge": judge, "seconds": time.perf_counter() - started}}
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -221,13 +222,13 @@ def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _plans(engine: TransformersEngine, steps: pa.Table, job: SftJob) -> dict[str, str]:
-    """step id → what a planner answers."""
+    """step id → the text of a planner's answer."""
     planner = Planner(engine, Screens(steps, engine.resize), job.models.prompts)
-    found = {}
+    texts = {}
     for part in _parts(planner_inputs(steps)):
         for task, (plan,) in zip(part, planner.plan(part, Sampling(job.max_plan_tokens)), strict=True):
-            found[task.step_id] = plan.text
-    return found
+            texts[task.step_id] = plan.text
+    return texts
 
 
 def _grounder(engine: TransformersEngine, screens: Screens, job: SftJob) -> Grounder:
@@ -240,17 +241,17 @@ def _successes(
     """The reward of each planner's answers, by one grounder alone."""
     screens = Screens(steps, engine.resize)
     reward = CdremReward({judge: _grounder(engine, screens, job)}, {judge: 1.0}, steps, screens, Grpo())
-    found: list[dict[str, float]] = [{} for _ in answers]
+    of_each: list[dict[str, float]] = [{} for _ in answers]
     for part in _parts(steps["step_id"].to_pylist()):
         rows = [(i, step_id) for step_id in part for i in range(len(answers))]
         rewards = reward.score([answers[i][step_id] for i, step_id in rows], [step_id for _, step_id in rows])
         for (i, step_id), value in zip(rows, rewards, strict=True):
-            found[i][step_id] = value
-    return found
+            of_each[i][step_id] = value
+    return of_each
 
 
 def _passing(answers: Mapping[str, str], steps: pa.Table) -> dict[str, str]:
-    """step id → the plan of a planner's answer, where it passes the gate and the step has a target."""
+    """step id → the plan of a planner's answer, if it passes the gate and the step has a target."""
     plans = {}
     for row in steps.select(["step_id", "action_type", "value", "boxes"]).to_pylist():
         text = answers.get(row["step_id"])
@@ -263,11 +264,11 @@ def _passing(answers: Mapping[str, str], steps: pa.Table) -> dict[str, str]:
 
 
 def _hits(engine: TransformersEngine, plans: Mapping[str, str], steps: pa.Table, job: SftJob) -> dict[str, float]:
-    """step id → whether the grounder finds the step's target by its plan."""
+    """step id → 1 if the grounder hits the step's target with its plan, else 0."""
     screens = Screens(steps, engine.resize)
     grounder = _grounder(engine, screens, job)
-    found = {}
+    hits = {}
     for part in _parts(list(plans.items())):
-        for (step_id, _), reading in zip(part, grounder.ground(part), strict=True):
-            found[step_id] = float(reading.hits(screens.boxes(step_id)))
-    return found
+        for (step_id, _), grounding in zip(part, grounder.ground(part), strict=True):
+            hits[step_id] = float(grounding.hits(screens.boxes(step_id)))
+    return hits

@@ -1,8 +1,8 @@
-"""Who samples the rollouts of GRPO: transformers, or vLLM beside the policy on its GPU or as a server.
+"""Sampling of the rollouts of GRPO: by transformers, or by vLLM on the policy's GPU or as a server.
 
-vLLM gets the policy's weights before each optimizer step. On the same GPU it sleeps while the policy is updated: its weights
-and keys and values are given up, and come back from the policy. What it says of a token's probability differs a little from
-what the trainer computes; TRL corrects for that (importance sampling) and logs the difference, which we report.
+vLLM gets the policy's weights before each optimizer step. On the same GPU it sleeps while the policy is updated: it frees the
+memory of its weights, keys and values, and loads the weights from the policy again. Its log-probabilities differ a little from
+the trainer's; TRL corrects for that (importance sampling) and logs the difference, which we report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIFFERENCE_HIGH: Final = "sampling/sampling_logp_difference/p99"
 
 
 def difference_limit(on_gpu: bool, vllm: bool) -> float:
-    """The mean difference, in nats, above which the two do not see the same; rounding alone stays far below.
+    """The mean difference, in nats, above which sampler and trainer see different inputs; rounding alone stays far below.
 
     Measured: 1e-6 on a CPU; 0.02 for a 3B model in vLLM, up to 0.35 for a tiny one with random weights (bf16).
     """
@@ -40,19 +40,19 @@ def difference_limit(on_gpu: bool, vllm: bool) -> float:
 def sampling_settings(
     config: Grpo, serving: Serving, tokenizer: Any, device: str, *, longest: int, seconds: float
 ) -> dict[str, Any]:
-    """The part of TRL's GRPOConfig that says who samples; vision tokens are never sampled by either.
+    """The part of TRL's GRPOConfig that selects the sampler, which never samples vision tokens.
 
     Args:
         longest: tokens of the longest prompt with its answer.
-        seconds: how long a server may take to answer at first.
+        seconds: limit of the time until a server's first answer.
     Raises:
-        Ended: vLLM was asked for and cannot be used here.
+        Ended: vLLM is configured and cannot be used here.
     """
     unwanted = vision_token_ids(tokenizer)
     if config.rollouts == "transformers":
         return {"use_vllm": False, "generation_kwargs": {"suppress_tokens": unwanted}}
     _require_vllm(device)
-    # TRL suppresses nothing on this path; a sampled image token would break the count of image features
+    # TRL suppresses no tokens with vLLM; with a sampled image token, image tokens and features would differ in number
     settings: dict[str, Any] = {"use_vllm": True, "generation_kwargs": {"logit_bias": dict.fromkeys(unwanted, -100.0)}}
     if serving.rollout_server is not None:
         return settings | {
@@ -80,7 +80,7 @@ def _require_vllm(device: str) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise Ended(f"grpo.rollouts: vllm: vLLM is not installed here: install the extra `vllm`, or {instead}")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # TRL warns of versions that it was not made for
+        warnings.simplefilter("error", UserWarning)  # TRL warns about versions that it does not support
         try:
             is_vllm_available()
         except UserWarning as warning:
@@ -88,10 +88,10 @@ def _require_vllm(device: str) -> None:
 
 
 def compare_prompts(trainer: Any) -> None:
-    """From now on vLLM sees a prompt as the trainer scores it, or the run ends: compared token by token, for every rollout.
+    """Makes each sampling compare, for every rollout and token by token, vLLM's prompt with the trainer's; a difference ends it.
 
-    TRL 1.16 gives a vLLM on the same GPU prompts whose image tokens are written out already; vLLM writes the first of them out
-    once more, and answers about another prompt (huggingface/trl#6294, vllm-project/vllm#57796). It gets one for each image here.
+    TRL 1.16 gives a vLLM on the same GPU prompts whose image tokens are already expanded. vLLM expands the first of them again
+    and answers another prompt (huggingface/trl#6294, vllm-project/vllm#57796). Here it gets one token for each image.
     """
     engine = getattr(trainer, "vllm_generation", None)
     if engine is None:
@@ -99,8 +99,8 @@ def compare_prompts(trainer: Any) -> None:
     image_token, sample = trainer.processing_class.image_token_id, engine.generate
 
     def compared(prompts: list[list[int]], **settings: Any) -> Any:
-        asked = [one_per_image(ids, image_token) for ids in prompts] if engine.mode == "colocate" else prompts
-        seen, *answers = sample(prompts=asked, **settings)
+        collapsed = [one_per_image(ids, image_token) for ids in prompts] if engine.mode == "colocate" else prompts
+        seen, *answers = sample(prompts=collapsed, **settings)
         for ours, theirs in zip(prompts, seen, strict=True):
             if list(ours) != list(theirs):
                 raise Ended(
@@ -114,12 +114,12 @@ def compare_prompts(trainer: Any) -> None:
 
 
 def one_per_image(ids: list[int], image_token: int) -> list[int]:
-    """Prompt tokens with each run of image tokens as one."""
+    """Prompt tokens (ids) with each run of image tokens replaced by one."""
     return [token for i, token in enumerate(ids) if token != image_token or i == 0 or ids[i - 1] != image_token]
 
 
 def end_sampling(trainer: Any) -> None:
-    """Gives back the memory of a vLLM on this GPU; training is over with it."""
+    """Frees the memory of a vLLM on this GPU. Training must be over."""
     engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
     if engine is None:
         return
@@ -136,14 +136,14 @@ def compare_logprobs(
 ) -> tuple[float, float]:
     """(mean, 99th percentile) of |log p of the sampler − log p of the trainer| over the same tokens, in nats.
 
-    What peers saw as "the loss falls and the reward does not" was such a difference: pixels dropped on the way, image tokens
-    doubled, padding read as image, positions one off.
+    Such a difference can look like "the loss falls and the reward does not rise". Known causes are lost pixels, image tokens
+    expanded twice, padding read as image, and positions that are off by one.
 
     Args:
-        sampled, computed: (rollouts, tokens); NaN: not known.
-        mask: the tokens that are no padding.
+        sampled, computed: (rollouts, tokens); NaN: unknown.
+        mask: the tokens that are not padding, (rollouts, tokens).
         limit: of the mean.
-        text: what rollout and token stand for, for people.
+        text: (rollout, token) → the text of that token, for the message.
     Raises:
         Ended: the mean is above the limit.
     """
@@ -164,23 +164,23 @@ def compare_logprobs(
 
 
 def difference(history: list[dict[str, Any]]) -> dict[str, float]:
-    """{"sampling_logp_difference": its mean over a trainer's log}; empty where the trainer's own model sampled."""
-    found = [entry[DIFFERENCE] for entry in history if DIFFERENCE in entry]
-    return {"sampling_logp_difference": sum(found) / len(found)} if found else {}
+    """{"sampling_logp_difference": its mean over a trainer's log}; empty if the log has none."""
+    logged = [entry[DIFFERENCE] for entry in history if DIFFERENCE in entry]
+    return {"sampling_logp_difference": sum(logged) / len(logged)} if logged else {}
 
 
 @contextmanager
 def sampling_groups(
     model: Any, policy: Any, tell: Callable[[dict[int, list[int]]], None]
 ) -> Iterator[list[list[float]]]:
-    """Within it, `policy.generate` computes a prompt once for the rollouts that follow each other with it, as groups do.
+    """A context in which `policy.generate` computes a prompt once for consecutive rollouts of it, as groups are.
 
-    Gives the list that then holds the log-probabilities of the sampled tokens of each row, what follows an end included.
+    Yields a list that then holds the log-probabilities of each row's sampled tokens, those after an end included.
 
     Args:
-        model: the Qwen-VL model itself, without what wraps it.
-        policy: the model that TRL asks, `model` or its adapters'.
-        tell: is told of answers (row → tokens) as soon as they ended; not of those that nothing ended.
+        model: the Qwen-VL model itself, without wrappers.
+        policy: the model that TRL calls: `model`, or its wrapper with adapters.
+        tell: called with answers (row → tokens) as soon as they end; not with answers cut at the limit.
     """
     logprobs: list[list[float]] = []
 
@@ -203,14 +203,17 @@ def generate_groups(
     inputs: Mapping[str, torch.Tensor],
     generation_config: Any,
 ) -> tuple[torch.Tensor, list[list[float]]]:
-    """Prompts (rows, length), padded on the left, each with one image, and after them what was sampled for each.
+    """Samples an answer to each prompt, with one image each. Prompts are computed once for consecutive equal rows.
 
-    Draws what transformers' `generate` draws from the same random state, up to rounding of the logits. The second value are
-    the sampled tokens' log-probabilities, as the trainer computes them: at the temperature, over the whole vocabulary.
+    From the same random state, the tokens are those of transformers' `generate`, up to rounding of the logits.
 
     Args:
         model, policy, tell: as for `sampling_groups`.
-        inputs: input_ids, attention_mask and mm_token_type_ids (rows, length), pixel_values and image_grid_thw (rows, 3).
+        inputs: input_ids, attention_mask and mm_token_type_ids (rows, length), padded on the left; pixel_values (patches,
+            width) and image_grid_thw (rows, 3).
+    Returns:
+        prompts and answers (rows, length + tokens), and the log-probabilities of the sampled tokens (rows, tokens) as the
+        trainer computes them: at the temperature, over the whole vocabulary.
     """
     input_ids, attention_mask, grid = (inputs[name] for name in ("input_ids", "attention_mask", "image_grid_thw"))
     rows, device = len(input_ids), input_ids.device
@@ -223,13 +226,15 @@ def generate_groups(
     ends = torch.as_tensor(generation_config.eos_token_id, device=device).view(-1)
     suppressed = torch.tensor(generation_config.suppress_tokens, device=device)
     open_ = torch.ones(rows, dtype=torch.bool, device=device)
-    computed = torch.arange(rows, device=device)  # the rows that are: those that ended are let go by halves
+    computed = torch.arange(
+        rows, device=device
+    )  # the rows still computed; rows that ended are dropped once they are half
     sampled: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     while True:
         scores = logits.float() / generation_config.temperature
         probabilities = torch.softmax(scores.index_fill(-1, suppressed, -torch.inf), -1)
-        if len(computed) < rows:  # a row draws the same, whether others are computed or not
+        if len(computed) < rows:  # the draws of a row must not depend on which others are computed
             every = probabilities.new_ones(rows, probabilities.shape[-1])
             probabilities = every.index_copy(0, computed, probabilities)
         tokens = torch.multinomial(probabilities, 1)[:, 0]

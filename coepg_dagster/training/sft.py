@@ -42,7 +42,7 @@ from coepg_dagster.training.speed import (
 from coepg_dagster.training.verified import save_trained
 
 LOADERS: Final = 4
-"""Processes that prepare screenshots for each GPU: a batch of four takes one core about as long as its training step."""
+"""Processes that prepare screenshots, for each GPU: preparing a batch of four takes one core about as long as its step."""
 
 
 class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
@@ -50,7 +50,7 @@ class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
 
 
 def with_keys(collate: Callable[[list[Any]], Any], shown: Screenshots) -> Callable[[list[Any]], Any]:
-    """A collator whose batches name screenshots in place of their pixels."""
+    """A collator whose batches hold keys of screenshots in place of their pixels."""
 
     def collated(rows: list[Any]) -> Any:
         with shown.keys():
@@ -60,7 +60,7 @@ def with_keys(collate: Callable[[list[Any]], Any], shown: Screenshots) -> Callab
 
 
 class Forget(TrainerCallback):  # type: ignore[misc]
-    """Lets go of the screenshots of a step when it is done."""
+    """Drops the screenshots of a step when it is done."""
 
     def __init__(self, shown: Screenshots) -> None:
         self._shown = shown
@@ -70,9 +70,9 @@ class Forget(TrainerCallback):  # type: ignore[misc]
 
 
 def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
-    """Trains `job.role` from its checkpoint on the rows of D_{k-1}, saves it whole, and compares it with what it began as.
+    """Trains `job.role` from its checkpoint on the rows of D_{k-1}, saves it, and compares it with that checkpoint.
 
-    Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints lie in the scratch folder.
+    Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints are in the scratch folder.
     """
     refuse_sharded(job.config, job.placement)
     dataset, steps = job.rows(), job.train_steps()
@@ -108,7 +108,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
         examples = end_to_end_examples(dataset, steps, screens, models.prompts, models.coordinates)
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
-    examples, found = preflight(examples, processor, screens, config.max_tokens, job.out)
+    examples, checked = preflight(examples, processor, screens, config.max_tokens, job.out)
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
     monitor = TrainingMonitor(job.placement.on_anomaly)
     trainer = PlainTrainer(
@@ -131,7 +131,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             max_length=None,  # TRL's default of 1024 would cut image tokens
             completion_only_loss=True,
             logging_steps=1,
-            logging_nan_inf_filter=False,  # TrainingMonitor looks for them
+            logging_nan_inf_filter=False,  # TrainingMonitor checks for them
             save_strategy="no",  # Checkpoints decides
             save_total_limit=KEPT,
             report_to="none",
@@ -142,14 +142,14 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             ddp_find_unused_parameters=False,
             dataloader_num_workers=LOADERS if job.on_gpu else 0,
             dataloader_persistent_workers=job.on_gpu,
-            # the layers to recompute are chosen above
+            # `recompute` above chose the layers
             **device_settings(job) | {"gradient_checkpointing": False},
         ),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
     keep_float32_sums(trainer)
-    if not job.on_gpu:  # on a GPU screenshots are prepared in processes of their own, which know nothing of this one's
+    if not job.on_gpu:  # on a GPU other processes prepare the screenshots, and do not share this one's keys
         trainer.data_collator = with_keys(trainer.data_collator, shown)
     checkpoints.train(trainer)
     monitor.end()
@@ -160,7 +160,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "rows": len(examples),
-        **found,
+        **checked,
         "optimizer_steps": trainer.state.global_step,
         "loss": float(np.mean(losses)),
         **saved,

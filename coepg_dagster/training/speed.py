@@ -1,13 +1,13 @@
-"""What makes a training step of a vision-language model fast on a GPU, and changes none of its results beyond rounding.
+"""Faster training steps of a vision-language model on a GPU, with the same results up to rounding.
 
-- The vision tower's windows are attended to in one kernel (see inference.attention).
-- Rows of an SFT batch are padded on the right: causality alone keeps the padding out, and without a mask the language
+- The vision tower attends to its windows in one kernel (see inference.attention).
+- Rows of an SFT batch are padded on the right. Causal attention then never sees the padding, and without a mask the language
   model's attention is a flash kernel too.
-- What flows from layer to layer is bf16, as in inference; so is a vision tower that is not trained. Under autocast alone
-  the embeddings' float32 stays float32 from the first layer to the last, which doubles the memory that is moved and kept.
+- Activations between layers are bf16, as in inference; so is a vision tower that is not trained. Under autocast alone the
+  float32 of the embeddings stays float32 from the first layer to the last, which doubles the memory that is moved and kept.
 - A vision tower that is not trained encodes a screenshot once (see inference.visual), and there is no backward pass
   through it.
-- Activations are computed again in the backward pass for as many layers as memory asks for, and no more.
+- Activations are computed again in the backward pass for only as many layers as memory requires.
 - Layers are compiled one by one, so that norms, rotary embeddings and gates cost one pass over memory each.
 """
 
@@ -38,7 +38,10 @@ def attend_right_padded(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention without a mask; what padding on the right computes is read by nobody."""
+    """Causal attention without a mask, for rows padded on the right; the results at padding are not used.
+
+    Shapes are those of transformers: query (rows, query heads, tokens, width), key and value (rows, key heads, tokens, width).
+    """
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, None, **settings)
     return output
 
@@ -47,12 +50,12 @@ AttentionInterface.register(RIGHT_PADDED, attend_right_padded)
 
 
 def expect_right_padding(model: Any) -> None:
-    """From now on the language model reads no attention mask: for batches that are padded on the right, or not at all."""
+    """Makes the language model ignore attention masks, for batches that are padded on the right or not at all."""
     model.model.language_model.config._attn_implementation = RIGHT_PADDED
 
 
 def half_activations(model: Any) -> None:
-    """Lets the language model's layers pass bf16 on, whatever its weights are; norms and the loss stay float32 inside."""
+    """Makes activations between the language model's layers bf16, whatever its weights; norms and loss compute in float32."""
 
     def halve(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         return output.to(torch.bfloat16)
@@ -61,14 +64,14 @@ def half_activations(model: Any) -> None:
 
 
 def vision_to_bfloat16(model: Any) -> None:
-    """Computes a vision tower that is not trained in bf16 throughout: for models that are saved as bf16."""
+    """Casts a vision tower that is not trained to bfloat16, for models that are saved as bf16."""
     if any(parameter.requires_grad for parameter in model.model.visual.parameters()):
         raise ValueError("a vision tower that is trained keeps float32 weights")
     model.model.visual.to(torch.bfloat16)
 
 
 class WrongAttention(Ended):
-    """Attention that was asked for cannot be used, or another is in use; the message says what to do."""
+    """The configured attention cannot be used, or another is in use; the message says what to do."""
 
 
 _MEANT: Final[dict[Attention, frozenset[str]]] = {
@@ -76,11 +79,11 @@ _MEANT: Final[dict[Attention, frozenset[str]]] = {
     "flash_attention_2": frozenset({"flash_attention_2"}),
     "eager": frozenset({"eager"}),
 }
-"""What transformers may call; ours are torch's kernels, called with what they can be spared left out."""
+"""Setting → the implementations that it allows; WINDOWS and RIGHT_PADDED call torch's kernels too."""
 
 
 def load_with_attention(init: str, dtype: Dtype, device: str, attention: Attention) -> tuple[Any, Any]:
-    """(model, processor) of a checkpoint with the attention that was asked for. Raises WrongAttention."""
+    """(model, processor) of a checkpoint with the configured attention. Raises WrongAttention."""
     remedy = "set `attention: sdpa`, which is flash attention of torch itself wherever its inputs allow"
     if attention == "flash_attention_2" and device == "cpu":
         raise WrongAttention(f"attention: flash_attention_2 needs a GPU and there is none here; {remedy}")
@@ -95,8 +98,8 @@ def load_with_attention(init: str, dtype: Dtype, device: str, attention: Attenti
 
 
 def check_attention(model: Any, attention: Attention) -> dict[str, str]:
-    """Prints which attention each part of the model calls. Raises WrongAttention where it is not what was asked for."""
-    found = {}
+    """Prints and returns the attention of each part of the model. Raises WrongAttention if it is not the configured one."""
+    by_part = {}
     for part, layers in zip(("language model", "vision tower"), _stacks(model), strict=True):
         called = {
             module.config._attn_implementation
@@ -104,19 +107,19 @@ def check_attention(model: Any, attention: Attention) -> dict[str, str]:
             for module in layer.modules()
             if hasattr(module, "is_causal") and hasattr(module, "config")
         }
-        found[part] = ", ".join(sorted(map(str, called)))
+        by_part[part] = ", ".join(sorted(map(str, called)))
         if not called <= _MEANT[attention]:
             raise WrongAttention(
-                f"attention: {attention} was asked for, but the {part} calls {found[part]}: transformers fell back. Set "
+                f"attention: {attention} is configured, but the {part} calls {by_part[part]}: transformers fell back. Set "
                 f"`attention` to what it can use, or install what {attention} needs"
             )
     if is_main():
-        print("attention: " + ", ".join(f"{part} {name}" for part, name in found.items()), flush=True)
-    return found
+        print("attention: " + ", ".join(f"{part} {name}" for part, name in by_part.items()), flush=True)
+    return by_part
 
 
 def recompute(model: Any, share: float) -> int:
-    """Computes the activations of so many layers again in the backward pass; returns how many.
+    """Computes the activations of a share of the layers again in the backward pass; returns the number of these layers.
 
     A share of 0.25 takes every fourth layer of the language model and of the vision tower.
     """
@@ -135,7 +138,7 @@ def recompute(model: Any, share: float) -> int:
 def compile_layers(model: Any) -> None:
     """Compiles each layer in place; one compilation serves all layers of a kind, for any length of a batch.
 
-    The vision tower is left out where it attends window by window: its loop over windows is no graph.
+    The vision tower is left out if it attends window by window: a loop over windows cannot be compiled to one graph.
     """
     for layers in _stacks(model):
         if (
@@ -152,10 +155,10 @@ def _stacks(model: Any) -> list[Any]:
 
 
 class GradientsInBuckets(TrainerCallback):  # type: ignore[misc]
-    """Data parallel training keeps gradients once: in the buckets that are summed over the GPUs.
+    """Data parallel training holds gradients once, in the buckets that are summed over the GPUs.
 
-    A gradient gets its place in a bucket when it is summed. What passes add up before lay beside the buckets, four bytes more
-    for each parameter, until the last pass of a step; so the first one is summed too, which adds nothing to the total.
+    A gradient moves into its bucket only when it is summed, by default in the last pass of a step; until then gradients take
+    four bytes more for each parameter. So the first pass of a step is summed too, which does not change the total.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -169,7 +172,7 @@ class GradientsInBuckets(TrainerCallback):  # type: ignore[misc]
             wrapped: Any = model
 
             def sync() -> AbstractContextManager[None]:
-                del wrapped.no_sync  # from the second pass on it is as it was
+                del wrapped.no_sync  # for the first pass only
                 return nullcontext()
 
             wrapped.no_sync = sync

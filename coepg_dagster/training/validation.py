@@ -1,9 +1,9 @@
-"""The weights of a GRPO run that do best on the validation split are kept: by reward, never by loss, never on a test split.
+"""Validation during GRPO: the weights with the best reward on the validation split are kept; never by loss or a test split.
 
-The reward is that of the agent M_k itself, on greedy answers to a fixed part of the validation split: 1 where the gate passes
-and ϕ_k alone finds the target by the plan. (With all graders of C-DREM a look costs three times as much, and on the sandbox it
-prefers other weights than Step SR does.) Step 0 is looked at too, so GRPO leaves nothing that does worse there than π_k.
-Looking draws no random numbers and changes nothing of training.
+The reward is that of the agent M_k, on greedy answers to a fixed part of the validation split: 1 if the gate passes and ϕ_k
+alone hits the target with the plan. (With all graders of C-DREM a validation costs three times as much, and on the sandbox it
+prefers other weights than Step SR does.) Step 0 is validated too, so that the result is never worse there than π_k. A
+validation draws no random numbers and changes nothing in training.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import Agent
 
 REWARD: Final = "validation_reward"
-"""What a look leaves in the trainer's log."""
+"""The entry of a validation in the trainer's log."""
 
 
 CHUNK: Final = 64
-"""Steps whose screenshots are held at once."""
+"""Number of steps whose screenshots are held at once."""
 
 
 class Scores(Protocol):
@@ -46,11 +46,11 @@ class Scores(Protocol):
 
 
 Ask = Callable[[str], Request]
-"""What an agent is asked on a step, by the step's id."""
+"""The request to an agent on a step, by the step's id."""
 
 
 def requests_of(steps: pa.Table, screens: Screens, style: Style, agent: Agent) -> dict[str, Ask]:
-    """How the agent is asked on each step, in the order of the table; screenshots are decoded when they are asked about."""
+    """Step id → what makes its request to the agent, in the order of the table; only that decodes the screenshot."""
 
     def ask(task: PlannerInput) -> Ask:
         messages = task.messages(style) if agent == "decoupled" else task.end_to_end_messages(style)
@@ -60,12 +60,12 @@ def requests_of(steps: pa.Table, screens: Screens, style: Style, agent: Agent) -
 
 
 class Questions:
-    """Fixed steps that a model is asked about while it is trained; each process asks about its share.
+    """Fixed steps on which a model answers while it is trained; each process takes a share of them.
 
-    Asking draws from random generators of its own and leaves the model as it was. The model must be whole in each process.
+    This uses separate random generators and leaves the model as it was. Each process must hold the whole model.
 
     Args:
-        ask: how the model is asked on each step.
+        ask: the requests, by step id (`requests_of`).
         batch_size: requests per forward pass.
     """
 
@@ -78,7 +78,7 @@ class Questions:
         return list(self._ask)[processes.process_index :: processes.num_processes]
 
     def answers(self, model: Any, sampling: Sampling) -> Iterator[tuple[list[str], list[str]]]:
-        """(step ids, what the model answers on each), some steps of this process at a time."""
+        """(step ids, the text of the model's answer on each), in chunks of this process's steps."""
         mine, number = self.share(), {step_id: i for i, step_id in enumerate(self._ask)}
         training = model.training
         # adapters are within the layers of the model that they were added to
@@ -90,20 +90,23 @@ class Questions:
                 drawn = replace(sampling, seed=sampling.seed + number[steps[0]])
                 with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
                     answers = engine.generate([self._ask[step_id](step_id) for step_id in steps], drawn)
-                yield steps, [said.text for (said,) in answers if not isinstance(said, Failure)]  # it fails on none
+                yield (
+                    steps,
+                    [answer.text for (answer,) in answers if not isinstance(answer, Failure)],
+                )  # this engine never fails
         finally:
             model.train(training)
 
 
 class Looks(TrainerCallback):  # type: ignore[misc]
-    """Looks at a policy before its first optimizer step, and after those that are `due`."""
+    """Calls `look` on a policy before its first optimizer step, and after each step that is `due`."""
 
     def due(self, state: TrainerState) -> bool:
-        """Whether to look after the step that was just done."""
+        """Whether `look` is called after the current step."""
         raise NotImplementedError
 
     def look(self, state: TrainerState, model: Any) -> None:
-        """Asks the policy, and leaves what is found."""
+        """Lets the policy answer, and keeps the result."""
         raise NotImplementedError
 
     def on_train_begin(
@@ -120,7 +123,7 @@ class Looks(TrainerCallback):  # type: ignore[misc]
 
 
 class KeepBest(Looks):
-    """Looks before the first step, after every `validate_every` steps and after the last one; of equals the later one is better.
+    """Validates before the first step, after every `validate_every` steps and after the last; of equal results the later wins.
 
     Weights are kept in `folder` as long as a continued run may need them.
     """
@@ -135,7 +138,7 @@ class KeepBest(Looks):
         return bool(state.global_step % self._every == 0 or state.global_step >= state.max_steps)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """From this checkpoint on, what was better before the best is not needed again."""
+        """Deletes all weights but the best: a run that continues from this checkpoint needs no others."""
         if PartialState().is_main_process:
             keep = self._file(best_step(state))
             for file in set(self._folder.glob("*.safetensors")) - {keep}:
@@ -157,8 +160,8 @@ class KeepBest(Looks):
         return fmean(gather_object(rewards))
 
     def restore(self, state: TrainerState, model: Any) -> dict[str, float]:
-        """Gives a model that was trained to the end its best weights; the figures of what was seen."""
-        best, seen = best_step(state), validations(state)
+        """Loads the best weights into a model that was trained to the end; returns figures of the validations."""
+        best, rewards = best_step(state), validations(state)
         if best != state.global_step:
             kept = load_file(self._file(best))
             with torch.no_grad():
@@ -166,9 +169,9 @@ class KeepBest(Looks):
                     weights.copy_(kept[name])
         return {
             "kept_step": best,
-            f"{REWARD}_first": seen[0],
-            f"{REWARD}_best": seen[best],
-            f"{REWARD}_last": seen[state.global_step],
+            f"{REWARD}_first": rewards[0],
+            f"{REWARD}_best": rewards[best],
+            f"{REWARD}_last": rewards[state.global_step],
         }
 
     def _file(self, step: int) -> Path:
@@ -176,7 +179,7 @@ class KeepBest(Looks):
 
 
 def validations(state: TrainerState) -> dict[int, float]:
-    """The validation reward of every step that was looked at."""
+    """Optimizer step → its validation reward."""
     return {entry["step"]: entry[REWARD] for entry in state.log_history if REWARD in entry}
 
 

@@ -1,6 +1,6 @@
-"""A trained model counts only when it is whole: written, loaded again, compared tensor by tensor, and asked.
+"""Saves a trained model, and verifies it: it is loaded again, compared tensor by tensor, and its logits are compared.
 
-Weights appear in their folder after that, in one move; a model that is refused leaves none.
+Only then its files are moved to their folder; a model that fails leaves no weights.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.transformers_engine import Dtype, load_checkpoint
 
 ROUNDING: Final[Mapping[Dtype, float]] = {"float32": 1e-4, "bfloat16": 0.05}
-"""How far two ways to compute the same logits may lie apart, as a share of their span. A GPU computes in bf16 here."""
+"""Largest difference of the same logits computed in two ways, as a share of their span. A GPU computes in bf16 here."""
 
 AS_LOADED: Final = "sdpa"
-"""The attention that a loaded model has; training may have chosen another one."""
+"""The attention of a loaded model; training may use another one."""
 
 
 def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> dict[str, Any]:
-    """Saves what a trainer trained, whole, from its first process; the figures of `save_whole`, elsewhere nothing.
+    """Saves a trainer's whole model from its first process. Returns the figures of `save_whole` there, {} in other processes.
 
-    Training is over with it: the weights are rounded to `dtype` where they are, and the optimizer is given up, so that the
-    model that is loaded again finds room on the same device. The example on which both must agree is the trainer's first.
+    Training cannot continue afterwards: the weights are rounded to `dtype` in place and the optimizer is freed, so that the
+    model that is loaded again fits on the same device. Both must agree on the trainer's first example.
     """
     accelerator = trainer.accelerator
     example = trainer.train_dataset[0]
     model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     model.set_attn_implementation(AS_LOADED)
     if trainer.is_fsdp_enabled or _zero_stage(accelerator) == 3:  # no process has all of it: all of them compute
-        model.eval()  # DeepSpeed's own `eval` returns nothing
+        model.eval()  # `eval` of DeepSpeed returns None
         logits: torch.Tensor | None = first_logits(trainer.model_wrapped, processor, example)
         tensors = accelerator.get_state_dict(trainer.model_wrapped)
-        unset_hf_deepspeed_config()  # transformers would spread the loaded model too
+        unset_hf_deepspeed_config()  # else transformers would shard the loaded model too
     else:
         logits = None
         for parameter in model.parameters():
@@ -51,7 +51,7 @@ def save_trained(trainer: Any, processor: Any, folder: Path, dtype: Dtype) -> di
         if logits is None:
             logits = first_logits(model.eval(), processor, example)
         figures = save_whole(
-            model, processor, folder, dtype, tensors, asked=(example, logits), device=accelerator.device
+            model, processor, folder, dtype, tensors, expected=(example, logits), device=accelerator.device
         )
     accelerator.wait_for_everyone()
     return figures
@@ -69,21 +69,21 @@ def save_whole(
     dtype: Dtype,
     tensors: Mapping[str, torch.Tensor] | None = None,
     *,
-    asked: tuple[Mapping[str, Any], torch.Tensor] | None = None,
+    expected: tuple[Mapping[str, Any], torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Saves a checkpoint as `dtype` in `folder` once it was loaded again and found to be what was trained.
+    """Saves a checkpoint as `dtype` in `folder`, after it was loaded again and compared with the trained model.
 
-    Raises IncompleteCheckpoint, and leaves no weights, where a tensor is missing, unexpected, empty, not finite or different
-    after loading, or where the loaded model answers differently. Beside the loaded model, one copy of the weights is held
-    while they are written and none while they are compared.
+    Raises IncompleteCheckpoint, and leaves no weights, if a tensor is missing, unexpected, empty, not finite or different
+    after loading, or if the loaded model has other logits. While the weights are written, memory holds one copy of them
+    besides the loaded model; while they are compared, none.
 
     Args:
-        tensors: the weights, where `model` does not hold them itself.
-        asked: (an example of the training data, the trained model's `first_logits` on it).
-        device: where the loaded model is asked.
+        tensors: the weights, if `model` does not hold them itself.
+        expected: (an example of the training data, the trained model's `first_logits` on it).
+        device: on which the loaded model computes its logits.
     Returns:
-        The numbers of parameters and tensors, and how far the logits lay apart as a share of their span.
+        The numbers of parameters and tensors, and the largest difference of the logits as a share of their span.
     """
     trained = model.state_dict() if tensors is None else tensors
     for name, tensor in trained.items():
@@ -98,8 +98,7 @@ def save_whole(
         draft = Path(temporary)
         model.config.dtype = dtype
         state = {name: _as_saved(tensor, dtype) for name, tensor in trained.items()}
-        # tied tensors became copies of their own here; save_pretrained, which lets go of what it has written, takes one out
-        # only where they are the same
+        # tied tensors became separate copies here; save_pretrained leaves one of them out only if they are the same object
         state |= {name: state[source] for name, source in model.all_tied_weights_keys.items() if name in state}
         model.save_pretrained(draft, safe_serialization=True, state_dict=state)
         del state
@@ -113,14 +112,14 @@ def save_whole(
             "parameters": sum(parameter.numel() for parameter in loaded.parameters()),
             "tensors": len(trained),
         }
-        if asked is not None:
-            example, logits = asked
+        if expected is not None:
+            example, logits = expected
             apart = _apart(logits, first_logits(loaded.to(device), loaded_processor, example))
             if apart > ROUNDING["bfloat16" if torch.device(device).type == "cuda" else dtype]:
                 raise IncompleteCheckpoint(
-                    f"{folder}: loaded again, every tensor is what was trained, but the model answers otherwise: the logits "
-                    f"of its first token lie {apart:.3g} of their span apart. Its configuration or its processor was not "
-                    "saved as it was used: compare config.json and preprocessor_config.json with those of the base model"
+                    f"{folder}: loaded again, every tensor is what was trained, but the model answers differently: the logits "
+                    f"of its first token differ by {apart:.3g} of their span. Its configuration or its processor was not saved "
+                    "as it was used: compare config.json and preprocessor_config.json with those of the base model"
                 )
             figures["logits_apart"] = apart
         for file in sorted(draft.iterdir()):
@@ -135,7 +134,7 @@ def _as_saved(tensor: torch.Tensor, dtype: Dtype) -> torch.Tensor:
 def _compare(
     trained: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], dtype: Dtype, folder: Path
 ) -> None:
-    """Tensor by tensor, so that no second copy of the model is made."""
+    """Compares tensor by tensor, without a second copy of the model. Raises IncompleteCheckpoint."""
     for name in sorted(trained.keys() | stored.keys()):
         if name not in stored:
             what = "was trained and is not in the files"
@@ -157,7 +156,7 @@ def _compare(
 def first_logits(model: Any, processor: Any, example: Mapping[str, Any]) -> torch.Tensor:
     """The logits of the first token of an answer, (vocabulary,) in float32 on the CPU, computed as in inference.
 
-    `example` has `prompt` and `images`, as the trainers see them.
+    `example` has `prompt` and `images`, as training examples do.
     """
     text = processor.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)
     inputs = processor(text=[text], images=[example["images"]], return_tensors="pt", do_resize=False)

@@ -181,7 +181,7 @@ def test_a_screenshot_of_another_size_or_process_is_refused(random_checkpoint: C
     shown = Screenshots(processor)
     Tower(model, shown, VisualStore())
     with shown.keys():
-        with pytest.raises(ValueError, match="would be resized by the model"):
+        with pytest.raises(ValueError, match="the model would resize"):
             processor.image_processor(images=[Image.new("RGB", (90, 112))], return_tensors="pt")
         made = processor.image_processor(images=[noise(processor)[0]], return_tensors="pt")
     shown.forget()

@@ -124,7 +124,7 @@ def test_the_attention_in_use_is_printed(
 def test_a_model_that_fell_back_is_refused(random_checkpoint: Callable[[int], Path]) -> None:
     model, _ = load_with_attention(str(random_checkpoint(0)), "float32", "cpu", "sdpa")
     model.model.visual.config._attn_implementation = "eager"
-    with pytest.raises(WrongAttention, match=r"sdpa was asked for, but the vision tower calls eager.*Set `attention`"):
+    with pytest.raises(WrongAttention, match=r"sdpa is configured, but the vision tower calls eager.*Set `attention`"):
         check_attention(model, "sdpa")
 
 

@@ -62,7 +62,7 @@ def test_a_card_says_what_the_model_is_and_was_made_from(trained: Trained, tmp_p
         "95 tensors with 1,234,567 parameters",
         "rounded to float32",
         "on 128 steps of train, judged by grounder_2, per cent: 50.0 → 60.0 (+10.0 [+4.0, +16.0]).",
-        "Warned of in training: step 12 of 16: KL runs away",
+        "Warning during training: step 12 of 16: KL runs away",
         "`train` split of `data/miniwob`",
     ):
         assert said in text, said

@@ -84,7 +84,7 @@ def test_the_remedy_depends_on_the_reward() -> None:
     ("log", "said"),
     [
         ([grpo(0.5, kl=0.01)] * 20 + [grpo(0.5, kl=3.0)] * WINDOW, "KL runs away: 3.00"),
-        ([grpo(0.8)] * 20 + [grpo(0.3)] * WINDOW, "reward collapses: 0.30 over 10 steps, it was 0.80"),
+        ([grpo(0.8)] * 20 + [grpo(0.3)] * WINDOW, "reward collapses: 0.30 over 10 steps; its best was 0.80"),
         ([{"loss": 2.0}] * 20 + [{"loss": 3.5}] * WINDOW, "loss grows: 3.5 over 10 steps, it began at 2"),
     ],
 )

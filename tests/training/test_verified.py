@@ -1,4 +1,4 @@
-"""A trained model is saved whole or not at all: what was written is loaded again, compared and asked."""
+"""A trained model is saved whole or not at all: it is loaded again, its tensors and its logits are compared."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
 
 def test_what_is_whole_is_saved_and_said(model_and_processor: tuple[Any, Any], example: Any, tmp_path: Path) -> None:
     model, processor = model_and_processor
-    asked = example, first_logits(model, processor, example)
-    figures = save_whole(model, processor, tmp_path / "good", "float32", asked=asked)
+    expected = example, first_logits(model, processor, example)
+    figures = save_whole(model, processor, tmp_path / "good", "float32", expected=expected)
     assert figures["parameters"] == sum(p.numel() for p in model.parameters())
     assert figures["tensors"] == len(model.state_dict())
     assert figures["logits_apart"] < 1e-6
     assert not any(file.is_dir() for file in (tmp_path / "good").iterdir())
 
     half, _ = load_checkpoint(tmp_path / "good", "bfloat16", "cpu")
-    figures = save_whole(half, processor, tmp_path / "half", "bfloat16", asked=asked)
+    figures = save_whole(half, processor, tmp_path / "half", "bfloat16", expected=expected)
     assert 0 < figures["logits_apart"] < 0.05, "rounded, and not another model"
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -118,8 +118,8 @@ def test_a_model_that_answers_otherwise_is_refused(
 
     after_saving(monkeypatch, model, other_rope)
     logits = first_logits(model, processor, example)
-    with pytest.raises(IncompleteCheckpoint, match=r"answers otherwise.*config\.json"):
-        save_whole(model, processor, tmp_path / "bad", "float32", asked=(example, logits))
+    with pytest.raises(IncompleteCheckpoint, match=r"answers differently.*config\.json"):
+        save_whole(model, processor, tmp_path / "bad", "float32", expected=(example, logits))
     assert list((tmp_path / "bad").iterdir()) == []
 
 
