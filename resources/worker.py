@@ -12,7 +12,6 @@ from typing import Final
 
 from dagster_pipes import PipesContext, open_dagster_pipes
 
-from coepg_dagster.inference.visual import keep_in
 from coepg_dagster.jobs import Job, TrainingJob, read_job
 from coepg_dagster.processes import end_with_parent, last_words
 from coepg_dagster.refusal import Refusal
@@ -30,6 +29,8 @@ def main(job_file: Path, result_file: Path) -> None:
     """
     end_with_parent()
     job = read_job(job_file)
+    from coepg_dagster.inference.visual import keep_in  # torch: the definitions name this module, and must load fast
+
     keep_in(job.visual)
     on_gpu = job.device != "cpu"
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import dagster as dg
 from coepg_dagster.assets.about import COLUMN_TEXTS, COLUMNS
 from coepg_dagster.assets.build import LEFT_OUT
@@ -115,3 +118,10 @@ def test_a_file_that_cannot_be_used_costs_its_own_experiment(light: InProcess) -
     assert "not valid YAML" in str(shown["draft"].description)
     assert "draft cannot be used" in str(shown["child"].description)
     assert light.run(None).success
+
+
+def test_the_definitions_load_without_model_libraries() -> None:
+    """Each run of Dagster is a new process that loads them: torch and transformers would cost it six seconds."""
+    command = "import sys, coepg_dagster.definitions; print(*sys.modules.keys() & {'torch', 'transformers', 'trl'})"
+    loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert loaded.stdout.split() == []
