@@ -103,7 +103,7 @@ def planner(work: StageContext) -> Outcome:
         resource,
         GrpoJob,
         init=checkpoint_of(work.folder("planner_sft")),
-        own_grounder=(f"grounder_{work.k}", checkpoint_of(work.folder("grounder"))),
+        grounder=(f"grounder_{work.k}", checkpoint_of(work.folder("grounder"))),
         verifiers=verifiers,
         dataset=_previous_dataset(work),
         steps=work.read_by("planner_sft", "benchmark_steps") / STEPS,

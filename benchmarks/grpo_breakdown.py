@@ -216,7 +216,7 @@ def run(options: argparse.Namespace, kind: str, file: Path) -> dict[str, Any]:
             job = GrpoJob(
                 **sized.inputs(Path(folder), steps, dataset),
                 init=checkpoint,
-                own_grounder=("grounder", checkpoint),
+                grounder=("grounder", checkpoint),
                 verifiers={"verifier": checkpoint},
                 models=models,
                 config=config,

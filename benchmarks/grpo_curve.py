@@ -215,7 +215,7 @@ def train(loop: Loop, config: Grpo, start: tuple[Path, Path, Path], keep: Callab
             **loop.common("planner[1]") | {"scratch": Path(folder) / "scratch"},
             out=Path(folder) / "model",
             init=str(planner),
-            own_grounder=("grounder_1", str(grounder)),
+            grounder=("grounder_1", str(grounder)),
             verifiers=models.verifiers,
             dataset=data,
             validation_split=loop.experiment.benchmark.validation,
@@ -321,9 +321,9 @@ def draw(table: dict[str, Any]) -> None:
     shown = {LONG: ("C0", "constant 3e-4"), SHIPPED: ("C1", "as shipped: 1e-3 falling to a tenth")}
     for axis, split in zip(axes, ("validation", "unused"), strict=True):
         for name, (color, label) in shown.items():
-            looks = table[name][split]
-            rollouts = sorted(map(int, looks))
-            after = np.array([[change["after"] for change in looks[str(n)]] for n in rollouts])
+            changes = table[name][split]
+            rollouts = sorted(map(int, changes))
+            after = np.array([[change["after"] for change in changes[str(n)]] for n in rollouts])
             at = [max(n, 512) for n in rollouts]
             axis.plot(at, after, color=color, lw=0.8, alpha=0.4)
             axis.plot(at, after.mean(1), color=color, lw=2, marker="o", ms=4, label=label)

@@ -61,7 +61,7 @@ def job_of(kind: str, placement: Placement, device: str, folder: Path) -> SftJob
     grpo = Grpo(prompts_per_step=4, group_size=4, micro_batch_size=4, max_steps=2, max_plan_tokens=48, probe_steps=0)
     verifiers = {name: {"model": str(tiny.GROUNDERS[name])} for name in ("verifier_a", "verifier_b")}
     grounder = ("base_grounder", str(tiny.GROUNDERS["base_grounder"]))
-    return GrpoJob(**common, own_grounder=grounder, verifiers=verifiers, config=grpo)
+    return GrpoJob(**common, grounder=grounder, verifiers=verifiers, config=grpo)
 
 
 def ran(job: SftJob | GrpoJob, limit: float) -> dict[str, Any]:

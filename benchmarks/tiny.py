@@ -81,7 +81,7 @@ def train(config: Grpo, steps: pa.Table, seed: int, report: Report) -> None:
         job = GrpoJob(
             **inputs(Path(folder), steps, steps.select(["step_id"])) | {"seed": seed},
             init=PLANNER,
-            own_grounder=(trained, str(GROUNDERS[trained])),
+            grounder=(trained, str(GROUNDERS[trained])),
             verifiers={name: str(GROUNDERS[name]) for name in others},
             models=settings(),
             config=config.model_copy(update={"probe_steps": 0}),

@@ -107,13 +107,13 @@ class SftJob(TrainingJob):
 class GrpoJob(TrainingJob):
     """GRPO of a planner.
 
-    `own_grounder` is (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, judged
+    `grounder` is (name, checkpoint) of ϕ_k, which has prior `config.own_prior`; None: `init` is an end-to-end agent, judged
     by the point in its answer. `verifiers` are the open ones, unused if `config.ensemble` is false. `batch_size` and
     `max_point_tokens` are those of the grounders.
     """
 
     kind: Literal["grpo"] = "grpo"
-    own_grounder: tuple[str, str] | None
+    grounder: tuple[str, str] | None
     verifiers: dict[str, Member]
     max_point_tokens: int
     config: Grpo

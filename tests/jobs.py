@@ -66,5 +66,5 @@ def grpo_job(
 ) -> GrpoJob:
     """GRPO of the planner `init`, rewarded by a grounder and verifiers."""
     members = {name: one if isinstance(one, Member) else str(one) for name, one in verifiers.items()}
-    about = {"own_grounder": ("grounder_1", str(grounder)), "verifiers": members, "max_point_tokens": 8}
+    about = {"grounder": ("grounder_1", str(grounder)), "verifiers": members, "max_point_tokens": 8}
     return training_job(GrpoJob, out, data, init, **about | {"config": config} | more)

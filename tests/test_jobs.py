@@ -37,7 +37,7 @@ JOBS = [
     GrpoJob(
         **COMMON,
         init="a",
-        own_grounder=("grounder_1", "g"),
+        grounder=("grounder_1", "g"),
         verifiers={"v": "b"},
         dataset=Path("d"),
         train_split="train",

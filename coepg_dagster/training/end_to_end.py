@@ -45,7 +45,7 @@ def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
         PartialState().wait_for_everyone()
     grpo = GrpoJob(
         **shared | {"scratch": job.scratch / "grpo", "init": str(before)},
-        own_grounder=None,
+        grounder=None,
         verifiers={},
         max_point_tokens=0,
         config=job.grpo,

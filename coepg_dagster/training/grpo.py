@@ -307,8 +307,8 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
     """
     refuse_sharded(job.config, job.placement)
     members = {}
-    if job.own_grounder:
-        name, checkpoint = job.own_grounder
+    if job.grounder:
+        name, checkpoint = job.grounder
         members = {name: Member(model=checkpoint)} | (job.verifiers if job.config.ensemble else {})
     in_vllm = sum(job.models.engine_of(member) == "vllm" for member in members.values())
     with ExitStack() as stack:
@@ -394,7 +394,12 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
         core=model,
         whole=not job.placement.sharded,
         train_dataset=prompts,
-        callbacks=[ReportProgress(report), checkpoints, monitor, *(look for look in (best, probe) if look)],
+        callbacks=[
+            ReportProgress(report),
+            checkpoints,
+            monitor,
+            *(evaluation for evaluation in (best, probe) if evaluation),
+        ],
         args=_arguments(job, checkpoints.folder, micro, sampling),
     )
     trainer.remove_callback(PrinterCallback)

@@ -32,7 +32,7 @@ from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import GATE_PASSED, whole_episodes
 from coepg_dagster.training.cdrem_reward import CdremReward
-from coepg_dagster.training.validation import CHUNK, Looks, Questions, Scores
+from coepg_dagster.training.validation import CHUNK, PolicyEvaluation, Questions, Scores
 
 SECONDS: Final = "probe_seconds"
 """The entry of a probe in the trainer's log; its answers are in a file."""
@@ -63,7 +63,7 @@ def probe_steps_between(steps: int, probes: int) -> frozenset[int]:
     return frozenset(round(steps * i / (probes + 1)) for i in range(1, probes + 1)) - {0, steps}
 
 
-class Probe(Looks):
+class Probe(PolicyEvaluation):
     """A policy's answers on fixed steps before the first step, `probe_between` times between, and with the weights kept.
 
     Answers are written to `folder`, where a continued run reads the earlier ones. They are judged when training is over, so
@@ -96,7 +96,7 @@ class Probe(Looks):
     def due(self, state: TrainerState) -> bool:
         return state.global_step in probe_steps_between(state.max_steps, self._between)
 
-    def look(self, state: TrainerState, model: Any) -> None:
+    def evaluate(self, state: TrainerState, model: Any) -> None:
         started = time.perf_counter()
         answers: dict[str, dict[str, str]] = {}
         for how, sampling in self._samplings.items():
@@ -117,7 +117,7 @@ class Probe(Looks):
 
         `train` and `validation` are Changes of the greedy answers, `sampled` holds those of the sampled ones.
         """
-        self.look(state, model)
+        self.evaluate(state, model)
         started = time.perf_counter()
         steps = sorted({entry["step"] for entry in state.log_history if SECONDS in entry})
         answers = {step: json.loads(self._file(step).read_text()) for step in steps}

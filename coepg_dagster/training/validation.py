@@ -98,14 +98,14 @@ class Questions:
             model.train(training)
 
 
-class Looks(TrainerCallback):  # type: ignore[misc]
-    """Calls `look` on a policy before its first optimizer step, and after each step that is `due`."""
+class PolicyEvaluation(TrainerCallback):  # type: ignore[misc]
+    """Calls `evaluate` on a policy before its first optimizer step, and after each step that is `due`."""
 
     def due(self, state: TrainerState) -> bool:
-        """Whether `look` is called after the current step."""
+        """Whether `evaluate` is called after the current step."""
         raise NotImplementedError
 
-    def look(self, state: TrainerState, model: Any) -> None:
+    def evaluate(self, state: TrainerState, model: Any) -> None:
         """Lets the policy answer, and keeps the result."""
         raise NotImplementedError
 
@@ -113,16 +113,16 @@ class Looks(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
     ) -> None:
         if state.global_step == 0:
-            self.look(state, model)
+            self.evaluate(state, model)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
     ) -> None:
         if self.due(state):
-            self.look(state, model)
+            self.evaluate(state, model)
 
 
-class KeepBest(Looks):
+class KeepBest(PolicyEvaluation):
     """Validates before the first step, after every `validate_every` steps and after the last; of equal results the later wins.
 
     Weights are kept in `folder` as long as a continued run may need them.
@@ -144,7 +144,7 @@ class KeepBest(Looks):
             for file in set(self._folder.glob("*.safetensors")) - {keep}:
                 file.unlink()
 
-    def look(self, state: TrainerState, model: Any) -> None:
+    def evaluate(self, state: TrainerState, model: Any) -> None:
         reward = self._mean_reward(model)
         print(f"step {state.global_step}: validation reward {reward:.4f}", flush=True)
         state.log_history.append({"step": state.global_step, REWARD: reward})

@@ -224,7 +224,7 @@ def test_grpo_is_continued_with_every_rollout_once(
             out=tmp_path / name / "out",
             scratch=tmp_path / name / "scratch",
             init=str(trained("planner", 0)),
-            own_grounder=("grounder_1", str(trained("grounder", 0))),
+            grounder=("grounder_1", str(trained("grounder", 0))),
             verifiers={"stranger": far},
             validation_split="train",
             max_point_tokens=8,
