@@ -33,7 +33,6 @@ from transformers import Trainer
 import coepg_dagster
 from benchmarks import baseline, tiny
 from coepg_dagster.experiment import Grpo
-from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.engine import Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
@@ -79,7 +78,7 @@ def train(settings: Mapping[str, Any], store: Path | None) -> None:
 
     def report(done: int, of: int, figures: Mapping[str, float]) -> None:
         if "reward" in figures:
-            turn(**{name: figures[name] for name in ("reward", "frac_reward_zero_std", "completions/mean_length")})
+            turn(**{name: figures[name] for name in ("reward", "completions/mean_length")})
 
     with patch.object(Trainer, "train", when_loaded):
         tiny.train(Grpo(**settings, max_steps=STEPS), tiny.train_steps(PROMPTS), SEED, report)
@@ -137,6 +136,8 @@ def unpack(commit: str, folder: Path) -> None:
 
 def fill(store: Path) -> None:
     """Encodes the screenshots with all towers, as SFT and verdicts do before GRPO."""
+    from coepg_dagster.inference.agents import planner_inputs  # BEFORE has no such function
+
     keep_in(store)
     steps = tiny.train_steps(PROMPTS)
     for checkpoint in (Path(tiny.PLANNER), *tiny.GROUNDERS.values()):
