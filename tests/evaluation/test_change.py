@@ -31,14 +31,14 @@ def test_a_change_is_the_paired_comparison_of_evaluation(pairs: list[tuple[bool,
 
     one, two = (score_steps("miniwob/point", steps, judged(which)) for which in (0, 1))
     expected = compare(one, two).differences["step_sr"]
-    found = change_of([p[0] for p in pairs], [p[1] for p in pairs], [f"e{p[2]}" for p in pairs])
-    assert found is not None and json.loads(json.dumps(found)) == found, "it is kept in a record"
-    assert found["before"] == pytest.approx(one.metrics["step_sr"].macro)
-    assert found["difference"] == pytest.approx(expected.macro)
-    assert (found["ci95"] is None) == (expected.ci95 is None)
+    change = change_of([p[0] for p in pairs], [p[1] for p in pairs], [f"e{p[2]}" for p in pairs])
+    assert change is not None and json.loads(json.dumps(change)) == change, "it is kept in a record"
+    assert change["before"] == pytest.approx(one.metrics["step_sr"].macro)
+    assert change["difference"] == pytest.approx(expected.macro)
+    assert (change["ci95"] is None) == (expected.ci95 is None)
     if expected.ci95 is not None:
-        assert found["ci95"] == pytest.approx(expected.ci95)
-    assert f"{found['before']:.1f} → {found['after']:.1f}" in change_text(found)
+        assert change["ci95"] == pytest.approx(expected.ci95)
+    assert f"{change['before']:.1f} → {change['after']:.1f}" in change_text(change)
 
 
 @given(PAIRS)
@@ -53,5 +53,5 @@ def test_what_rises_one_way_falls_the_other(pairs: list[tuple[bool, bool, int]])
     assert not rises(up) or (up["difference"] > 0 and len(set(episodes)) > 1)
 
 
-def test_nothing_asked_is_no_change() -> None:
+def test_no_steps_are_no_change() -> None:
     assert change_of([], [], []) is None

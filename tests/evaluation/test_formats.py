@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # A right row of each format: a file for `coepg score`, its labels and its answers. {n} is the row's number.
 
 CLICK = {"action_type": "CLICK", "value": "", "point": [5, 5]}
-OWN = {
+COEPG = {
     "step_id": "{n}",
     "episode_id": "e",
     "step_index": 0,
@@ -90,10 +90,10 @@ STEP = {"episode_id": "{n}", "step": 0, "action": {"action_type": "click", "x": 
 TREE = [[{"bbox_pixels": {"x_min": 0, "y_min": 0, "x_max": 9, "y_max": 9}, "text": None}]]
 GENIE = {"questionID": "{n}_0", "gt": '{"action": "click", "coordinate": [5, 5]}'}
 
-ROWS = {"own": OWN, "gui_r1": GUI_R1, "gui_r1_web": GUI_R1_WEB, "screenspot": SCREENSPOT, "plan": PLAN}
+ROWS = {"coepg": COEPG, "gui_r1": GUI_R1, "gui_r1_web": GUI_R1_WEB, "screenspot": SCREENSPOT, "plan": PLAN}
 
 PREDICTED = [
-    ("coepg", protocol, "own", path)
+    ("coepg", protocol, "coepg", path)
     for protocol in PROTOCOLS
     for path in (
         "prediction",
@@ -199,7 +199,7 @@ def test_whatever_was_answered_of_a_badcase_is_a_case(folder: Path, mad: bytes, 
 
 
 LABELS = [
-    ("coepg", "android_control/uground500", "own", path)
+    ("coepg", "android_control/uground500", "coepg", path)
     for path in (
         *("step_id", "episode_id", "step_index", "episode_steps", "width", "height", "group", "label", "nodes"),
         *("label.action_type", "label.value", "label.point", "label.boxes", "label.positives"),
@@ -252,7 +252,7 @@ def test_a_damaged_label_is_an_error_with_its_row(folder: Path, what: tuple[str,
 )
 def test_damaged_labels_by_example(folder: Path, path: str, value: bytes) -> None:
     file = folder / "example.jsonl"
-    file.write_bytes(plain(OWN, 1) + b"\n\n" + with_value(OWN, path, value, 3))
+    file.write_bytes(plain(COEPG, 1) + b"\n\n" + with_value(COEPG, path, value, 3))
     with pytest.raises(ScoringError, match=r"example\.jsonl: row 3: "):
         score_file(file, "coepg", "android_control/uground500")
 
@@ -260,16 +260,16 @@ def test_damaged_labels_by_example(folder: Path, path: str, value: bytes) -> Non
 def test_a_field_that_no_model_wrote_is_an_error(folder: Path) -> None:
     """In one prediction of several it is the model's, in all of them the script's."""
     file = folder / "misspelt.jsonl"
-    rows = [plain(OWN | {"prediction": {"action_type": "CLICK", "coords": [5, 5]}}, n) for n in (1, 2)]
+    rows = [plain(COEPG | {"prediction": {"action_type": "CLICK", "coords": [5, 5]}}, n) for n in (1, 2)]
     file.write_bytes(b"\n".join(rows))
     with pytest.raises(ScoringError, match="row 1: prediction: field 'coords' is not known"):
         score_file(file, "coepg", "android_control/strict14")
-    file.write_bytes(b"\n".join([*rows, plain(OWN, 3)]))
+    file.write_bytes(b"\n".join([*rows, plain(COEPG, 3)]))
     assert score_file(file, "coepg", "android_control/strict14").notes[UNREADABLE] == 2
 
 
 def test_marks_and_line_ends_of_unicode_are_text(folder: Path) -> None:
-    rows = [OWN | {"step_id": f"{{n}}{mark}"} for mark in ("\u2028", "\x85", "\u2029", "\ufeff")]
+    rows = [COEPG | {"step_id": f"{{n}}{mark}"} for mark in ("\u2028", "\x85", "\u2029", "\ufeff")]
     text = "\r\n".join(json.dumps(row, ensure_ascii=False).replace("{n}", str(i)) for i, row in enumerate(rows))
     for name, content in (("marked.jsonl", text), ("list.json", f"[{text.replace(chr(13), ',')}]")):
         (folder / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
@@ -279,7 +279,7 @@ def test_marks_and_line_ends_of_unicode_are_text(folder: Path) -> None:
 
 def test_a_damaged_archive_is_named_with_the_row(folder: Path) -> None:
     """One flipped bit anywhere: deflate, its checksum, its header."""
-    whole = gzip.compress(b"\n".join(plain(OWN, n) for n in range(40)), mtime=0)
+    whole = gzip.compress(b"\n".join(plain(COEPG, n) for n in range(40)), mtime=0)
     file, rows = folder / "flipped.jsonl.gz", set()
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
@@ -299,8 +299,8 @@ def test_a_damaged_archive_is_named_with_the_row(folder: Path) -> None:
 # rows without a prediction
 
 LACKING: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("coepg", "android_control/strict14", OWN, {"prediction": None}),
-    ("coepg", "screenspot/uground", OWN, {"prediction": {"action_type": None, "value": "", "point": None}}),
+    ("coepg", "android_control/strict14", COEPG, {"prediction": None}),
+    ("coepg", "screenspot/uground", COEPG, {"prediction": {"action_type": None, "value": "", "point": None}}),
     ("gui_r1", "android_control/strict14", GUI_R1, {"pred_coord": None, "pred_action": None}),
     ("uground", "screenspot/uground", SCREENSPOT, {"output": ""}),
     ("uground", "mind2web/uground", PLAN, {"output": None, "gpt_action": None}),
@@ -330,10 +330,10 @@ def test_the_printed_table_counts_what_lacks(folder: Path) -> None:
         {"prediction": "a sentence"},
         {"prediction": {"value": [1]}},
     ]
-    file.write_bytes(b"\n".join(plain(OWN | change, n) for n, change in enumerate(changes)))
+    file.write_bytes(b"\n".join(plain(COEPG | change, n) for n, change in enumerate(changes)))
     command = ["score", str(file), "--format", "coepg", "--protocol", "android_control/strict14"]
     printed = CliRunner().invoke(app, command)
     assert printed.exit_code == 0
     assert f"{NO_PREDICTION}: 1" in printed.output and f"{UNREADABLE}: 2" in printed.output
-    file.write_bytes(plain(OWN | {"prediction": None}, 0))
+    file.write_bytes(plain(COEPG | {"prediction": None}, 0))
     assert CliRunner().invoke(app, command).exit_code == 1

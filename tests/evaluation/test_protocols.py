@@ -344,7 +344,7 @@ def test_every_protocol_is_described() -> None:
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
-OWN: dict[str, Any] = {
+COEPG: dict[str, Any] = {
     "step_id": "1_0",
     "episode_id": "1",
     "step_index": 0,
@@ -361,22 +361,22 @@ def written(tmp_path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_own_format(tmp_path: Path) -> None:
-    path = written(tmp_path, OWN, OWN | {"step_id": "1_1", "step_index": 1, "prediction": None})
+def test_the_coepg_format(tmp_path: Path) -> None:
+    path = written(tmp_path, COEPG, COEPG | {"step_id": "1_1", "step_index": 1, "prediction": None})
     got = json.loads(score_file(path, "coepg", "android_control/strict14").to_json())
     assert (got["rows"], got["scored"], got["metrics"]["step_acc"]["micro"]) == (2, 2, 50)
     assert score_file(path, "coepg", "sop/android_control/strict14").metrics["pg"].micro == 50
-    seeact = OWN | {
+    seeact = COEPG | {
         "label": {"action_type": "CLICK", "value": "", "positives": [["7", 0]]},
         "prediction": {"action_type": "CLICK", "value": "", "element": "7"},
     }
     assert score_file(written(tmp_path, seeact), "coepg", "mind2web/seeact").metrics["step_sr"].micro == 100
-    tree = OWN | {"nodes": [{"box": [0, 0, 10, 10], "text": "OK"}]}
+    tree = COEPG | {"nodes": [{"box": [0, 0, 10, 10], "text": "OK"}]}
     assert score_file(written(tmp_path, tree), "coepg", "android_control/uground500").metrics["step_acc"].micro == 100
 
 
-def own_row(case: Case) -> dict[str, Any]:
-    """`case` as an object of our own format, which `read_coepg` reads back."""
+def coepg_row(case: Case) -> dict[str, Any]:
+    """`case` as a row of the coepg format, which `read_coepg` reads back."""
     label: dict[str, Any] = {"action_type": case.label.type, "value": case.label.value, "point": case.label.point}
     label["boxes"] = case.boxes
     prediction: dict[str, Any] | None = None
@@ -396,11 +396,11 @@ def own_row(case: Case) -> dict[str, Any]:
     return row | {"label": label, "prediction": prediction}
 
 
-def test_own_rows_come_back(tmp_path: Path) -> None:
+def test_rows_of_the_coepg_format_come_back(tmp_path: Path) -> None:
     facts = {"positives": [("7", 3)], "element": "7", "nodes": NODES}
     first = case(tap(5, 5), tap(6, 6), boxes=(BOX,), seen_size=(500, 1000), facts=facts, step_index=2, group="g")
     second = case(Action("wait"), None, step_id="t", episode_id=None, size=None)
-    path = written(tmp_path, own_row(first), own_row(second))
+    path = written(tmp_path, coepg_row(first), coepg_row(second))
     assert read_predictions(path, "coepg", "android_control/strict14")[0] == [first, second]
 
 
@@ -410,13 +410,16 @@ def test_own_rows_come_back(tmp_path: Path) -> None:
         (["{"], "row 1: invalid JSON"),
         (["5"], "row 1: must be a JSON object"),
         (["[5]"], "objects only"),
-        ([OWN, OWN | {"surprise": 1}], "row 2: field 'surprise' is not known"),
-        ([OWN | {"label": {"action_type": "click", "boxes": [[1, 2, 3]]}}], "row 1: label: .*boxes"),
-        ([OWN | {"width": "wide"}], "'width' must be int"),
-        ([OWN | {"width": 0}], "is not a size"),
-        ([OWN | {"label": {"action_type": "click", "point": [1, None]}}], "row 1: label: .*'point' must be 2 numbers"),
-        ([{k: v for k, v in OWN.items() if k != "step_id"}], "'step_id' is missing"),
-        ([OWN, OWN], "more than once"),
+        ([COEPG, COEPG | {"surprise": 1}], "row 2: field 'surprise' is not known"),
+        ([COEPG | {"label": {"action_type": "click", "boxes": [[1, 2, 3]]}}], "row 1: label: .*boxes"),
+        ([COEPG | {"width": "wide"}], "'width' must be int"),
+        ([COEPG | {"width": 0}], "is not a size"),
+        (
+            [COEPG | {"label": {"action_type": "click", "point": [1, None]}}],
+            "row 1: label: .*'point' must be 2 numbers",
+        ),
+        ([{k: v for k, v in COEPG.items() if k != "step_id"}], "'step_id' is missing"),
+        ([COEPG, COEPG], "more than once"),
         ([], "holds no rows"),
     ],
 )
@@ -439,9 +442,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ScoringError, match="format 'csv'"):
         score_file(tmp_path, "csv", "miniwob/point")
     with pytest.raises(ScoringError, match="gui_r1 files hold"):
-        score_file(written(tmp_path, OWN), "gui_r1", "mind2web/uground")
+        score_file(written(tmp_path, COEPG), "gui_r1", "mind2web/uground")
     with pytest.raises(ScoringError, match="score them with android_control/ui_genie"):
-        score_file(written(tmp_path, OWN), "ui_genie", "android_control/qwen")
+        score_file(written(tmp_path, COEPG), "ui_genie", "android_control/qwen")
 
 
 def test_gui_r1_files_of_other_runs_are_read(tmp_path: Path) -> None:

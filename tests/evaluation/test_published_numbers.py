@@ -87,11 +87,11 @@ OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 def inverted(case: Case) -> Case:
     """Its scroll in the other convention: the finger's direction instead of the content's."""
-    said = case.prediction
-    if said is None or said.type not in android_control.SCROLLS:
+    predicted = case.prediction
+    if predicted is None or predicted.type not in android_control.SCROLLS:
         return case
-    direction = said.value.strip().lower()
-    return replace(case, prediction=replace(said, value=OPPOSITE.get(direction, said.value)))
+    direction = predicted.value.strip().lower()
+    return replace(case, prediction=replace(predicted, value=OPPOSITE.get(direction, predicted.value)))
 
 
 @pytest.mark.parametrize(

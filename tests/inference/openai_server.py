@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on loopback around a real TransformersEngine; told to, it fails as servers do.
+"""A small OpenAI-compatible server on loopback around a real TransformersEngine; a test can make it fail as servers do.
 
 In a test's process: `OpenAIServer(engine)`. As a process of its own: `python -m tests.inference.openai_server PORT CHECKPOINT`.
 """
@@ -30,7 +30,7 @@ class OpenAIServer:
     def __init__(self, engine: TransformersEngine, port: int = 0, key: str | None = None) -> None:
         self.faults: list[Fault] = []
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.busiest = 0
         self._busy, self._key, self._engine = 0, key, engine
         self._lock, self._model_lock = threading.Lock(), threading.Lock()
@@ -55,7 +55,7 @@ class OpenAIServer:
                 if outer.refused(self):
                     return reply(self, 401, {"error": f"bad key {self.headers.get('Authorization')}"})
                 with outer._lock:
-                    outer.asked.append(body)
+                    outer.requests.append(body)
                     outer._busy += 1
                     outer.busiest = max(outer.busiest, outer._busy)
                     fault = outer.faults.pop(0) if outer.faults else None

@@ -21,15 +21,15 @@ def untimed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Scripted:
-    """An engine that answers by what it is asked, and counts."""
+    """An engine that answers by the text of a request, and keeps the requests."""
 
     resize = RESIZE
 
     def __init__(self, answer: Callable[[str], Generation | Failure], *, remote: bool = False) -> None:
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
         self.remote = remote
         self._answer = answer
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        self.asked += requests
+        self.requests += requests
         return [[self._answer(r.messages[0]["content"][1]["text"])] * sampling.samples for r in requests]

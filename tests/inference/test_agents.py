@@ -88,7 +88,7 @@ def test_the_confidence_is_the_mean_over_the_coordinate_tokens(steps: pa.Table) 
 
 
 @pytest.mark.parametrize(("space", "point"), [(Space.NORM_1000, (42, 56)), (Space.RESIZED, (500, 500))])
-def test_the_point_is_read_in_the_grounders_own_space(
+def test_the_point_is_read_in_the_space_of_the_grounder(
     steps: pa.Table, space: Space, point: tuple[float, float]
 ) -> None:
     grounding = read(steps, generation("(", "500", ",", "500", ")"), space)
@@ -129,19 +129,19 @@ def test_any_of_several_boxes_is_a_hit_borders_included() -> None:
     assert not grounding.hits([])
 
 
-def test_each_different_pair_is_asked_once_and_readings_are_in_order(steps: pa.Table) -> None:
+def test_each_different_pair_is_queried_once_and_readings_are_in_order(steps: pa.Table) -> None:
     engine = Scripted(lambda plan: generation("(", str(len(plan)), ",", "1", ")"))
     grounder = Grounder(engine, Screens(steps, RESIZE), "compact", Space.RESIZED, 12)
     plans = [("s1", "bbb"), ("s0", "a"), ("s1", "a"), ("s1", "bbb"), ("s0", "a")]
     assert [grounding.point.x for grounding in grounder.ground(plans) if grounding.point] == [3, 1, 1, 3, 1]
-    assert len(engine.asked) == 3
+    assert len(engine.requests) == 3
 
 
 class ByScreen(Scripted):
-    """Its x says which screen it was asked about, its y which plan."""
+    """Its x stands for the screen of a request, its y for the plan."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
-        self.asked += requests
+        self.requests += requests
         places = [(r.image.getpixel((0, 0))[1] // 4, len(r.messages[0]["content"][1]["text"])) for r in requests]
         return [[generation("(", str(x), ",", str(y), ")")] for x, y in places]
 
@@ -151,21 +151,21 @@ SOME = st.lists(st.sampled_from(PAIRS), max_size=5)
 
 
 @given(early=st.lists(SOME, max_size=4), plans=SOME, places=st.lists(st.booleans(), min_size=1, max_size=3))
-def test_asked_early_or_late_the_readings_are_the_same(
+def test_early_and_late_queries_give_the_same_readings(
     steps: pa.Table, early: list[list[tuple[str, str]]], plans: list[tuple[str, str]], places: list[bool]
 ) -> None:
-    """And who computes remotely is asked about each pair once."""
+    """A remote engine also gets each pair once."""
     screens = Screens(steps, RESIZE)
     engines = [ByScreen(lambda _: Failure("not asked"), remote=remote) for remote in places]
     grounders = {str(i): Grounder(e, screens, "compact", Space.RESIZED, 8) for i, e in enumerate(engines)}
     with GrounderPool(grounders) as pool:
         for part in early:
             pool.query(part)
-        said = pool.groundings(plans)
+        readings = pool.groundings(plans)
     for engine in engines:
-        assert len(engine.asked) == len({*plans, *(pair for part in early if engine.remote for pair in part)})
-    assert said == [grounder.ground(plans) for grounder in grounders.values()]
-    assert len({grounding.point for grounding in said[0]}) == len(set(plans))
+        assert len(engine.requests) == len({*plans, *(pair for part in early if engine.remote for pair in part)})
+    assert readings == [grounder.ground(plans) for grounder in grounders.values()]
+    assert len({grounding.point for grounding in readings[0]}) == len(set(plans))
 
 
 def test_what_goes_wrong_in_a_thread_is_raised_where_its_readings_are_wanted(steps: pa.Table) -> None:
@@ -180,15 +180,15 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_its_readings_are_wanted(ste
             pool.groundings(PAIRS[:2])
 
 
-def test_who_leaves_waits_for_nobody_and_nobody_is_asked_any_more(steps: pa.Table) -> None:
+def test_leaving_a_pool_waits_for_no_answer_and_sends_no_more_queries(steps: pa.Table) -> None:
     """An error while rollouts are sampled and a grounder does not answer."""
-    asked, answer = threading.Event(), threading.Event()
+    received, answer = threading.Event(), threading.Event()
     threads = []
 
     class Slow(ByScreen):
         def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
             threads.append(threading.current_thread())
-            asked.set()
+            received.set()
             assert answer.wait(20)
             return super().generate(requests, sampling)
 
@@ -199,19 +199,19 @@ def test_who_leaves_waits_for_nobody_and_nobody_is_asked_any_more(steps: pa.Tabl
         GrounderPool({"far": Grounder(engine, Screens(steps, RESIZE), "compact", Space.RESIZED, 8)}) as pool,
     ):
         pool.query(PAIRS[:1])
-        assert asked.wait(20)
+        assert received.wait(20)
         pool.query(PAIRS[1:])
         raise MemoryError
     assert time.monotonic() - started < 15
     answer.set()
     threads[0].join(20)
-    assert not threads[0].is_alive() and len(engine.asked) == 1
+    assert not threads[0].is_alive() and len(engine.requests) == 1
 
 
 def test_a_grounder_sees_the_plan_and_nothing_else_of_the_step(steps: pa.Table) -> None:
     engine = Scripted(lambda _: generation("(", "1", ",", "1", ")"))
     Grounder(engine, Screens(steps, RESIZE), "compact", Space.RESIZED, 12).ground([("s2", "the plan")])
-    [request] = engine.asked
+    [request] = engine.requests
     assert request.messages[0]["content"][1] == {"type": "text", "text": "the plan"}
 
 

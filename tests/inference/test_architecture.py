@@ -32,20 +32,20 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     config = Qwen2_5_VLConfig(**{key: value for key, value in KNOWN[name].items() if key != "model_type"})
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(config)
-    found = Architecture.of(KNOWN[name])
-    assert found.parameters == sum(p.numel() for p in model.parameters())
-    assert found.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
+    architecture = Architecture.of(KNOWN[name])
+    assert architecture.parameters == sum(p.numel() for p in model.parameters())
+    assert architecture.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
     # the same from what transformers writes
-    assert Architecture.of(config.to_dict()) == found
+    assert Architecture.of(config.to_dict()) == architecture
 
 
 def test_parameters_of_qwen3_vl() -> None:
     config = Qwen3VLConfig()
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(config)
-    found = Architecture.of(config.to_dict())
-    assert found.parameters == sum(p.numel() for p in model.parameters())
-    assert found.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
+    architecture = Architecture.of(config.to_dict())
+    assert architecture.parameters == sum(p.numel() for p in model.parameters())
+    assert architecture.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
 
 
 def test_operations_are_those_that_torch_counts(random_checkpoint: Callable[[int], Path]) -> None:

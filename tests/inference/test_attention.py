@@ -12,7 +12,7 @@ from coepg_dagster.inference.attention import attend_shared_keys, with_room
 
 @settings(max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 2**16))
-def test_heads_that_share_keys_attend_as_if_each_had_its_own(
+def test_heads_that_share_keys_attend_as_with_repeated_keys(
     rows: int, shared: int, groups: int, length: int, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -20,10 +20,10 @@ def test_heads_that_share_keys_attend_as_if_each_had_its_own(
     key, value = (torch.randn(rows, shared, length, 8, generator=draw) for _ in range(2))
     mask = torch.rand(rows, 1, 1, length, generator=draw) < 0.7
     mask[..., -1] = True  # a token sees itself
-    found, _ = attend_shared_keys(None, query, key, value, mask, scaling=0.3)
-    own = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, *own, attn_mask=mask, scale=0.3)
-    torch.testing.assert_close(found, expected.transpose(1, 2))
+    output, _ = attend_shared_keys(None, query, key, value, mask, scaling=0.3)
+    repeated = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(output, expected.transpose(1, 2))
 
 
 def test_a_cache_with_room_holds_what_one_that_is_copied_holds() -> None:
@@ -47,6 +47,6 @@ def test_a_cache_with_room_holds_what_one_that_is_copied_holds() -> None:
             roomy.batch_select_indices(kept)
         for layer in range(2):
             new = keys_and_values(rows, tokens)
-            for found, expected in zip(roomy.update(*new, layer), grown.update(*new, layer), strict=True):
-                assert torch.equal(found, expected)
+            for output, expected in zip(roomy.update(*new, layer), grown.update(*new, layer), strict=True):
+                assert torch.equal(output, expected)
         assert roomy.get_seq_length() == grown.get_seq_length()

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a checkpoint is said before anything is computed with it."""
+"""Faults in the files of a checkpoint are reported before anything is computed with it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_shards_are_those_of_their_index(shards: Path, change: Callable[[Path], 
             look(shards)
 
 
-def test_all_faults_are_said_at_once(single: Path) -> None:
+def test_all_faults_are_named_at_once(single: Path) -> None:
     for change in (remove("tokenizer.json", "config.json"), cut(WEIGHTS, 0.5)):
         change(single)
     assert len(faults(single)) == 3
@@ -176,7 +176,7 @@ KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.floa
     kind=st.sampled_from(KINDS),
     before=st.integers(0, 5),
 )
-def test_weights_that_are_no_numbers_are_found_as_torch_finds_them(
+def test_tensors_with_nan_or_infinity_are_those_that_torch_names(
     tmp_path_factory: pytest.TempPathFactory, values: list[float], kind: torch.dtype, before: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "finite.safetensors"
@@ -189,7 +189,7 @@ def test_weights_that_are_no_numbers_are_found_as_torch_finds_them(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nobody_is_said_to_have_trained_what_came_broken(shards: Path, value: float) -> None:
+def test_the_error_for_nan_weights_advises_a_new_copy(shards: Path, value: float) -> None:
     check_finite(shards)
     weights = load_file(shards / SHARDS[1])
     name = sorted(weights)[0]

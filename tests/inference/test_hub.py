@@ -1,4 +1,4 @@
-"""Models of the hub: one commit, found once, kept in the cache, and loaded from there with or without a network."""
+"""Models of the hub: one commit, resolved once, kept in the cache, and loaded from there with or without a network."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def copy(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> Path:
 
 def answer(checkpoint: str) -> Generation:
     engine = TransformersEngine(checkpoint, dtype="float32", device="cpu", batch_size=1)
-    [[found]] = engine.generate(
+    [[generation]] = engine.generate(
         [Request(Image.new("RGB", (WIDTH, HEIGHT)), planner_messages("x", [], "compact"))], Sampling(3)
     )
-    assert isinstance(found, Generation)
-    return found
+    assert isinstance(generation, Generation)
+    return generation
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -73,15 +73,15 @@ def same_weights(one: Path, other: Path) -> bool:
 
 def test_a_name_is_one_commit_whatever_the_hub_has_later(hub: Hub, random_checkpoint: Callable[[int], Path]) -> None:
     first = hub.publish(NAME, random_checkpoint(0))
-    found = identify(NOWHERE, NAME)
-    assert found == {"checkpoint": NAME, "version": first, "revision": "main"}
+    record = identify(NOWHERE, NAME)
+    assert record == {"checkpoint": NAME, "version": first, "revision": "main"}
     second = hub.publish(NAME, random_checkpoint(1))
     hub.asked.clear()
-    assert identify(NOWHERE, NAME) == found, "the cache comes first"
-    assert pinned(found) == f"{NAME}@{first}" and same_weights(local_folder(pinned(found)), random_checkpoint(0))
-    said = answer(pinned(found))
-    assert said.weights == local_version(pinned(found)) == first
-    assert said.text == answer(str(random_checkpoint(0))).text
+    assert identify(NOWHERE, NAME) == record, "the cache comes first"
+    assert pinned(record) == f"{NAME}@{first}" and same_weights(local_folder(pinned(record)), random_checkpoint(0))
+    generation = answer(pinned(record))
+    assert generation.weights == local_version(pinned(record)) == first
+    assert generation.text == answer(str(random_checkpoint(0))).text
     assert hub.asked == [], "what is in the cache is not asked for"
     assert same_weights(local_folder(f"{NAME}@{second}"), random_checkpoint(1))
     assert local_version(f"{NAME}@{second}") == second
@@ -221,7 +221,7 @@ def test_what_the_hub_does_not_have(
         identify(NOWHERE, checkpoint)
 
 
-def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_not_requested_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     for checkpoint in ("models/nothere", "./nothere", "/no/where", "~/here", "nothere", "a/b/c", "models/a@b"):
         assert is_local(tmp_path, checkpoint)
@@ -230,7 +230,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(hub: Hub, tmp_path: 
     assert not is_local(tmp_path, f"{NAME}@refs/pr/1") and hub.asked == []
 
 
-def test_weights_of_other_formats_are_never_asked_for(hub: Hub, copy: Path) -> None:
+def test_weights_of_other_formats_are_never_requested(hub: Hub, copy: Path) -> None:
     (copy / WEIGHTS).rename(copy / "pytorch_model.bin")
     hub.publish(NAME, copy)
     models = Models(base_planner=NAME, base_grounder=NAME, planners={"p": NAME}, verifiers={"v": NAME})
@@ -290,9 +290,10 @@ def test_every_broken_model_is_named_at_once(
     )
     with pytest.raises(dg.Failure) as refused:
         identities(tmp_path, models)
-    said = str(refused.value.description).splitlines()
-    assert said[0].startswith("models: base_grounder: there is no checkpoint folder")
-    assert said[1].startswith("models: verifiers/a, verifiers/b: ") and "NaN or infinite" in said[1] and len(said) == 2
+    lines = str(refused.value.description).splitlines()
+    assert lines[0].startswith("models: base_grounder: there is no checkpoint folder")
+    assert lines[1].startswith("models: verifiers/a, verifiers/b: ") and "NaN or infinite" in lines[1]
+    assert len(lines) == 2
     assert len(broken(models, tmp_path)) == 1, "a plan reads no weights"
 
 

@@ -52,7 +52,7 @@ def running(direct: TransformersEngine) -> Iterator[OpenAIServer]:
 @pytest.fixture
 def server(running: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> OpenAIServer:
     monkeypatch.setattr(openai_engine, "PAUSE_SECONDS", 0.01)
-    running.faults, running.asked, running.busiest = [], [], 0
+    running.faults, running.requests, running.busiest = [], [], 0
     running.change = lambda answer: answer
     return running
 
@@ -93,8 +93,8 @@ def test_tokens_and_log_probabilities_are_those_of_the_engine_behind_it(
     engine: OpenAIEngine, direct: TransformersEngine, server: OpenAIServer
 ) -> None:
     other = Image.new("RGB", (84, 112), (200, 10, 10))
-    asked = [request("click OK"), request("click Search"), request("é漢", other)]
-    for there, here in zip(engine.generate(asked, Sampling(6)), direct.generate(asked, Sampling(6)), strict=True):
+    requests = [request("click OK"), request("click Search"), request("é漢", other)]
+    for there, here in zip(engine.generate(requests, Sampling(6)), direct.generate(requests, Sampling(6)), strict=True):
         assert isinstance(there[0], Generation) and isinstance(here[0], Generation)
         assert (there[0].text, there[0].pieces, there[0].finish_reason) == (
             here[0].text,
@@ -106,7 +106,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_engine_behind_it(
         assert there[0].usage and here[0].usage
         assert (there[0].usage.prompt, there[0].usage.generated) == (here[0].usage.prompt, here[0].usage.generated)
     # vision tokens are biased out, and no request is sampled as another
-    assert all(set(body["logit_bias"].values()) == {-100} and body["logprobs"] for body in server.asked)
+    assert all(set(body["logit_bias"].values()) == {-100} and body["logprobs"] for body in server.requests)
 
 
 def test_rewards_are_those_of_the_engine_behind_it(
@@ -137,7 +137,7 @@ def test_rewards_are_those_of_the_engine_behind_it(
 
 @settings(max_examples=6)
 @given(order=st.permutations(range(4)), cuts=st.lists(st.integers(1, 3), max_size=2))
-def test_rewards_asked_for_while_rollouts_are_sampled_are_the_same(
+def test_rewards_are_the_same_when_grounders_are_queried_early(
     running: OpenAIServer,
     direct: TransformersEngine,
     far: OpenAIEngine,
@@ -157,16 +157,16 @@ def test_rewards_asked_for_while_rollouts_are_sampled_are_the_same(
             for name, engine in {"own": direct, "far": far}.items()
         }
         reward = CdremReward(grounders, {"own": 2.0, "far": 1.0}, steps, screens, Grpo())
-        running.asked = []
+        running.requests = []
         with reward.pool():
             for part in early:
                 reward.ask([texts[i] for i in part], [ids[i] for i in part])
             rewards = reward.score(texts, ids)
-        return rewards, untimed(reward.rows), len(running.asked)
+        return rewards, untimed(reward.rows), len(running.requests)
 
     ends = sorted({0, 4, *cuts})
     assert scored([order[a:b] for a, b in itertools.pairwise(ends)]) == scored([])
-    assert len(running.asked) == 3, "equal pairs once"
+    assert len(running.requests) == 3, "equal pairs once"
 
 
 def test_samples_come_back_in_order_and_by_seed(engine: OpenAIEngine, direct: TransformersEngine) -> None:
@@ -187,20 +187,22 @@ def test_requests_in_flight_are_bounded_and_answers_in_order(engine: OpenAIEngin
 
 
 def test_the_weight_version_is_what_the_server_says_and_not_when(engine: OpenAIEngine, server: OpenAIServer) -> None:
-    told = served_model(Endpoint(server.url, "tiny", KEY))
-    assert told == {"id": "tiny", "owned_by": "test"}
+    listed = served_model(Endpoint(server.url, "tiny", KEY))
+    assert listed == {"id": "tiny", "owned_by": "test"}
     answer = ask(engine)
-    assert isinstance(answer, Generation) and answer.weights == served_version(told)
+    assert isinstance(answer, Generation) and answer.weights == served_version(listed)
 
 
 # what may pass
 
 
 @pytest.mark.parametrize("faults", [[status(429)], [status(503)], [hang_up], [status(500), hang_up, status(429)]])
-def test_what_may_pass_is_asked_again(engine: OpenAIEngine, server: OpenAIServer, faults: list[Any]) -> None:
+def test_a_request_is_sent_again_after_a_temporary_failure(
+    engine: OpenAIEngine, server: OpenAIServer, faults: list[Any]
+) -> None:
     server.faults = list(faults)
     assert isinstance(ask(engine), Generation)
-    assert len(server.asked) == len(faults) + 1
+    assert len(server.requests) == len(faults) + 1
 
 
 def test_the_pause_is_at_least_what_the_server_asks_for(
@@ -221,7 +223,7 @@ def test_a_server_that_asks_for_an_hour_has_failed(engine: OpenAIEngine, server:
 def test_errors_without_end_are_a_failure_of_the_request(engine: OpenAIEngine, server: OpenAIServer) -> None:
     server.faults = [status(500)] * 5
     assert "status 500 after 5 attempts" in reason(engine)
-    assert len(server.asked) == 5
+    assert len(server.requests) == 5
     assert isinstance(ask(engine), Generation)
 
 
@@ -236,46 +238,46 @@ def test_closing_ends_what_another_thread_still_has_to_ask(engine: OpenAIEngine,
     """Also what waits before another attempt; what the server has at hand may still be answered."""
     answer = threading.Event()
     server.faults = [status(503, Retry_After="100")] * 3 + [lambda *_: not answer.wait(20)]
-    told: list[list[Generation | Failure]] = []
+    answers: list[list[Generation | Failure]] = []
     asking = threading.Thread(
-        target=lambda: told.extend(engine.generate([request(f"click {i}") for i in range(40)], Sampling(2)))
+        target=lambda: answers.extend(engine.generate([request(f"click {i}") for i in range(40)], Sampling(2)))
     )
     asking.start()
-    while len(server.asked) < 4:
+    while len(server.requests) < 4:
         time.sleep(0.01)
     engine.close()
     answer.set()
     asking.join(20)
     assert not asking.is_alive()
-    reasons = [one.reason for [one] in told if isinstance(one, Failure)]
-    assert len(told) == 40 and reasons.count("the engine was closed") >= 39
-    assert len(server.asked) == 4
+    reasons = [one.reason for [one] in answers if isinstance(one, Failure)]
+    assert len(answers) == 40 and reasons.count("the engine was closed") >= 39
+    assert len(server.requests) == 4
 
 
 # what may not
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 422])
-def test_a_refused_request_is_not_asked_again(engine: OpenAIEngine, server: OpenAIServer, code: int) -> None:
+def test_a_refused_request_is_not_sent_again(engine: OpenAIEngine, server: OpenAIServer, code: int) -> None:
     server.faults = [status(code)]
     assert f"status {code}" in reason(engine)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
-def test_a_late_answer_is_a_failure_and_not_asked_again(
+def test_a_late_answer_is_a_failure_and_the_request_is_not_sent_again(
     server: OpenAIServer, trained: Callable[[str, int], Path]
 ) -> None:
     endpoint = Endpoint(server.url, "tiny", KEY, timeout_seconds=0.2)
     server.faults = [after(0.6)]
     with contextlib.closing(OpenAIEngine(endpoint, load_processor(str(trained("grounder", 0))))) as engine:
         assert "no answer within 0.2 s" in reason(engine)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_no_reason_holds_the_key(engine: OpenAIEngine, server: OpenAIServer) -> None:
     server.faults = [status(400)]
-    said = reason(engine)
-    assert "said with Bearer …" in said and KEY not in said
+    message = reason(engine)
+    assert "said with Bearer …" in message and KEY not in message
 
 
 def test_without_a_connection_the_rest_fails_at_once(
@@ -313,7 +315,7 @@ def without(path: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("choices.0.logprobs", "the server must give log-probabilities"),
         ("choices.0.logprobs.content", "the server must give log-probabilities"),
@@ -325,10 +327,10 @@ def without(path: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ],
 )
 def test_an_answer_without_a_part_is_a_failure(
-    engine: OpenAIEngine, server: OpenAIServer, path: str, said: str
+    engine: OpenAIEngine, server: OpenAIServer, path: str, message: str
 ) -> None:
     server.change = without(path)
-    assert said in reason(engine)
+    assert message in reason(engine)
 
 
 @given(st.binary(max_size=30) | st.sampled_from([b"null", b"[]", b"{}", b'{"choices": 3}', b"<html>busy</html>"]))
@@ -343,16 +345,16 @@ def test_garbage_over_the_wire(engine: OpenAIEngine, server: OpenAIServer) -> No
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (lambda choice: choice.update(finish_reason="content_filter"), "content_filter"),
         (lambda choice: choice["logprobs"]["content"][0].update(logprob=0.4), "above 0"),
         (lambda choice: choice["logprobs"]["content"][0].update(bytes=[300]), "malformed"),
     ],
 )
-def test_impossible_answers_are_failures(engine: OpenAIEngine, server: OpenAIServer, edit: Any, said: str) -> None:
+def test_impossible_answers_are_failures(engine: OpenAIEngine, server: OpenAIServer, edit: Any, message: str) -> None:
     server.change = lambda answer: [edit(choice) for choice in answer["choices"]] and answer
-    assert said in reason(engine)
+    assert message in reason(engine)
 
 
 def test_bytes_are_made_of_the_text_where_a_server_gives_none(
@@ -377,7 +379,7 @@ def test_a_server_as_it_should_be_passes(engine: OpenAIEngine) -> None:
 
 
 def test_another_image_grid_is_refused(engine: OpenAIEngine, server: OpenAIServer) -> None:
-    """max_pixels of the server's own: the prompt is shorter than our resize says."""
+    """The server has another max_pixels: the prompt is shorter than our resize says."""
 
     def change(answer: dict[str, Any]) -> dict[str, Any]:
         answer["usage"]["prompt_tokens"] -= 3
@@ -392,7 +394,7 @@ def test_log_probabilities_that_depend_on_the_temperature_are_refused(
     engine: OpenAIEngine, server: OpenAIServer
 ) -> None:
     def change(answer: dict[str, Any]) -> dict[str, Any]:
-        cold = server.asked[-1]["temperature"] > 0
+        cold = server.requests[-1]["temperature"] > 0
         for token in answer["choices"][0]["logprobs"]["content"]:
             token["logprob"] = -0.001 if cold else -0.8
         return answer
@@ -402,7 +404,7 @@ def test_log_probabilities_that_depend_on_the_temperature_are_refused(
         engine.check()
 
 
-def test_what_is_wrong_with_an_endpoint_is_said(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_an_endpoint_is_reported(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineRefused, match=r"does not serve 'huge' but tiny: correct `model`"):
         served_model(Endpoint(server.url, "huge", KEY))
     with pytest.raises(EngineRefused, match=r"refused the key.*api_key_env"):
@@ -424,9 +426,9 @@ def test_the_length_of_a_prompt_is_what_the_processor_makes_of_it(
     random_checkpoint: Callable[[int], Path], size: tuple[int, int]
 ) -> None:
     processor = load_processor(str(random_checkpoint(0)))
-    asked = request("Enter <|image_pad|> é into Name", Image.new("RGB", size))
-    prompt = prompt_of(processor, asked)
-    made = processor(text=[prompt.text], images=[[asked.image]])["input_ids"][0]
+    query = request("Enter <|image_pad|> é into Name", Image.new("RGB", size))
+    prompt = prompt_of(processor, query)
+    made = processor(text=[prompt.text], images=[[query.image]])["input_ids"][0]
     assert prompt.tokens == len(made)
 
 

@@ -88,7 +88,7 @@ def test_pools_find_the_same_behind_an_endpoint(
         )
         tables[place] = [candidates, verdicts]
     far, near = tables["far"][0], tables["near"][0]
-    # sampled plans: an engine in batches draws other ones than a server that is asked one by one
+    # sampled plans: an engine in batches draws other ones than a server that gets one request at a time
     drawn = ("text", "plan", "action_type", "value", "gate", "duplicate_of")
     exact = [name for name in near.column_names if name not in drawn]
     assert far.select(exact).to_pylist() == near.select(exact).to_pylist()
@@ -97,7 +97,7 @@ def test_pools_find_the_same_behind_an_endpoint(
     exact = [name for name in near.column_names if name != "mean_logprob"]
     assert far.num_rows > 0 and far.select(exact).to_pylist() == near.select(exact).to_pylist()
     assert far["mean_logprob"].to_pylist() == pytest.approx(near["mean_logprob"].to_pylist(), abs=1e-4)
-    assert all(body["temperature"] == 0 for body in server.asked[2:])  # after the two of the probe
+    assert all(body["temperature"] == 0 for body in server.requests[2:])  # after the two of the probe
 
 
 def test_an_endpoint_that_is_not_as_it_should_be_stops_the_job_before_it_begins(
@@ -108,7 +108,7 @@ def test_an_endpoint_that_is_not_as_it_should_be_stops_the_job_before_it_begins(
     server.faults = [status(400)]
     with pytest.raises(EngineRefused, match="the probe got no answer: status 400"):
         ran(CandidatesJob, tmp_path / "c", tmp_path / "steps.arrow", models, members={"p": member}, max_steps=None)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_which_model_a_member_is(
@@ -116,9 +116,9 @@ def test_which_model_a_member_is(
 ) -> None:
     """An endpoint's by its name and what the server says; a checkpoint's by its weights. Neither by where it is."""
     _, member = served("grounder")
-    found = identity(Path("/"), member)
-    assert found["version"].startswith("tiny@") and found["server"] == {"id": "tiny", "owned_by": "test"}
-    assert "127.0.0.1" not in str(found) and "COEPG_TEST_KEY" not in str(found)
+    record = identity(Path("/"), member)
+    assert record["version"].startswith("tiny@") and record["server"] == {"id": "tiny", "owned_by": "test"}
+    assert "127.0.0.1" not in str(record) and "COEPG_TEST_KEY" not in str(record)
     path = str(trained("grounder", 0))
     here = identity(Path("/"), Member(model=path, engine="vllm"))
     assert (here["version"], here["engine"]) == (local_version(path), "vllm")
@@ -141,7 +141,7 @@ def test_an_engine_is_named_by_the_member_or_else_by_the_experiment(
         pass
 
 
-def test_grounders_elsewhere_are_asked_at_the_same_time(steps: pa.Table) -> None:
+def test_remote_grounders_are_queried_at_the_same_time(steps: pa.Table) -> None:
     """Two that wait for each other: one after the other they would wait for ever."""
     together = threading.Barrier(2, timeout=20)
 
@@ -163,5 +163,5 @@ def test_grounders_elsewhere_are_asked_at_the_same_time(steps: pa.Table) -> None
         for i, (name, kind) in enumerate(engines.items())
     }
     with GrounderPool(grounders) as pool:
-        said = pool.groundings([("s0", "click OK"), ("s1", "click OK")])
-    assert [[reading.point.x for reading in one if reading.point] for one in said] == [[10, 10], [11, 11], [12, 12]]
+        readings = pool.groundings([("s0", "click OK"), ("s1", "click OK")])
+    assert [[reading.point.x for reading in one if reading.point] for one in readings] == [[10, 10], [11, 11], [12, 12]]

@@ -9,7 +9,7 @@ from coepg_dagster.inference.order import grouped
 
 
 @given(shared=st.lists(st.integers(0, 12)), ahead=st.integers(0, 8))
-def test_each_is_asked_once_and_only_after_so_many_other_leaders(shared: list[int], ahead: int) -> None:
+def test_each_comes_once_and_only_after_so_many_other_leaders(shared: list[int], ahead: int) -> None:
     order = grouped(shared, ahead)
     assert sorted(order) == list(range(len(shared)))
     groups = list(dict.fromkeys(shared))

@@ -46,8 +46,8 @@ def engine(random_checkpoint: Callable[[int], Path]) -> TransformersEngine:
     return TransformersEngine(random_checkpoint(0), dtype="float32", device="cpu", batch_size=4)
 
 
-def generate(engine: TransformersEngine, asked: list[Request], sampling: Sampling) -> list[list[Generation]]:
-    answers = engine.generate(asked, sampling)
+def generate(engine: TransformersEngine, queries: list[Request], sampling: Sampling) -> list[list[Generation]]:
+    answers = engine.generate(queries, sampling)
     assert all(isinstance(answer, Generation) for row in answers for answer in row)
     return answers  # type: ignore[return-value]
 
@@ -70,9 +70,9 @@ def teacher_forced(engine: TransformersEngine, request: Request, answer: Generat
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_log_probabilities_are_those_at_temperature_one(engine: TransformersEngine, temperature: float) -> None:
-    asked = requests()
-    answers = generate(engine, asked, Sampling(6, temperature, seed=3))
-    for request, [answer] in zip(asked, answers, strict=True):
+    queries = requests()
+    answers = generate(engine, queries, Sampling(6, temperature, seed=3))
+    for request, [answer] in zip(queries, answers, strict=True):
         # a special token has no bytes to find it by
         if b"" not in answer.pieces and answer.pieces:
             assert answer.logprobs == pytest.approx(teacher_forced(engine, request, answer), abs=1e-4)
@@ -81,7 +81,7 @@ def test_log_probabilities_are_those_at_temperature_one(engine: TransformersEngi
 
 @pytest.fixture(scope="module")
 def one_by_one(engine: TransformersEngine) -> list[Generation]:
-    """The answers to `requests()`, each asked alone."""
+    """The answers to `requests()`, each generated alone."""
     return [generate(engine, [request], Sampling(5))[0][0] for request in requests()]
 
 
@@ -90,20 +90,20 @@ def one_by_one(engine: TransformersEngine) -> list[Generation]:
 def test_neither_order_nor_batches_change_an_answer_or_a_confidence(
     engine: TransformersEngine, one_by_one: list[Generation], order: list[int], batch_size: int, again: list[int]
 ) -> None:
-    asked, chosen = requests(), [*order, *again]
+    queries, chosen = requests(), [*order, *again]
     batched = TransformersEngine.of(engine._model, engine._processor, batch_size=batch_size)
-    for i, [answer] in zip(chosen, generate(batched, [asked[i] for i in chosen], Sampling(5)), strict=True):
+    for i, [answer] in zip(chosen, generate(batched, [queries[i] for i in chosen], Sampling(5)), strict=True):
         assert answer.text == one_by_one[i].text
         assert answer.logprobs == pytest.approx(one_by_one[i].logprobs, abs=1e-4)
 
 
 def test_samples_come_in_order_and_the_same_seed_draws_the_same(engine: TransformersEngine) -> None:
-    asked, sampling = requests(), Sampling(5, temperature=1.0, top_p=0.9, samples=3, seed=5)
-    first, second = generate(engine, asked, sampling), generate(engine, asked, sampling)
+    queries, sampling = requests(), Sampling(5, temperature=1.0, top_p=0.9, samples=3, seed=5)
+    first, second = generate(engine, queries, sampling), generate(engine, queries, sampling)
     assert first == second
     assert [len(row) for row in first] == [3] * 6
     assert len({answer.text for row in first for answer in row}) > 6, "samples differ"
-    other = generate(engine, asked, Sampling(5, temperature=1.0, top_p=0.9, samples=3, seed=6))
+    other = generate(engine, queries, Sampling(5, temperature=1.0, top_p=0.9, samples=3, seed=6))
     assert other != first
 
 
@@ -127,7 +127,7 @@ def test_a_nucleus_is_the_same_whether_the_vocabulary_is_sorted_or_not(sharpness
             assert torch.equal(row[row > 0], expected[row > 0])
 
 
-def test_nothing_asked_nothing_answered(engine: TransformersEngine) -> None:
+def test_no_requests_give_no_answers(engine: TransformersEngine) -> None:
     assert engine.generate([], Sampling(1)) == []
 
 

@@ -61,13 +61,13 @@ def test_features_and_gradients_are_those_of_pixels(bare: tuple[Any, Any], train
     def features(order: list[int]) -> list[torch.Tensor]:
         made = processor.image_processor(images=[images[i] for i in order], return_tensors="pt")
         output = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
-        found = [torch.cat(list(output.pooler_output))]
-        found += [torch.cat(list(level)) for level in getattr(output, "deepstack_features", None) or []]
+        parts = [torch.cat(list(output.pooler_output))]
+        parts += [torch.cat(list(level)) for level in getattr(output, "deepstack_features", None) or []]
         model.zero_grad()
         if trained:
-            sum(part.square().sum() for part in found).backward()
-            found.append(weight.grad.clone())
-        return [part.detach() for part in found]
+            sum(part.square().sum() for part in parts).backward()
+            parts.append(weight.grad.clone())
+        return [part.detach() for part in parts]
 
     known: set[int] = set()
 
@@ -80,8 +80,8 @@ def test_features_and_gradients_are_those_of_pixels(bare: tuple[Any, Any], train
         given_patches.clear()
         shown.forget()
         with shown.keys():
-            found = features(order)
-        for expected, part in zip(plain, found, strict=True):
+            result = features(order)
+        for expected, part in zip(plain, result, strict=True):
             torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-4)
         new = set(order) - known if kept and not trained else set(order)
         known.update(order)
@@ -93,9 +93,9 @@ def test_features_and_gradients_are_those_of_pixels(bare: tuple[Any, Any], train
     assert "preprocess" not in vars(processor.image_processor)
 
 
-def test_what_is_kept_does_not_depend_on_what_else_was_asked(random_checkpoint: Callable[[int], Path]) -> None:
+def test_kept_outputs_do_not_depend_on_the_rest_of_a_batch(random_checkpoint: Callable[[int], Path]) -> None:
     """To the last bit: else a run that is continued, or had its embeddings from another process, would differ."""
-    images, found = noise(load_processor(str(random_checkpoint(0)))), []
+    images, kept = noise(load_processor(str(random_checkpoint(0)))), []
     for together in ([0], [2, 0], [1, 2, 0]):
         model, processor = load_checkpoint(random_checkpoint(0), "float32", "cpu")
         shown, store = Screenshots(processor), VisualStore()
@@ -103,8 +103,8 @@ def test_what_is_kept_does_not_depend_on_what_else_was_asked(random_checkpoint: 
         with shown.keys():
             made = processor.image_processor(images=[images[i] for i in together], return_tensors="pt")
         model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
-        found.append(store.get(tower.version, screenshot_key(images[0]).hex(), torch.device("cpu"))["pooler_output"])
-    assert all(torch.equal(found[0], other) for other in found)
+        kept.append(store.get(tower.version, screenshot_key(images[0]).hex(), torch.device("cpu"))["pooler_output"])
+    assert all(torch.equal(kept[0], other) for other in kept)
 
 
 def test_the_same_tower_finds_what_another_process_kept_and_no_other_tower_does(

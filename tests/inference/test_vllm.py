@@ -38,14 +38,14 @@ def expected(checkpoint: Path) -> dict[str, Any]:
     return plain(answers(engine)) | {"weights": engine.weights}
 
 
-def plain(found: dict[str, Any]) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(json.dumps(found, default=lambda raw: list(raw)))
+def plain(rows: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(json.dumps(rows, default=lambda raw: list(raw)))
     return loaded
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """The same greedy tokens; their log-probabilities and that of the stop within 1e-3; the same prompt lengths."""
-    for [there], [here] in zip(found["greedy"], expected["greedy"], strict=True):
+    for [there], [here] in zip(actual["greedy"], expected["greedy"], strict=True):
         assert "failure" not in there, there
         assert (there["text"], there["finish_reason"]) == (here["text"], here["finish_reason"])
         assert there["pieces"] == here["pieces"]
@@ -53,7 +53,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert there["stop_logprob"] == pytest.approx(here["stop_logprob"], abs=1e-3)
         assert there["usage"]["prompt"] == here["usage"]["prompt"]
         assert there["usage"]["generated"] == here["usage"]["generated"]
-    [hot] = found["hot"]
+    [hot] = actual["hot"]
     assert len(hot) == 3 and all(len(one["logprobs"]) == len(one["pieces"]) for one in hot)
     # of the raw logits: where a hot answer goes the greedy way, its log-probability is the greedy one
     [[greedy]] = expected["greedy"][:1]
@@ -74,11 +74,11 @@ def test_in_process_it_answers_as_transformers(checkpoint: Path, expected: dict[
     )
     assert run.returncode == 0, run.stderr[-3000:]
     [line] = [line for line in run.stdout.splitlines() if line.startswith("ANSWERS")]
-    found = json.loads(line.removeprefix("ANSWERS"))
-    assert_same(found, expected)
-    assert {answer["weights"] for row in found["greedy"] for answer in row} == {"w"}
+    actual = json.loads(line.removeprefix("ANSWERS"))
+    assert_same(actual, expected)
+    assert {answer["weights"] for row in actual["greedy"] for answer in row} == {"w"}
     # the plans of one screenshot share its prefix
-    assert sum(row[0]["usage"]["cached"] > 0 for row in found["greedy"]) >= 4
+    assert sum(row[0]["usage"]["cached"] > 0 for row in actual["greedy"]) >= 4
 
 
 def test_as_a_server_it_answers_as_transformers_and_is_gone_afterwards(
@@ -91,10 +91,10 @@ def test_as_a_server_it_answers_as_transformers_and_is_gone_afterwards(
     with vllm_server(
         str(checkpoint), dtype="float32", device="cpu", serving=serving, share=1, weights=weights, log=log
     ) as engine:
-        found = plain(answers(engine))
+        actual = plain(answers(engine))
         children = group_of(str(checkpoint))
-    assert_same(found, expected)
-    assert {answer["weights"] for row in found["greedy"] for answer in row} == {weights}
+    assert_same(actual, expected)
+    assert {answer["weights"] for row in actual["greedy"] for answer in row} == {weights}
     assert len(children) >= 2 and group_of(str(checkpoint)) == []
 
 

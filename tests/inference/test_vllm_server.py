@@ -78,7 +78,7 @@ def test_a_server_that_never_answers_is_given_up_at_its_deadline(tmp_path: Path)
     assert gone(pids)
 
 
-def test_what_it_said_before_it_died_is_in_what_its_requests_are_told(tmp_path: Path) -> None:
+def test_the_exit_report_holds_the_exit_code_and_the_log(tmp_path: Path) -> None:
     port, pids = free_port(), tmp_path / "pids"
     with started(command(port, pids), f"http://127.0.0.1:{port}", {}, tmp_path / "log", 30) as server:
         os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)

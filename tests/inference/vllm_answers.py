@@ -25,14 +25,14 @@ def requests() -> list[Request]:
 
 def answers(engine: Engine) -> dict[str, list[list[dict[str, Any]]]]:
     """Greedy and sampled answers of an engine."""
-    asked = requests()
-    found = {
-        "greedy": engine.generate(asked, Sampling(8)),
-        "hot": engine.generate(asked[:1], Sampling(4, temperature=1.5, samples=3, seed=1)),
+    queries = requests()
+    generated = {
+        "greedy": engine.generate(queries, Sampling(8)),
+        "hot": engine.generate(queries[:1], Sampling(4, temperature=1.5, samples=3, seed=1)),
     }
     return {
         kind: [[{"failure": a.reason} if isinstance(a, Failure) else asdict(a) for a in row] for row in rows]
-        for kind, rows in found.items()
+        for kind, rows in generated.items()
     }
 
 

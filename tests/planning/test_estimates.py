@@ -142,7 +142,7 @@ def test_the_training_rate_is_what_the_baselines_run_took(tmp_path: Path, kernel
         "sequences": 96,
         "step_seconds": [9.0, 11.0],
     }
-    found = {
+    measured = {
         "value": 1.0,
         "ratio": 0.4,
         "device": "NVIDIA H100 80GB HBM3",
@@ -150,12 +150,12 @@ def test_the_training_rate_is_what_the_baselines_run_took(tmp_path: Path, kernel
         "configurations": {"a": run},
     }
     file = tmp_path / "sft_mfu.json"
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(measured))
     rates = rates_of(H100, tmp_path)
     assert sft_seconds(model, config, example, 96, rates) == pytest.approx(20) and "measured" in rates.basis
     assert rates_of(CARDS["A100-80GB"], tmp_path).train == pytest.approx(rates.train * 312 / 989)
     assert "arithmetic" in RATES.basis
-    file.write_text(json.dumps(found | {"configurations": {"a": run | {"step_seconds": [0.9, 1.1]}}}))
+    file.write_text(json.dumps(measured | {"configurations": {"a": run | {"step_seconds": [0.9, 1.1]}}}))
     with pytest.raises(Refusal, match="measure with more rows"):
         rates_of(H100, tmp_path)
 
@@ -228,8 +228,8 @@ def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:
     experiment = load_experiment(ROOT / "experiments" / "web_7b.yaml")
     hardware = Hardware(H100)
     dry = DryRun(experiment, ROOT)
-    found = report(dry, hardware, RATES)
-    text = "\n".join(found.refused)
+    result = report(dry, hardware, RATES)
+    text = "\n".join(result.refused)
     assert "planner_sft cannot fit" in text and "strategy zero3 over 8 GPUs" in text
     for stage in dry.too_large(hardware, dry.stages(hardware, RATES)):
         remedies = dry.remedies(stage.asset, hardware, RATES)
@@ -247,7 +247,7 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
 
 
-def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
+def test_on_a_cpu_no_gpu_is_mentioned() -> None:
     experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
     dry = DryRun(experiment, ROOT)
     on_cpu = report(dry, Hardware(None), rates_of(CPU, Path("nowhere")))
@@ -270,7 +270,7 @@ def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None
         assert not any(line.startswith("warning") for line in enough)
 
 
-def test_asking_before_and_after_takes_time() -> None:
+def test_probes_before_and_after_training_take_time() -> None:
     sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
     rates = rates_of(CPU, Path("nowhere"))
 
@@ -283,17 +283,17 @@ def test_asking_before_and_after_takes_time() -> None:
 
     none, some, more = seconds(0), seconds(64), seconds(128)
     for asset in none:
-        asked = asset in ("planner_sft", "grounder", "planner")
-        assert (none[asset] < some[asset] < more[asset]) if asked else (none[asset] == some[asset])
+        probed = asset in ("planner_sft", "grounder", "planner")
+        assert (none[asset] < some[asset] < more[asset]) if probed else (none[asset] == some[asset])
 
 
 @given(steps=st.integers(1, 200), every=st.integers(1, 250))
-def test_grpo_looks_before_the_first_step_then_regularly_and_after_the_last(steps: int, every: int) -> None:
+def test_grpo_validates_before_the_first_step_then_regularly_and_after_the_last(steps: int, every: int) -> None:
     seen = {0, steps, *range(0, steps, every)}
     assert validations(Grpo(validate_every=every), steps) == len(seen) and validations(Grpo(), steps) == 0
 
 
-def test_looks_at_the_validation_split_take_time() -> None:
+def test_validations_take_time() -> None:
     experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
 
     def planner_stage(**changed: Any) -> StageEstimate:
@@ -305,8 +305,8 @@ def test_looks_at_the_validation_split_take_time() -> None:
         planner_stage(max_steps=40, validate_every=every, validation_steps=steps)
         for every, steps in ((None, 256), (20, 256), (10, 256), (10, 64))
     )
-    look = (often.gpu_seconds - seldom.gpu_seconds) / 2  # five looks against three
-    assert look > 0 and seldom.gpu_seconds - never.gpu_seconds == pytest.approx(3 * look)
+    validation = (often.gpu_seconds - seldom.gpu_seconds) / 2  # five validations against three
+    assert validation > 0 and seldom.gpu_seconds - never.gpu_seconds == pytest.approx(3 * validation)
     assert never.gpu_seconds < few.gpu_seconds < often.gpu_seconds and never.tokens < few.tokens < often.tokens
 
 

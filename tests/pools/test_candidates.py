@@ -12,7 +12,7 @@ from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates
 
 
-def test_planners_are_told_goal_and_history_only() -> None:
+def test_planners_receive_goal_and_history_only() -> None:
     [task] = planner_inputs(step_table(step("a", goal="Buy", history=["clicked"], value="secret")))
     assert (task.step_id, task.goal, task.history) == ("a", "Buy", ("clicked",))
     assert "secret" not in repr(task)

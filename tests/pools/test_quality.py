@@ -28,7 +28,7 @@ CANDIDATES = candidates(
     candidate("s", "q", 0, "two"),  # only the trained verifier hits
     candidate("s", "q", 1, None),
     candidate("t", "p", 0, "three"),  # open verifier failed, the trained one hits
-    candidate("t", "p", 1, "four"),  # nobody hits
+    candidate("t", "p", 1, "four"),  # no verifier hits
     candidate("t", "q", 0, "five", gate="wrong_value"),
     candidate("t", "q", 1, "six", gate="wrong_type"),
     candidate("back", "p", 0, "go back"),  # no target: outside purity

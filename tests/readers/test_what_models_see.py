@@ -302,7 +302,7 @@ def asked_in_the_loop(step: pa.Table, style: Style) -> Prompts:
     plans = write_candidates(Planner(planner, screens, style), "p", step, Regeneration(plans_per_planner=1), 0)
     give_verdicts(Grounder(grounder, screens, style, Space.RESIZED, 8), "v", plans, screens)
     planners, agents, grounders = (
-        {text_of(request.messages) for request in engine.asked} for engine in (planner, agent, grounder)
+        {text_of(request.messages) for request in engine.requests} for engine in (planner, agent, grounder)
     )
     return planners, agents, grounders
 

@@ -146,7 +146,7 @@ def test_rows_of_the_ablation() -> None:
     assert weights([1, 1, 2], logprobs, "constant") == pytest.approx([0.212, 0.212, 0.576], abs=6e-4)  # w/o Confidence
 
 
-def test_the_literal_form_favours_the_own_grounder_only_where_it_is_twice_as_sure() -> None:
+def test_the_literal_form_favours_the_trained_grounder_only_where_it_is_twice_as_sure() -> None:
     assert weights([1, 2], [-0.2, -0.1], "log_probability") == pytest.approx([0.5, 0.5])
     assert weights([1, 2], [-0.2, -0.09], "log_probability")[1] > 0.5
     assert weights([1, 2], [-0.2, -0.11], "log_probability")[1] < 0.5
@@ -296,7 +296,7 @@ def test_each_group_has_mean_zero_and_keeps_its_order(group: tuple[list[float], 
 @pytest.mark.parametrize("value", [0.35, 0.4, 0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_equal_fractional_rewards_have_no_advantage(value: float, dtype: Any) -> None:
-    """The naive float32 z-score of such a group is not 0; a leave-one-out baseline blew it up to thousands elsewhere."""
+    """The naive float32 z-score of such a group is not 0; a leave-one-out baseline blew it up to thousands."""
     rewards = np.full(7, value, dtype=dtype)
     assert (advantages(rewards, 7) == 0).all()
     flat, spreadless = flatten_spreadless(rewards, 7)

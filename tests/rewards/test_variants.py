@@ -88,7 +88,7 @@ def columns(table: pa.Table, *names: str) -> list[list[float]]:
 
 
 @given(rollouts(), st.sampled_from([variant for variant in get_args(Variant) if variant != "uniform"]))
-def test_a_table_gives_back_the_rewards_of_its_own_variant_to_the_last_bit(rows: Any, variant: Variant) -> None:
+def test_a_table_gives_back_the_rewards_of_its_variant_to_the_last_bit(rows: Any, variant: Variant) -> None:
     table = logged(rows, variant)
     made = recompute(table, variant)
     reward, logged_reward, advantage, logged_advantage = columns(
@@ -157,7 +157,7 @@ def test_the_variants_are_those_of_the_ablations() -> None:
     assert weighing_of("temperature", PRIORS).confidence_temperature == 0.25
 
 
-def test_without_c_drem_the_own_grounder_must_have_answered() -> None:
+def test_without_c_drem_the_trained_grounder_must_have_answered() -> None:
     rows = [rollout([grader(0, True, -0.1), grader(1, True, -0.1)]) for _ in range(SIZE)]
     rows[2]["graders"][0] = grader(0, False, 0, failure="timeout")
     table = logged(rows)

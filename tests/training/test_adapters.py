@@ -58,10 +58,10 @@ def test_sft_with_lora_saves_a_whole_checkpoint_that_differs_by_matrices_of_that
     config = Sft(max_steps=2, batch_size=6, micro_batch_size=6, learning_rate=1e-2, freeze_vision=frozen, lora=LORA)
     figures = train_sft(sft_job(out, (dataset, steps, models), "planner", init, config, seed=7), quiet)
 
-    found = changes(init, out)
-    assert found and all(name.removesuffix(".weight").endswith(ADAPTED) for name in found)
-    assert any("visual" in name for name in found) is not frozen
-    assert all(torch.linalg.matrix_rank(delta.double(), rtol=1e-4) <= 4 for delta in found.values())
+    deltas = changes(init, out)
+    assert deltas and all(name.removesuffix(".weight").endswith(ADAPTED) for name in deltas)
+    assert any("visual" in name for name in deltas) is not frozen
+    assert all(torch.linalg.matrix_rank(delta.double(), rtol=1e-4) <= 4 for delta in deltas.values())
     assert figures["trained_parameters"] == read(init).adapters(4, vision=not frozen), "as `coepg plan` counts them"
     loaded, _ = load_checkpoint(out, "float32", "cpu")
     assert not isinstance(loaded, PeftModel) and not list(out.glob("adapter*"))
@@ -104,8 +104,8 @@ def test_grpo_with_lora_starts_at_its_reference_and_leaves_the_tower(
     figures = train_grpo(job, lambda done, of, log: logged.append(log))
     kl = [log["kl"] for log in logged if "kl" in log]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[2] > 1e-6, "warm-up: nothing moves in the first step"
-    found = changes(init, out)
-    assert found and all(name.removesuffix(".weight").endswith(ADAPTED) and "visual" not in name for name in found)
+    deltas = changes(init, out)
+    assert deltas and all(name.removesuffix(".weight").endswith(ADAPTED) and "visual" not in name for name in deltas)
     assert figures["trained_parameters"] == read(init).adapters(4, vision=False)
 
 

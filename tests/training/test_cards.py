@@ -52,7 +52,7 @@ def test_a_card_says_what_the_model_is_and_was_made_from(trained: Trained, tmp_p
     assert (read.data.library_name, read.data.pipeline_tag) == ("transformers", "image-text-to-text")
     assert read.data.base_model is None, "an artifact of this store is no name on the hub"
     text = read.text
-    for said in (
+    for words in (
         "# planner[2] of sandbox/s13",
         "| base | `planner_sft[2]` | `0123456789abcdef` |",
         "| data, 3,000 rows of 1,100 steps | `dataset[1]` | `fedcba9876543210` |",
@@ -65,7 +65,7 @@ def test_a_card_says_what_the_model_is_and_was_made_from(trained: Trained, tmp_p
         "Warning during training: step 12 of 16: KL runs away",
         "`train` split of `data/miniwob`",
     ):
-        assert said in text, said
+        assert words in text, words
 
 
 def test_a_base_on_the_hub_is_named_so_that_the_hub_finds_it(trained: Trained, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_an_answer_is_read_back_and_garbage_is_none() -> None:
 
 
 @pytest.mark.parametrize("style", ["web", "mobile", "compact"])
-def test_the_agent_is_asked_with_goal_and_history_and_for_no_plan(style: Any) -> None:
+def test_the_prompt_of_the_agent_holds_goal_and_history_and_asks_for_no_plan(style: Any) -> None:
     text = end_to_end_messages("Click OK", ["[a] b -> CLICK"], style)[0]["content"][1]["text"]
     assert "Click OK" in text and "[a] b -> CLICK" in text and '"plan"' not in text
     assert style == "compact" or '"point": "(x,y)"' in text
@@ -54,7 +54,7 @@ def test_examples_are_the_rows_of_d_k_without_their_plans(steps: pa.Table, datas
 
 def test_the_reward_is_gate_and_point(steps: pa.Table) -> None:
     reward = PointReward(steps, Screens(steps, RESIZE), Space.RESIZED)
-    asked = [
+    answers = [
         ("s0", end_to_end_answer("CLICK", "", "(18,28)"), 1.0),
         ("s0", end_to_end_answer("CLICK", "", "(80,100)"), 0.0),
         ("s0", end_to_end_answer("CLICK", "", ""), 0.0),
@@ -63,9 +63,9 @@ def test_the_reward_is_gate_and_point(steps: pa.Table) -> None:
         ("s5", end_to_end_answer("CLICK", "", ""), 1.0),  # the step has no target
         ("s5", "no JSON", 0.0),
     ]
-    assert reward.score([text for _, text, _ in asked], [step for step, _, _ in asked]) == [r for *_, r in asked]
+    assert reward.score([text for _, text, _ in answers], [step for step, _, _ in answers]) == [r for *_, r in answers]
     table = pa.Table.from_pylist([row | {"optimizer_step": 0, "group": 0, "advantage": 0.0} for row in reward.rows])
-    assert table.select(["step_id", "gate"]).num_rows == len(asked) and set(table.column_names) == set(
+    assert table.select(["step_id", "gate"]).num_rows == len(answers) and set(table.column_names) == set(
         ROLLOUT_SCHEMA.names
     )
 

@@ -63,7 +63,7 @@ class Run:
     figures: dict[str, Any] = field(default_factory=dict)
     trainer: Any = None
     trl_advantages: list[float] = field(default_factory=list)
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ class Run:
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
-    """Records TRL's final advantages, its trainer, and every pair that any grounder is asked."""
+    """Records TRL's final advantages, its trainer, and every pair that any grounder gets."""
     score, ground = GRPOTrainer._generate_and_score_completions, Grounder.ground
 
     def scored(self: Any, inputs: Any) -> Any:
@@ -82,7 +82,7 @@ def watched(run: Run) -> Iterator[None]:
         return output
 
     def grounded(self: Any, plans: Any, *more: Any) -> Any:
-        run.asked += plans
+        run.pairs += plans
         return ground(self, plans, *more)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,19 +102,19 @@ def run(
 ) -> Run:
     """Three optimizer steps with a grounder that knows the screens and one that knows nothing."""
     done = Run(tmp_path_factory.mktemp("grpo"), trained("planner", 0))
-    own, other = trained("grounder", 0), random_checkpoint(3)
+    grounder, other = trained("grounder", 0), random_checkpoint(3)
     with watched(done):
         done.figures = train_grpo(
-            grpo_job(done.out, (dataset, steps, models), done.init, own, CONFIG, {"stranger": other}), quiet
+            grpo_job(done.out, (dataset, steps, models), done.init, grounder, CONFIG, {"stranger": other}), quiet
         )
     return done
 
 
 def groups_of(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["optimizer_step"], row["group"]), []).append(row)
-    return list(found.values())
+        groups.setdefault((row["optimizer_step"], row["group"]), []).append(row)
+    return list(groups.values())
 
 
 def test_trls_final_advantages_are_ours(run: Run) -> None:
@@ -205,8 +205,8 @@ def test_variants_are_read_off_the_table_and_the_one_that_trained_is_exact(run: 
     table = pq.read_table(run.out / "rollouts.parquet")
     facts = summary(recompute(table, "probability"))
     assert (facts["same_reward"], facts["same_advantage"], facts["largest_difference"]) == (100, 100, 0)
-    own = recompute(table, "no_cdrem")
-    for row, reward in zip(run.rows, own["reward"].to_pylist(), strict=True):
+    recomputed = recompute(table, "no_cdrem")
+    for row, reward in zip(run.rows, recomputed["reward"].to_pylist(), strict=True):
         if row["graders"]:
             assert reward == row["graders"][0]["hit"]
     seconds = [grader["seconds"] for row in table.to_pylist() for grader in row["graders"]]
@@ -219,7 +219,7 @@ def test_only_plans_that_passed_the_gate_on_a_target_are_shown_to_grounders(run:
         (row["step_id"], row["plan"]) for row in run.rows if row["gate"] == "passed" and row["step_id"] in targets
     ]
     assert wanted
-    assert sorted(run.asked) == sorted(2 * wanted), "each of the two grounders, and nothing else"
+    assert sorted(run.pairs) == sorted(2 * wanted), "each of the two grounders, and nothing else"
 
 
 def test_the_policy_moves_and_its_vision_tower_does_not(run: Run) -> None:
@@ -363,9 +363,11 @@ def batches(draw: st.DrawFn) -> tuple[list[tuple[str, str]], dict[tuple[str, str
         for name in NAMES:
             x, y = draw(st.sampled_from([(18, 28), (38, 28), (58, 28), (18, 68), (0, 0)]))
             logprobs = draw(st.lists(st.floats(-3, 0), min_size=5, max_size=5))
-            said = generation("(", str(x), ",", str(y), ")", logprobs=logprobs)
+            pointed = generation("(", str(x), ",", str(y), ")", logprobs=logprobs)
             silent = generation("none", logprobs=[-1.0])
-            choices = [said, said, silent, generation(stop=-0.3)] + ([Failure("timeout")] if name != "own" else [])
+            choices = [pointed, pointed, silent, generation(stop=-0.3)] + (
+                [Failure("timeout")] if name != "own" else []
+            )
             answers[name, plan.replace("<|", "< |")] = draw(st.sampled_from(choices))
     mode = draw(st.sampled_from(["probability", "log_probability", "constant"]))
     return rollouts, answers, mode, draw(st.sampled_from([1.0, 0.25]))
@@ -406,7 +408,7 @@ def test_gate_and_deduplication_change_no_reward(steps: pa.Table, batch: Any) ->
     pa.Table.from_pylist([r | {"optimizer_step": 0, "group": 0, "advantage": 0.0} for r in reward.rows], ROLLOUT_SCHEMA)
 
 
-def test_identical_plans_are_asked_once_and_failed_gates_never(steps: pa.Table) -> None:
+def test_identical_plans_are_queried_once_and_failed_gates_never(steps: pa.Table) -> None:
     engine = Scripted(lambda _: generation("(", "18", ",", "28", ")"))
     screens = Screens(steps, RESIZE)
     reward = CdremReward(
@@ -414,28 +416,28 @@ def test_identical_plans_are_asked_once_and_failed_gates_never(steps: pa.Table) 
     )
     good, wrong = planner_answer("click OK", "CLICK", ""), planner_answer("click OK", "TYPE", "x")
     assert reward.score([good, good, wrong, "?", good], ["s0", "s0", "s0", "s0", "s5"]) == [1, 1, 0, 0, 1]
-    assert len(engine.asked) == 1
+    assert len(engine.requests) == 1
     assert reward.score([wrong, "?"], ["s0", "s0"]) == [0, 0]
-    assert len(engine.asked) == 1
+    assert len(engine.requests) == 1
     assert [row["gate"] for row in reward.rows] == ["wrong_type", "unparsed"]
 
 
 @given(batch=batches(), data=st.data())
-def test_votes_that_are_asked_for_early_change_no_reward_and_no_row(steps: pa.Table, batch: Any, data: Any) -> None:
-    """In any order and in any parts, with some grounders here and some elsewhere."""
+def test_votes_queried_early_change_no_reward_and_no_row(steps: pa.Table, batch: Any, data: Any) -> None:
+    """In any order and in any parts, with some grounders local and some remote."""
     rollouts, answers, mode, tau = batch
     texts, ids = [text for _, text in rollouts], [step_id for step_id, _ in rollouts]
     screens = Screens(steps, RESIZE)
     config = CONFIG.model_copy(update={"confidence": mode, "confidence_temperature": tau})
 
-    def scored(elsewhere: list[bool], early: list[list[int]]) -> tuple[list[float], list[dict[str, Any]]]:
+    def scored(remote: list[bool], early: list[list[int]]) -> tuple[list[float], list[dict[str, Any]]]:
         engines = {
             name: Scripted(lambda plan, name=name: answers[name, plan], remote=away)
-            for name, away in zip(NAMES, elsewhere, strict=True)
+            for name, away in zip(NAMES, remote, strict=True)
         }
         grounders = {name: Grounder(e, screens, "compact", Space.RESIZED, 8) for name, e in engines.items()}
         reward = CdremReward(grounders, {"own": 2.0, "a": 1.0, "b": 1.0}, steps, screens, config)
-        assert reward.remote == any(elsewhere)
+        assert reward.remote == any(remote)
         with reward.pool():
             for part in early:
                 reward.ask([texts[i] for i in part], [ids[i] for i in part])
@@ -461,7 +463,7 @@ def test_if_all_grounders_fail_there_is_an_error_and_no_reward(steps: pa.Table) 
 class Early:
     """What a run with a grounder behind an endpoint did, and what it left."""
 
-    asked: list[list[int]]  # of each batch, how many rollouts were named at a time
+    queried: list[list[int]]  # of each batch, how many rollouts at a time
     requests: int
     weights: bytes
     rows: list[dict[str, Any]]
@@ -495,16 +497,16 @@ def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
     config = CONFIG.model_copy(update={"max_steps": 2})
 
     def trained_with(early: bool) -> Early:
-        asked: list[list[int]] = []
-        server.asked, out = [], tmp_path / str(early)
+        queried: list[list[int]] = []
+        server.requests, out = [], tmp_path / str(early)
         sample, ask = GRPOTrainer._generate_single_turn, CdremReward.ask
 
         def sampled(self: Any, *args: Any) -> Any:
-            asked.append([])
+            queried.append([])
             return sample(self, *args)
 
         def named(self: CdremReward, texts: Any, step_ids: Any) -> None:
-            asked[-1].append(len(texts))
+            queried[-1].append(len(texts))
             ask(self, texts, step_ids)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -515,11 +517,11 @@ def test_a_run_that_asks_while_it_samples_is_the_run_that_asks_afterwards(
             grounder, others = path, {"far": far}
             train_grpo(grpo_job(out, (dataset, steps, models), run.init, grounder, config, others), quiet)
         rows = untimed(pq.read_table(out / "rollouts.parquet").to_pylist())
-        return Early(asked, len(server.asked), (out / "model.safetensors").read_bytes(), rows)
+        return Early(queried, len(server.requests), (out / "model.safetensors").read_bytes(), rows)
 
     early, late = trained_with(True), trained_with(False)
-    assert late.asked == [[], []]
-    assert len(early.asked) == 2 and all(first < 12 and last == 12 for first, *_, last in early.asked)
+    assert late.queried == [[], []]
+    assert len(early.queried) == 2 and all(first < 12 and last == 12 for first, *_, last in early.queried)
     assert early.rows == late.rows and any(len(row["graders"]) == 2 for row in early.rows)
     assert early.weights == late.weights
     assert early.requests == late.requests

@@ -1,4 +1,4 @@
-"""What is said of a run that is too small to learn, and of one that did not."""
+"""Warnings for a run that is too small to learn, and for one that did not."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def change(better: int, worse: int, steps: int = 256) -> dict[str, Any]:
         after[i] = 1.0
     for i in rng.sample([i for i in range(steps) if before[i]], worse):
         after[i] = 0.0
-    found = change_of(before, after, [f"e{i // 2}" for i in range(steps)])
-    assert found is not None
-    return found
+    result = change_of(before, after, [f"e{i // 2}" for i in range(steps)])
+    assert result is not None
+    return result
 
 
 def figures(train: dict[str, Any] | None, sampled: dict[str, Any] | None = None, steps: int = 16) -> dict[str, Any]:
@@ -47,18 +47,18 @@ def figures(train: dict[str, Any] | None, sampled: dict[str, Any] | None = None,
 
 @given(st.integers(0, 60), st.integers(0, 40))
 def test_grpo_is_red_unless_the_whole_interval_is_above_0(better: int, worse: int) -> None:
-    found = change(better, worse)
-    assert (grpo_warning(figures(found), OLD.model_dump()) is None) == (found["ci95"][0] > 0)
+    result = change(better, worse)
+    assert (grpo_warning(figures(result), OLD.model_dump()) is None) == (result["ci95"][0] > 0)
 
 
 @pytest.mark.parametrize("name, learned", [("1,024 rollouts at 1e-5", False), ("as shipped", True)])
 def test_measured_runs_of_the_sandbox_are_red_where_too_small_and_green_as_shipped(name: str, learned: bool) -> None:
     """Before and after of whole runs, measured by benchmarks/grpo_curve.py on training steps that no model had seen."""
     curve = json.loads((Path(__file__).parents[2] / "benchmarks/baselines/grpo_curve.json").read_text())
-    looks = curve["repetitions"][name]["unused"]
+    by_step = curve["repetitions"][name]["unused"]
     settings = curve["settings"][name]
-    assert len(looks["0"]) >= 2, "a run says nothing of other seeds"
-    for measured in looks[max(looks, key=int)]:
+    assert len(by_step["0"]) >= 2, "a run says nothing of other seeds"
+    for measured in by_step[max(by_step, key=int)]:
         warning = grpo_warning(figures(measured, steps=settings["max_steps"]), settings)
         assert (warning is None) == learned, (measured, warning)
 
@@ -68,14 +68,14 @@ def test_a_run_that_learns_by_5_points_is_green_and_one_that_flips_answers_is_re
     for few in (0, 1, 2, 3):
         assert grpo_warning(figures(change(few, few)), OLD.model_dump())
     for flips in range(20):
-        found = change(flips + 16, flips)
-        assert found["difference"] >= 5
-        assert grpo_warning(figures(found), OLD.model_dump()) is None, (flips, found)
+        result = change(flips + 16, flips)
+        assert result["difference"] >= 5
+        assert grpo_warning(figures(result), OLD.model_dump()) is None, (flips, result)
 
 
 def test_the_warning_names_what_to_change_and_what_it_is_now() -> None:
-    said = grpo_warning(figures(change(2, 3), sampled=change(30, 3)), OLD.model_dump())
-    assert said is not None
+    warning = grpo_warning(figures(change(2, 3), sampled=change(30, 3)), OLD.model_dump())
+    assert warning is not None
     for words in (
         "on 256 training steps success by grounder_1 went",
         "1,024 rollouts of 128 of 1,066 prompts",
@@ -88,27 +88,27 @@ def test_the_warning_names_what_to_change_and_what_it_is_now() -> None:
         "grpo.temperature (0.9)",
         "grpo.kl_beta (0.04)",
     ):
-        assert words in said, words
+        assert words in warning, words
     settings = OLD.model_copy(update={"kl_beta": 0.0}).model_dump()
     fell = grpo_warning(figures(change(0, 30)), settings)
     assert fell is not None and "a lower grpo.learning_rate" in fell and "kl_beta" not in fell
 
 
-def test_nobody_is_warned_of_what_was_not_asked() -> None:
+def test_what_was_not_measured_gives_no_warning() -> None:
     assert grpo_warning({}, {}) is None and sft_warning({}, {}) is None
     assert grpo_warning(figures(None), OLD.model_dump()) is None
 
 
 def test_sft_is_judged_on_validation() -> None:
-    def said(**changes: Any) -> str | None:
+    def warning(**changes: Any) -> str | None:
         probe = {**changes, "steps": {"train": 64, "validation": 64}, "judge": "verifier_a"}
         return sft_warning({"probe": probe}, Sft(epochs=1, learning_rate=1e-3).model_dump())
 
-    assert said(train=change(1, 9), validation=change(60, 2)) is None
-    worse = said(train=change(60, 0), validation=change(2, 40))
+    assert warning(train=change(1, 9), validation=change(60, 2)) is None
+    worse = warning(train=change(60, 0), validation=change(2, 40))
     assert worse is not None and "made it worse than its base" in worse and "sft.epochs (1)" in worse
     assert "judged by verifier_a" in worse and "sft.learning_rate (0.001)" in worse
-    same = said(train=None, validation=change(2, 2))
+    same = warning(train=None, validation=change(2, 2))
     assert same is not None and "did not make it better" in same and "sft.probe_steps (128)" in same
 
 

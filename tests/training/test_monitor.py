@@ -51,7 +51,7 @@ def train_without_spread(
     return train_grpo(grpo_job(out, data, init, grounder, config, placement=Placement(on_anomaly=on_anomaly)), quiet)
 
 
-def test_grpo_without_spread_is_ended_and_goes_on_when_told_to(
+def test_grpo_without_spread_is_ended_and_goes_on_with_a_warning(
     random_checkpoint: Callable[[int], Path],
     dataset: pa.Table,
     steps: pa.Table,
@@ -76,22 +76,22 @@ def test_grpo_without_spread_is_ended_and_goes_on_when_told_to(
 
 def test_the_remedy_depends_on_the_reward() -> None:
     for reward, remedy in ((0.0, "sft.epochs"), (0.5, "grpo.temperature"), (1.0, "grpo.enabled: false")):
-        said = find_anomaly([grpo(reward, spreadless=1.0)] * WINDOW)
-        assert said is not None and remedy in said
+        anomaly = find_anomaly([grpo(reward, spreadless=1.0)] * WINDOW)
+        assert anomaly is not None and remedy in anomaly
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "message"),
     [
         ([grpo(0.5, kl=0.01)] * 20 + [grpo(0.5, kl=3.0)] * WINDOW, "KL runs away: 3.00"),
         ([grpo(0.8)] * 20 + [grpo(0.3)] * WINDOW, "reward collapses: 0.30 over 10 steps; its best was 0.80"),
         ([{"loss": 2.0}] * 20 + [{"loss": 3.5}] * WINDOW, "loss grows: 3.5 over 10 steps, it began at 2"),
     ],
 )
-def test_what_runs_away_is_said_once_it_lasts(log: list[Line], said: str) -> None:
+def test_what_runs_away_is_reported_once_it_lasts(log: list[Line], message: str) -> None:
     assert find_anomaly(log[: 20 + WINDOW // 4]) is None, "a few steps are no trend"
-    found = find_anomaly(log)
-    assert found is not None and found.startswith(said) and "learning_rate" in found
+    anomaly = find_anomaly(log)
+    assert anomaly is not None and anomaly.startswith(message) and "learning_rate" in anomaly
 
 
 @given(rewards=st.lists(st.floats(0.5, 0.9), max_size=40), losses=st.lists(st.floats(0.01, 0.9), max_size=40))

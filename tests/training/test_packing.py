@@ -103,9 +103,9 @@ def test_log_probabilities_entropies_and_gradients_are_those_of_rows(case: Case,
     batch = case.batch(groups)
     plain, plain_entropy = case.rows(batch)
     expected = case.gradient(plain, 1)
-    found, entropy = case.groups(batch)
-    gradient = case.gradient(found, 1)
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    grouped, entropy = case.groups(batch)
+    gradient = case.gradient(grouped, 1)
+    torch.testing.assert_close(grouped, plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(entropy, plain_entropy, rtol=1e-4, atol=1e-4)
     assert float((gradient - expected).norm() / expected.norm()) < 1e-4
 

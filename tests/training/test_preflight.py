@@ -47,8 +47,8 @@ def test_a_row_has_the_tokens_that_trls_collator_gives_it(
         planner_examples(dataset, steps, screens, "compact"),
         grounder_examples(dataset, screens, "compact", Space.RESIZED),
     ):
-        found = measure(examples, processor, screens, None, 0).to_pylist()
-        for example, row in zip(examples, found, strict=True):
+        rows = measure(examples, processor, screens, None, 0).to_pylist()
+        for example, row in zip(examples, rows, strict=True):
             batch = collate([dict(example)])
             assert row["tokens"] == int(batch["attention_mask"].sum())
             assert row["image_tokens"] == int((batch["input_ids"] == processor.image_token_id).sum())
@@ -56,7 +56,7 @@ def test_a_row_has_the_tokens_that_trls_collator_gives_it(
             assert (row["step_id"], row["row_id"], row["reason"]) == (example["step_id"], example["row_id"], None)
 
 
-def test_a_prompt_has_its_own_tokens_and_room_for_the_longest_plan(
+def test_a_prompt_counts_its_tokens_and_room_for_the_longest_plan(
     processor: Any, screens: Screens, steps: pa.Table, dataset: pa.Table
 ) -> None:
     prompts = grpo_prompts(dataset, steps, screens, "compact")
@@ -91,11 +91,11 @@ def test_rows_over_the_budget_are_dropped_with_a_reason_and_none_is_cut(
     assert table.num_rows == 6 and max(table["tokens"].to_pylist()) == figures["longest_row"] > 100
     [dropped] = table.filter(pc.is_valid(table["reason"])).to_pylist()
     assert (dropped["row_id"], dropped["step_id"], dropped["reason"]) == ("r-s2", "s2", OVER_BUDGET)
-    said = capsys.readouterr().out
-    assert "preflight: 5 of 6 rows kept (max_tokens 100)" in said and f"1 rows dropped: {OVER_BUDGET}" in said
+    output = capsys.readouterr().out
+    assert "preflight: 5 of 6 rows kept (max_tokens 100)" in output and f"1 rows dropped: {OVER_BUDGET}" in output
 
 
-def test_an_image_token_that_no_image_belongs_to_is_found(
+def test_rows_with_an_image_token_without_an_image_are_dropped(
     processor: Any, screens: Screens, steps: pa.Table, dataset: pa.Table, tmp_path: Path
 ) -> None:
     """Texts are written without control tokens (prompts.plain); this is for whatever gets round that."""

@@ -1,4 +1,4 @@
-"""What a model can do before and after training is asked about beside it, and changes nothing of it."""
+"""Probes measure a model before and after training, and change nothing of the training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(
 
 
 def logged(out: Path) -> list[dict[str, float]]:
-    """What a trainer logged of its looks."""
+    """The lines of the probes in the log of a trainer."""
     lines = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
     return [line for line in lines if "probe_train_greedy" in line]
 
@@ -91,7 +91,7 @@ def test_a_run_is_the_same_with_and_without_and_the_rates_are_the_agents(
     assert rates[2]["probe_validation_sampled"] == probe["sampled"]["validation"]["after"]
 
 
-def test_adapters_are_asked_too(train: Any, steps: pa.Table) -> None:
+def test_adapters_are_probed_too(train: Any, steps: pa.Table) -> None:
     figures, _ = train("out", steps, lora=Lora(rank=4), learning_rate=1e-2, probe_between=0)
     assert figures["probe"]["train"]["before"] > 50 and figures["probe"]["train"] == figures["probe"]["validation"]
     assert figures["probe"]["train"]["after"] != figures["probe"]["train"]["before"]
@@ -106,29 +106,29 @@ def test_where_no_process_can_answer_the_run_says_so_and_goes_on(
 
 
 class LongAnswers:
-    """Rewards half of what is said, by its length; remembers how it was asked."""
+    """Rewards half of the answers, by their length; keeps the ids of their steps."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.step_ids: list[str] = []
 
     def score(self, texts: Any, step_ids: Any) -> list[float]:
-        self.asked += step_ids
+        self.step_ids += step_ids
         return [float(len(text) % 2) for text in texts]
 
 
 def ask_alone(checkpoint: Path, steps: pa.Table, models: Models, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """A look before, and the end, of a run that trained nothing; the figures, and whose answers were judged here."""
+    """A probe before and one at the end of a run that trained nothing; the figures, and the steps judged here."""
     engine = TransformersEngine(checkpoint, dtype="float32", device="cpu", batch_size=2)
-    asked = {"train": steps, "validation": steps.slice(0, 0)}
+    splits = {"train": steps, "validation": steps.slice(0, 0)}
     screens = Screens(steps, engine.resize)
     questions = Questions(requests_of(steps, screens, models.prompts, "decoupled"), engine._processor, 2)
     reward = LongAnswers()
-    probe = Probe(asked, questions, reward, "nobody", CONFIG, 7, folder)
+    probe = Probe(splits, questions, reward, "nobody", CONFIG, 7, folder)
     state = TrainerState(global_step=0, max_steps=2)
     with torch.no_grad():
         probe.on_train_begin(None, state, None, engine._model)  # type: ignore[arg-type]
         state.global_step = 2
-        return probe.end(state, engine._model)["probe"], reward.asked
+        return probe.end(state, engine._model)["probe"], reward.step_ids
 
 
 def one_of_two(rank: int, meet: Path, checkpoint: Path, steps: pa.Table, models: Models, folder: Path) -> None:
@@ -138,8 +138,8 @@ def one_of_two(rank: int, meet: Path, checkpoint: Path, steps: pa.Table, models:
     PartialState._reset_state()
     processes = PartialState(cpu=True)
     assert (processes.num_processes, processes.process_index) == (2, rank)
-    found = ask_alone(checkpoint, steps, models, folder)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    result = ask_alone(checkpoint, steps, models, folder)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
 def test_each_process_asks_about_its_share(
@@ -155,15 +155,15 @@ def test_each_process_asks_about_its_share(
         monkeypatch.setenv(name, value)
     arguments = (tmp_path / "meet", planner, steps, models, tmp_path)
     torch.multiprocessing.start_processes(one_of_two, arguments, 2, start_method="fork")
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    for figures, judged in found:
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for figures, judged in results:
         assert figures["train"] == alone["train"] and figures["validation"] is None
         assert len(judged) == len(all_steps) / 2
-    assert found[0][0]["sampled"] == found[1][0]["sampled"]
-    assert sorted(found[0][1] + found[1][1]) == sorted(all_steps)
+    assert results[0][0]["sampled"] == results[1][0]["sampled"]
+    assert sorted(results[0][1] + results[1][1]) == sorted(all_steps)
 
 
-def test_what_sft_changed_is_asked_of_the_checkpoints(
+def test_the_change_by_sft_is_measured_with_the_checkpoints(
     trained: Callable[[str, int], Path],
     random_checkpoint: Callable[[int], Path],
     dataset: pa.Table,
@@ -209,11 +209,11 @@ def test_the_judge_of_plans_is_a_checkpoint() -> None:
 
 
 @given(st.integers(1, 500), st.integers(0, 12))
-def test_looks_between_are_spread_and_never_the_ends(steps: int, looks: int) -> None:
-    at = sorted(probe_steps_between(steps, looks))
-    assert len(at) <= looks and all(0 < step < steps for step in at)
-    if steps > looks:
-        assert len(at) == looks
+def test_probes_between_are_spread_and_never_at_the_ends(steps: int, probes: int) -> None:
+    at = sorted(probe_steps_between(steps, probes))
+    assert len(at) <= probes and all(0 < step < steps for step in at)
+    if steps > probes:
+        assert len(at) == probes
         gaps = [b - a for a, b in zip([0, *at], [*at, steps], strict=True)]
         assert max(gaps) - min(gaps) <= 1
 
@@ -224,11 +224,11 @@ def test_probed_steps_are_whole_episodes_of_what_is_trained_on(
 ) -> None:
     table = step_table(*(step(f"s{i}", episode_id=f"e{episode}") for i, episode in enumerate(episodes)))
     names = [f"s{i}" for i in sorted(trained_on)]
-    found = probed_steps(table, names, table, limit)
-    assert found == probed_steps(table, [*reversed(names), *names], table, limit), "the order decides nothing"
-    assert found["validation"] == whole_episodes(table, limit)
+    probed = probed_steps(table, names, table, limit)
+    assert probed == probed_steps(table, [*reversed(names), *names], table, limit), "the order decides nothing"
+    assert probed["validation"] == whole_episodes(table, limit)
     for split, among in (("train", set(names)), ("validation", {f"s{i}" for i in range(len(episodes))})):
-        chosen = found[split].to_pylist()
+        chosen = probed[split].to_pylist()
         assert len(chosen) <= limit
         whole = {row["episode_id"] for row in chosen}
         there = [row for row in table.to_pylist() if row["episode_id"] in whole and row["step_id"] in among]

@@ -22,9 +22,9 @@ def test_qwen3_vl_is_trained_by_sft_and_by_grpo(
     for role in ("planner", "grounder"):
         figures = train_sft(sft_job(tmp_path / role, (dataset, steps, of_qwen3), role, qwen3_checkpoint, sft), quiet)
         assert figures["rows"] >= 5 and figures["optimizer_steps"] == 2 and figures["logits_apart"] < 1e-6
-    data, own = (dataset.select(["step_id"]), steps, of_qwen3), (tmp_path / "planner", tmp_path / "grounder")
+    data, checkpoints = (dataset.select(["step_id"]), steps, of_qwen3), (tmp_path / "planner", tmp_path / "grounder")
     grpo = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=2, max_plan_tokens=8)
-    figures = train_grpo(grpo_job(tmp_path / "grpo", data, *own, grpo, {"open": qwen3_checkpoint}), quiet)
+    figures = train_grpo(grpo_job(tmp_path / "grpo", data, *checkpoints, grpo, {"open": qwen3_checkpoint}), quiet)
     assert figures["optimizer_steps"] == 2 and figures["logits_apart"] < 1e-6
     rollouts = pq.read_table(tmp_path / "grpo" / "rollouts.parquet")
     assert rollouts.num_rows == 2 * 2 * 2 and all(text is not None for text in rollouts["text"].to_pylist())

@@ -119,7 +119,7 @@ def validated(folder: Path) -> list[tuple[int, float]]:
 
 
 def probed(folder: Path) -> list[dict[str, float]]:
-    """What the fixed steps said at each look, in the order in which it is logged."""
+    """The lines of the probes in a training log, in its order."""
     lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
     return [line for line in lines if "probe_train_greedy" in line]
 
@@ -133,13 +133,13 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
 def compare(make: Callable[[str], Job], ends: list[tuple[str, signal.Signals]], *names: str) -> list[str]:
     """Runs a job once to its end, and once more ended by each of `ends`; the files must be equal. What was printed."""
     whole, killed = make("whole"), make("killed")
-    code, said = run(whole)
-    assert code == 0, said[-3000:]
+    code, output = run(whole)
+    assert code == 0, output[-3000:]
     printed = []
     for when, number in [*ends, ("never", signal.SIGKILL)]:
-        code, said = run(killed, when, number)
-        assert code == (0 if when == "never" else 1 if number == signal.SIGTERM else -number), (when, said[-3000:])
-        printed.append(said)
+        code, output = run(killed, when, number)
+        assert code == (0 if when == "never" else 1 if number == signal.SIGTERM else -number), (when, output[-3000:])
+        printed.append(output)
     assert hashes(whole.out, *names) == hashes(killed.out, *names)
     return printed
 
@@ -147,7 +147,7 @@ def compare(make: Callable[[str], Job], ends: list[tuple[str, signal.Signals]], 
 def test_sft_is_continued_also_in_a_second_epoch(
     common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """Three epochs of two steps. Killed in a step, in a checkpoint that is not whole yet, and told to leave."""
+    """Three epochs of two steps. Killed in a step, in a checkpoint that is not whole yet, and ended by SIGTERM."""
 
     def make(name: str) -> Job:
         return SftJob(
@@ -211,7 +211,7 @@ def test_grpo_is_continued_with_every_rollout_once(
 ) -> None:
     """Two epochs of two steps, killed after the rollouts of a step were written but before it was done.
 
-    The weights that are kept are older than the checkpoint, and are found again. One grounder is behind an endpoint, and asked
+    The weights that are kept are older than the checkpoint, and are restored. One grounder is behind an endpoint, and queried
     while rollouts are sampled.
     """
     stranger = str(random_checkpoint(3))
@@ -244,13 +244,13 @@ def test_grpo_is_continued_with_every_rollout_once(
     printed = compare(make, [("step 3", signal.SIGKILL)], "model.safetensors")
     server.stop()
     assert "continues from checkpoint-2" in printed[1]
-    looks = [dict(validated(tmp_path / name / "out")) for name in ("whole", "killed")]
-    assert looks[0] == looks[1] and list(looks[0]) == [0, 1, 2, 3, 4]
-    said = [probed(tmp_path / name / "out") for name in ("whole", "killed")]
-    assert said[0] == said[1] and [line["step"] for line in said[0]] == [0, 1, 3, 4]
-    kept = max(looks[0], key=lambda step: (looks[0][step], step))
+    validations = [dict(validated(tmp_path / name / "out")) for name in ("whole", "killed")]
+    assert validations[0] == validations[1] and list(validations[0]) == [0, 1, 2, 3, 4]
+    probes = [probed(tmp_path / name / "out") for name in ("whole", "killed")]
+    assert probes[0] == probes[1] and [line["step"] for line in probes[0]] == [0, 1, 3, 4]
+    kept = max(validations[0], key=lambda step: (validations[0][step], step))
     assert kept < 2, "of little use otherwise"
-    assert said[0][3] == said[0][kept] | {"step": 4}, "the last are of the weights that are kept"
+    assert probes[0][3] == probes[0][kept] | {"step": 4}, "the last are of the weights that are kept"
     whole, rows = (rollouts(tmp_path / name / "out") for name in ("whole", "killed"))
     assert whole == rows
     assert [row["optimizer_step"] for row in rows] == [step for step in range(4) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Rollouts from vLLM: what TRL is told, what is refused, and what of it can be seen where no GPU is."""
+"""Rollouts from vLLM: the settings of TRL, what is refused, and what can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_require_vllm", lambda device: None)
 
 
-def test_groups_are_sampled_as_generate_would_and_answers_are_told_of_when_they_end(
+def test_groups_are_sampled_as_generate_would_and_answers_are_reported_when_they_end(
     either_checkpoint: Path,
 ) -> None:
     """Groups of several sizes and lengths; some share the words and not the screenshot, some the screenshot and not the words."""
@@ -85,32 +85,32 @@ def test_groups_are_sampled_as_generate_would_and_answers_are_told_of_when_they_
         torch.manual_seed(3)
         return model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].shape[1] :].tolist()
 
-    told: list[dict[int, list[int]]] = []
+    reported: list[dict[int, list[int]]] = []
     prefills = []
     hook = model.model.visual.register_forward_pre_hook(
         lambda _, given, settings: prefills.append(len(settings["grid_thw"])), with_kwargs=True
     )
-    with sampling.sampling_groups(model, model, told.append):
+    with sampling.sampling_groups(model, model, reported.append):
         answers = sampled()
     assert answers == sampled(), "afterwards the model's own `generate` samples, the same"
     hook.remove()
     assert prefills == [len(groups), len(rows)]
-    assert len(told) > 1 and not {ends[1], ends[1] + 1} & {token for answer in answers for token in answer}
-    lengths = [{len(answer) for answer in part.values()} for part in told]
+    assert len(reported) > 1 and not {ends[1], ends[1] + 1} & {token for answer in answers for token in answer}
+    lengths = [{len(answer) for answer in part.values()} for part in reported]
     assert all(len(of_part) == 1 for of_part in lengths) and lengths == sorted(lengths, key=min), "at once"
     whole = {
         row: answer[: next(t for t, token in enumerate(answer) if token in ends) + 1]
         for row, answer in enumerate(answers)
         if set(answer) & set(ends)
     }
-    assert {row: answer for part in told for row, answer in part.items()} == whole
+    assert {row: answer for part in reported for row, answer in part.items()} == whole
 
 
 def test_neither_engine_samples_vision_tokens(tokenizer: Any, installed: None) -> None:
     unwanted = vision_token_ids(tokenizer)
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") in unwanted and len(unwanted) == 4
-    own = settings(Grpo(), Serving(), tokenizer)
-    assert own == {"use_vllm": False, "generation_kwargs": {"suppress_tokens": unwanted}}
+    without_vllm = settings(Grpo(), Serving(), tokenizer)
+    assert without_vllm == {"use_vllm": False, "generation_kwargs": {"suppress_tokens": unwanted}}
     bias = settings(VLLM, Serving(), tokenizer)["generation_kwargs"]["logit_bias"]
     assert bias == {token: -100.0 for token in unwanted}
 
@@ -152,19 +152,19 @@ def test_vllm_that_cannot_be_used_is_refused_with_the_alternative(
     sys.modules.pop("vllm", None)
 
 
-class Elsewhere:
+class OtherSampler:
     """Stands in for TRL's vLLM: another copy of the policy, given its weights, samples from prompt tokens and images.
 
     As vLLM does, it writes the first image token that it finds out to as many as the image has features.
     """
 
-    made: list[Elsewhere] = []
+    made: list[OtherSampler] = []
 
     def __init__(self, model: Any, processing_class: Any, **settings: Any) -> None:
         self.policy, self.settings, self.mode = model, settings, settings["mode"]
         self.copy, self.processor = load_checkpoint(model.name_or_path, "float32", "cpu")
         self.syncs = 0
-        Elsewhere.made.append(self)
+        OtherSampler.made.append(self)
 
     def sync_weights(self) -> None:
         self.syncs += 1
@@ -223,12 +223,12 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """TRL's own path, from our settings to our figures; only the engine is another."""
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
-    monkeypatch.setattr(Elsewhere, "made", [])
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", OtherSampler)
+    monkeypatch.setattr(OtherSampler, "made", [])
     happened: list[str] = []
     ask, log_probabilities = CdremReward.ask, CdremTrainer._get_per_token_logps_and_entropies
 
-    def asked(self: CdremReward, texts: Any, step_ids: Any) -> None:
+    def queried(self: CdremReward, texts: Any, step_ids: Any) -> None:
         happened.append(f"{len(texts)} asked about")
         ask(self, texts, step_ids)
 
@@ -236,15 +236,15 @@ def test_a_run_with_another_sampler_says_how_far_its_probabilities_are_off(
         happened.append("log-probabilities")
         return log_probabilities(self, *args, **settings)
 
-    monkeypatch.setattr(CdremReward, "ask", asked)
+    monkeypatch.setattr(CdremReward, "ask", queried)
     monkeypatch.setattr(CdremReward, "remote", True)
     monkeypatch.setattr(CdremTrainer, "_get_per_token_logps_and_entropies", computed)
     out, data, used = tmp_path / "out", (dataset, steps, models), (random_checkpoint(0), random_checkpoint(1))
     figures = train_grpo(grpo_job(out, data, *used, CONFIG, serving=Serving(context=512)), quiet)
-    # graders elsewhere begin before the trainer's own passes: of the policy and of the reference, then of the update
+    # remote graders begin before the trainer's own passes: of the policy and of the reference, then of the update
     passes = ["log-probabilities"] * 4
     assert happened == ["4 asked about", *passes, "4 asked about", *passes]
-    [engine] = Elsewhere.made
+    [engine] = OtherSampler.made
     assert engine.syncs == 2, "before each optimizer step"
     assert engine.settings["mode"] == "colocate" and engine.settings["max_model_length"] == 512
     assert (engine.settings["temperature"], engine.settings["max_completion_length"]) == (0.9, 8)
@@ -266,7 +266,7 @@ def test_a_prompt_that_the_engine_sees_otherwise_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What TRL 1.16 does by itself: image tokens that are written out already are written out once more."""
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", OtherSampler)
     monkeypatch.setattr(sampling, "one_per_image", lambda ids, token: ids)
     config = CONFIG.model_copy(update={"max_steps": 1})
     used = random_checkpoint(0), random_checkpoint(1)

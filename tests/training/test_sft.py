@@ -86,7 +86,7 @@ def test_sft(
     keys = {screenshot_key(image).hex() for image in images}
     assert all(set(names(batch["pixel_values"], batch["image_grid_thw"])) <= keys for batch in seen)
 
-    # trained, and frozen where asked
+    # trained, and frozen where configured
     before = load_file(init / "model.safetensors")
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -113,9 +113,7 @@ def test_sft(
 # examples
 
 
-def test_the_grounder_learns_the_centre_of_the_verified_box_in_its_own_space(
-    steps: pa.Table, dataset: pa.Table
-) -> None:
+def test_the_grounder_learns_the_centre_of_the_verified_box_in_its_space(steps: pa.Table, dataset: pa.Table) -> None:
     screens = Screens(steps, RESIZE)
     centres = [(18, 28), (38, 28), (58, 28), (18, 68), (38, 68)]
     for space, scale in ((Space.RESIZED, (1, 1)), (Space.NORM_1000, (1000 / 84, 1000 / 112))):
@@ -142,7 +140,7 @@ def test_grpo_prompts_are_the_covered_steps_once_without_their_labels(steps: pa.
     assert set(prompts[0]) == {"images", "prompt", "step_id"}
 
 
-def test_nothing_to_learn_from_is_said(steps: pa.Table, dataset: pa.Table) -> None:
+def test_nothing_to_learn_from_is_an_error(steps: pa.Table, dataset: pa.Table) -> None:
     screens = Screens(steps, RESIZE)
     no_target = dataset.filter(pa.compute.is_null(dataset["box"]))
     assert len(planner_examples(no_target, steps, screens, "compact")) == 1
@@ -150,7 +148,7 @@ def test_nothing_to_learn_from_is_said(steps: pa.Table, dataset: pa.Table) -> No
         grounder_examples(no_target, screens, "compact", Space.RESIZED)
 
 
-def test_the_resize_is_the_processors_own(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
+def test_the_resize_is_that_of_the_processor(random_checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(random_checkpoint(0), tmp_path / "copy")
     model, processor = load_checkpoint(folder, "float32", "cpu")
     assert TransformersEngine.of(model, processor, batch_size=1).resize == RESIZE

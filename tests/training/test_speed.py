@@ -108,14 +108,14 @@ def test_windows_in_one_kernel_attend_as_one_by_one(random_checkpoint: Callable[
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, 4, 200, 80, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
     ends = torch.tensor([0, 64, 128, 160, 200], device="cuda", dtype=torch.int32)
-    found, _ = attend_windows(None, q, k, v, None, cu_seq_lens_q=ends, max_length_q=64, scaling=80**-0.5)
+    output, _ = attend_windows(None, q, k, v, None, cu_seq_lens_q=ends, max_length_q=64, scaling=80**-0.5)
     one_by_one = [
         torch.nn.functional.scaled_dot_product_attention(
             *(t[:, :, a:b].float() for t in (q, k, v)), scale=80**-0.5
         ).transpose(1, 2)
         for a, b in pairwise(ends.tolist())
     ]
-    torch.testing.assert_close(found.float(), torch.cat(one_by_one, 1), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(output.float(), torch.cat(one_by_one, 1), rtol=2e-2, atol=2e-2)
     model, processor = load_checkpoint(random_checkpoint(0), "bfloat16", "cuda")
     inputs = batch(processor).to("cuda", torch.bfloat16)
     with torch.no_grad():
@@ -146,11 +146,11 @@ def sum_in_buckets(rank: int, meet: Path) -> None:
                 model(row).square().sum().backward()
             places = {p.grad.untyped_storage().data_ptr() for p in plain.parameters()}
             assert len(places) == 1, f"step {step}, pass {i}: gradients in {len(places)} places"
-        found = [p.grad.clone() for p in plain.parameters()]
+        gradients = [p.grad.clone() for p in plain.parameters()]
         model.zero_grad()
         for row in rows[0] + rows[1]:
             (plain(row).square().sum() / 2).backward()
-        for gradient, parameter in zip(found, plain.parameters(), strict=True):
+        for gradient, parameter in zip(gradients, plain.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad)
         model.zero_grad()
 

@@ -36,10 +36,10 @@ CONFIG = Grpo(
 
 
 @dataclass
-class Looks:
-    """What was seen on the validation split, and what training was told instead."""
+class Validations:
+    """The rewards measured on the validation split, and those that training gets instead."""
 
-    told: list[float]
+    rewards: list[float]
     seen: list[float] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
@@ -54,24 +54,24 @@ def train(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[dict[str, Any], Path]]:
-    """Two steps of GRPO; with `looks`, validated on the training steps that have a target."""
+    """Two steps of GRPO; with `validations`, validated on the training steps that have a target."""
 
-    def run(name: str, looks: Looks | None, placement: Placement | None = None, **change: Any) -> Any:
+    def run(name: str, validations: Validations | None, placement: Placement | None = None, **change: Any) -> Any:
         out = tmp_path / name
-        config = CONFIG.model_copy(update=change | ({"validate_every": 1} if looks else {}))
+        config = CONFIG.model_copy(update=change | ({"validate_every": 1} if validations else {}))
         used = trained("planner", 0), trained("grounder", 0), config
-        placed = {"placement": placement or Placement(), "validation": steps.slice(0, 5) if looks else None}
+        placed = {"placement": placement or Placement(), "validation": steps.slice(0, 5) if validations else None}
         job = grpo_job(out, (dataset, steps, models), *used, {"stranger": random_checkpoint(3)}, **placed)
         real = KeepBest._mean_reward
 
-        def told(self: KeepBest, model: Any) -> float:
-            assert looks is not None
-            looks.weights.append({name: weights.detach().clone() for name, weights in model.named_parameters()})
-            looks.seen.append(real(self, model))
-            return looks.told[len(looks.seen) - 1]
+        def mean_reward(self: KeepBest, model: Any) -> float:
+            assert validations is not None
+            validations.weights.append({name: weights.detach().clone() for name, weights in model.named_parameters()})
+            validations.seen.append(real(self, model))
+            return validations.rewards[len(validations.seen) - 1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(KeepBest, "_mean_reward", told)
+            patch.setattr(KeepBest, "_mean_reward", mean_reward)
             return train_grpo(job, quiet), out
 
     return run
@@ -84,11 +84,11 @@ def saved(out: Path) -> dict[str, torch.Tensor]:
     return dict(load_checkpoint(out, "float32", "cpu")[0].named_parameters())
 
 
-def test_the_reward_is_the_agents_step_success_and_looking_changes_nothing(
+def test_the_reward_is_the_agents_step_success_and_validation_changes_nothing(
     train: Any, trained: Callable[[str, int], Path], steps: pa.Table, models: Models
 ) -> None:
-    looks = Looks([0.1, 0.2, 0.3])
-    figures, out = train("looked", looks)
+    validations = Validations([0.1, 0.2, 0.3])
+    figures, out = train("looked", validations)
     _, plain = train("plain", None)
     assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
     assert figures["kept_step"] == 2
@@ -101,32 +101,37 @@ def test_the_reward_is_the_agents_step_success_and_looking_changes_nothing(
     ]
     labelled = steps.slice(0, 5)
     result = score_steps("miniwob/point", labelled, predict(*agent, labelled, models, 24, 8))
-    assert looks.seen[2] == pytest.approx(result.metrics["step_sr"].micro / 100)
-    assert len(set(looks.seen)) > 1, "of little use otherwise"
+    assert validations.seen[2] == pytest.approx(result.metrics["step_sr"].micro / 100)
+    assert len(set(validations.seen)) > 1, "of little use otherwise"
 
 
-@pytest.mark.parametrize(("told", "kept"), [([0.1, 0.9, 0.3], 1), ([0.9, 0.1, 0.3], 0), ([0.5, 0.1, 0.5], 2)])
-def test_the_best_weights_are_saved(train: Any, told: list[float], kept: int) -> None:
-    looks = Looks(told)
-    figures, out = train("out", looks)
+@pytest.mark.parametrize(("rewards", "kept"), [([0.1, 0.9, 0.3], 1), ([0.9, 0.1, 0.3], 0), ([0.5, 0.1, 0.5], 2)])
+def test_the_best_weights_are_saved(train: Any, rewards: list[float], kept: int) -> None:
+    validations = Validations(rewards)
+    figures, out = train("out", validations)
     assert figures["kept_step"] == kept
-    assert [figures[f"{REWARD}_{which}"] for which in ("first", "best", "last")] == [told[0], told[kept], told[2]]
+    assert [figures[f"{REWARD}_{which}"] for which in ("first", "best", "last")] == [rewards[i] for i in (0, kept, 2)]
     weights = saved(out)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in looks.weights[kept].items())
-    assert any(not torch.equal(a, b) for a, b in zip(looks.weights[0].values(), looks.weights[2].values(), strict=True))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in validations.weights[kept].items())
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(validations.weights[0].values(), validations.weights[2].values(), strict=True)
+    )
 
 
 def test_adapters_are_chosen_too(train: Any, trained: Callable[[str, int], Path]) -> None:
-    looks = Looks([0.9, 0.1, 0.2])
-    figures, out = train("out", looks, lora=Lora(rank=4))
-    assert figures["kept_step"] == 0 and looks.seen[0] > 0.5, "π_k knows these screens, and is asked with its adapters"
+    validations = Validations([0.9, 0.1, 0.2])
+    figures, out = train("out", validations, lora=Lora(rank=4))
+    assert figures["kept_step"] == 0 and validations.seen[0] > 0.5, (
+        "π_k knows these screens, and is asked with its adapters"
+    )
     before, after = load_file(trained("planner", 0) / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before), "an adapter that learnt nothing adds nothing"
 
 
 def test_it_is_refused_where_no_process_could_answer(train: Any) -> None:
     with pytest.raises(Ended, match=r"grpo.validate_every with strategy zero3.*use `ddp`"):
-        train("out", Looks([]), Placement(strategy="zero3"))
+        train("out", Validations([]), Placement(strategy="zero3"))
 
 
 def test_a_checkpoint_lets_go_of_weights_that_are_not_needed_again(tmp_path: Path) -> None:

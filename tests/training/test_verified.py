@@ -46,7 +46,9 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_is_whole_is_saved_and_said(model_and_processor: tuple[Any, Any], example: Any, tmp_path: Path) -> None:
+def test_a_whole_model_is_saved_and_reported(
+    model_and_processor: tuple[Any, Any], example: Any, tmp_path: Path
+) -> None:
     model, processor = model_and_processor
     expected = example, first_logits(model, processor, example)
     figures = save_whole(model, processor, tmp_path / "good", "float32", expected=expected)

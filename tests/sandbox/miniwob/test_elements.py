@@ -20,12 +20,12 @@ def test_a_link_over_two_lines_has_both_pieces_and_its_larger_one_as_box() -> No
 
 
 @given(st.floats(0, 120), st.floats(0, 60))
-def test_the_smallest_element_under_a_point_is_found(x: float, y: float) -> None:
-    found = element_at([LARGE, SMALL], (x, y))
+def test_the_smallest_element_under_a_point_is_returned(x: float, y: float) -> None:
+    element = element_at([LARGE, SMALL], (x, y))
     if 20 <= x <= 30 and 20 <= y <= 30:
-        assert found is SMALL
+        assert element is SMALL
     else:
-        assert found is (LARGE if x <= 100 and y <= 50 else None)
+        assert element is (LARGE if x <= 100 and y <= 50 else None)
 
 
 def test_history_is_mind2webs_form() -> None:

@@ -1,4 +1,4 @@
-"""Live play: what the agent sees and is told, how an episode ends, what is kept, and that the shipped pair solves some."""
+"""Live play: what the agent gets to see, how an episode ends, what is kept, and that the shipped pair solves some."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def models() -> Models:
 
 def scripted(models: Models, plan: Callable[[str], str], point: str = "(80,120)") -> Agent:
     """An agent that says the same whatever it sees."""
-    return Agent(Scripted(lambda asked: generation(plan(asked))), Scripted(lambda _: generation(point)), models, 48, 12)
+    return Agent(Scripted(lambda text: generation(plan(text))), Scripted(lambda _: generation(point)), models, 48, 12)
 
 
 class OracleAgent:
@@ -73,7 +73,7 @@ class OracleAgent:
 
     def __init__(self, browser: Browser, family: str, goal: str) -> None:
         self.moves: list[Move] = []
-        self.asked: list[tuple[str, Image.Image]] = []
+        self.requests: list[tuple[str, Image.Image]] = []
         self._browser, self._family, self._goal = browser, family, goal
 
     def generate(
@@ -84,7 +84,7 @@ class OracleAgent:
         if text == "as the oracle does":
             x, y = self.moves[-1].targets[0].centre
             return [[generation(f"({x},{y})")]]
-        self.asked.append((text, request.image))
+        self.requests.append((text, request.image))
         move = ORACLES[self._family](look(self._browser, self._goal, self.moves))
         assert move is not None
         self.moves.append(move)
@@ -105,12 +105,12 @@ def test_an_agent_that_does_what_the_oracle_does_lives_the_offline_episode(
     rows = play_episode(browser, Agent(oracle, oracle, models, 48, 12), family, expected.seed)
     assert [row["history"] for row in rows] == [list(step.history) for step in expected.steps]
     assert rows[-1]["entry"] == expected.steps[-1].move.history
-    for row, asked, (text, image), was in zip(rows, oracle.moves, oracle.asked, expected.steps, strict=True):
+    for row, move, (text, image), was in zip(rows, oracle.moves, oracle.requests, expected.steps, strict=True):
         assert row["step_id"] == f"{expected.episode_id}/{row['step_index']}"
         assert row["screenshot"] == offline.encode_png(was.image)  # recorded is what the environment showed,
         assert image.tobytes() == was.image.tobytes()  # and the same that the model saw
         assert text == f"Task: {expected.goal}\nDone: {' ; '.join(was.history) or 'none'}"
-        assert (row["x"], row["y"]) == asked.targets[0].centre
+        assert (row["x"], row["y"]) == move.targets[0].centre
         assert (row["action_type"], row["value"]) == (was.move.action_type, was.move.value)
     assert [row["done"] for row in rows] == [False] * (len(rows) - 1) + [True]
     assert rows[-1]["reward"] > 0 and all(row["failure"] is None for row in rows)
@@ -158,15 +158,15 @@ def test_the_shipped_pair_solves_episodes(browser: Browser, models: Models, tmp_
         TransformersEngine(REPOSITORY / path, dtype="float32", device="cpu", batch_size=1)
         for path in (models.base_planner, models.base_grounder)
     )
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     table = play(
         browser,
         Agent(planner, grounder, models, 48, 12),
         fresh_games(EASY, 200_000, 1),
-        lambda done, of, figures: told.append((done, of)),
+        lambda done, of, figures: progress.append((done, of)),
         max_steps=3,
     )
-    assert told == [(n + 1, 6) for n in range(6)]
+    assert progress == [(n + 1, 6) for n in range(6)]
     about = write_play(table, {"planner": "base"}, "base pair", 1, tmp_path)
     assert about["solved"] >= 1
     low, high = about["success"]["ci95"]
@@ -185,8 +185,15 @@ def episode(name: str, family: str, failure: str | None, **change: object) -> di
     image = io.BytesIO()
     Image.new("RGB", (84, 112)).save(image, "PNG")
     seen = {k: v for k, v in step(f"{name}/0", episode_id=name, family=family, screenshot=image.getvalue()).items()}
-    said = {"plan": "press ok", "x": 5.0, "y": 6.0, "planner_text": "", "grounder_text": "", "entry": "[page] -> CLICK"}
-    return seen | said | {"reward": 0.0 if failure else 1.0, "done": True, "failure": failure} | change
+    answers = {
+        "plan": "press ok",
+        "x": 5.0,
+        "y": 6.0,
+        "planner_text": "",
+        "grounder_text": "",
+        "entry": "[page] -> CLICK",
+    }
+    return seen | answers | {"reward": 0.0 if failure else 1.0, "done": True, "failure": failure} | change
 
 
 def test_rates_over_episodes_and_over_families() -> None:

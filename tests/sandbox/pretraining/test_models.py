@@ -64,13 +64,13 @@ def test_the_fast_forward_pass_equals_the_librarys(random_checkpoint: Path) -> N
     inputs = chat_inputs(processor, "press on the previous button", image)
     with torch.no_grad():
         expected = model(**inputs).logits[0, PREFIX:]
-        asked = inputs["input_ids"][0, PREFIX:]
-        text = torch.cat([other, asked])[None]
-        positions = torch.cat([torch.arange(len(other)), torch.arange(len(asked))])[None]
-        segments = torch.cat([torch.full_like(other, 1), torch.full_like(asked, 2)])[None]
+        prompt = inputs["input_ids"][0, PREFIX:]
+        text = torch.cat([other, prompt])[None]
+        positions = torch.cat([torch.arange(len(other)), torch.arange(len(prompt))])[None]
+        segments = torch.cat([torch.full_like(other, 1), torch.full_like(prompt, 2)])[None]
         visual = fast.screens(torch.from_numpy(np.array(image))[None])
-        found = fast.logits(fast.states(visual, text, positions, segments))[0, len(other) :]
-    assert torch.allclose(found, expected, atol=1e-4)
+        result = fast.logits(fast.states(visual, text, positions, segments))[0, len(other) :]
+    assert torch.allclose(result, expected, atol=1e-4)
 
 
 def test_presets_have_the_sizes_that_they_are_for() -> None:

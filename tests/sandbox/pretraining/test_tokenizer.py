@@ -16,8 +16,8 @@ WORD = st.text("abcXYZ0189", min_size=1, max_size=12)
 
 
 def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
-    return found
+    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return encoded
 
 
 @given(TEXT)

@@ -50,7 +50,7 @@ def test_other_splits_are_refused(tmp_path: Path) -> None:
         corpus.read([shard], work_dir=tmp_path)
 
 
-def test_screens_are_found_again_in_their_directory(drawn: Corpus) -> None:
+def test_screens_are_read_back_from_their_directory(drawn: Corpus) -> None:
     again = Corpus.open(drawn.directory)
     assert list(again.steps) == list(drawn.steps)
     assert np.array_equal(again.images, drawn.images)
@@ -66,8 +66,8 @@ def test_sequences_hold_exactly_what_the_chat_template_gives(drawn: Corpus, role
         wanted = batch["labels"][row][batch["labels"][row] != IGNORED]
         end = tokens.token_id(tokenizer, tokens.IM_END)
         answer = tokenizer.decode(wanted[: list(wanted).index(end)])
-        asked = tokenizer.decode(batch["text"][row][first]).split(tokens.IM_END)[0]
-        chat = prompts.grounder_messages(asked, "compact") + prompts.assistant(answer)
+        plan = tokenizer.decode(batch["text"][row][first]).split(tokens.IM_END)[0]
+        chat = prompts.grounder_messages(plan, "compact") + prompts.assistant(answer)
         whole = tokenizer.apply_chat_template(chat, tokenize=False).removesuffix(f"{tokens.IM_END}\n")
         expected = tokenizer.encode(whole.split(tokens.VISION_END)[1], add_special_tokens=False)
         assert batch["text"][row][first].tolist() == expected
@@ -126,8 +126,8 @@ def test_a_short_run_learns_and_saves(drawn: Corpus, tmp_path: Path) -> None:
     assert reports["tower t"].losses[-1] < reports["tower t"].losses[0]
     assert reports["g"].losses[-1] < 0.7 * reports["g"].losses[0]
     model, processor = tiny_models.load(tmp_path / "g")
-    found = evaluate.grounding(model, processor, drawn, drawn.indices(held_out=True), "A", 4)
-    assert found["all"].count == 4
+    scores = evaluate.grounding(model, processor, drawn, drawn.indices(held_out=True), "A", 4)
+    assert scores["all"].count == 4
     planner = tiny_models.load(tmp_path / "p")
     rates = evaluate.pair(planner, (model, processor), drawn, drawn.indices(held_out=True))
     assert {name: rate.count for name, rate in rates.items()} == {"element": 2, "operation": 2, "step": 2}
@@ -143,7 +143,7 @@ def test_the_shipped_recipe_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--recipe", "wrong"], "key `towers`: the key is missing; add it"),
         (["--recipe", "twice"], "the key `towers` stands twice"),
@@ -153,11 +153,11 @@ def test_the_shipped_recipe_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> N
     ],
 )
 def test_mistyped_arguments_of_pretrain(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong").write_text("vocabulary: true\n")
     (tmp_path / "twice").write_text("towers: {}\ncheckpoints: {}\ntowers: {}\n")
     shipped = ["--recipe", str(ROOT / "models" / "recipe.yaml"), "--snapshot", str(ROOT / "data" / "miniwob")]
     refused = CliRunner().invoke(app, ["pretrain", "sandbox", *shipped, *arguments])
-    assert refused.exit_code == 1 and said in refused.stderr, refused.stderr
+    assert refused.exit_code == 1 and message in refused.stderr, refused.stderr

@@ -11,9 +11,9 @@ FIELDS = [
 SCREEN = [BUTTON, *FIELDS]
 
 
-def test_each_wording_says_it_its_own_way() -> None:
-    said = {w.precise(name, BUTTON, SCREEN, "CLICK")[0] for name in w.WORDINGS}
-    assert said == {
+def test_each_wording_words_it_differently() -> None:
+    plans = {w.precise(name, BUTTON, SCREEN, "CLICK")[0] for name in w.WORDINGS}
+    assert plans == {
         "button 'previous'",
         "press on the previous button",
         "click the element reading 'previous', a button near the lower left",
@@ -39,7 +39,7 @@ def test_verbs_follow_the_action() -> None:
     assert "enter text in the second input box" in w.precise("D", FIELDS[1], SCREEN, "TYPE")
 
 
-def test_vagueness_is_as_frequent_as_asked() -> None:
+def test_vagueness_is_as_frequent_as_configured() -> None:
     rng = Random(0)
     plans = [w.describe("B", BUTTON, SCREEN, "CLICK", rng, 0.25) for _ in range(2000)]
     share = sum(plan in w.vague("B", BUTTON, "CLICK") for plan in plans) / len(plans)
@@ -54,7 +54,7 @@ def test_vagueness_hangs_on_family_and_planner() -> None:
     assert vagueness.on("family-1", "p") == vagueness.on("family-1", "p")
 
 
-def test_only_elements_with_a_name_of_their_own_are_askable() -> None:
+def test_only_elements_with_a_unique_name_are_askable() -> None:
     twin = w.ScreenElement("button", "previous", "", (100, 100, 120, 110))
     assert w.askable([BUTTON, twin, *FIELDS]) == [2, 3]
 
