@@ -74,23 +74,23 @@ class _Loader(yaml.BaseLoader):
     def mapping(self, node: yaml.Node) -> dict[str, Any]:
         if not isinstance(node, yaml.MappingNode):
             raise _refused(node, f"{node.tag} is for mappings")
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise _refused(key_node, "a key must be text: put it into quotation marks")
-            if key in found:
+            if key in entries:
                 raise _refused(key_node, f"the key `{key}` stands twice: keep one")
-            found[key] = self.construct_object(value_node, deep=True)
+            entries[key] = self.construct_object(value_node, deep=True)
         self._count(node, [value for _, value in node.value])
-        return found
+        return entries
 
     def sequence(self, node: yaml.Node) -> list[Any]:
         if not isinstance(node, yaml.SequenceNode):
             raise _refused(node, f"{node.tag} is for lists")
-        found = [self.construct_object(value, deep=True) for value in node.value]
+        items = [self.construct_object(value, deep=True) for value in node.value]
         self._count(node, node.value)
-        return found
+        return items
 
     def _count(self, node: yaml.Node, below: list[yaml.Node]) -> None:
         self._sizes[node] = 1 + sum(self._sizes.get(value, 1) for value in below)

@@ -94,11 +94,11 @@ class Deployment:
         dead = [process.args for process in self._processes if process.poll() is not None]
         assert not dead, f"{dead} ended: see {self.home}"
         try:
-            found = self.graphql("{ workspaceOrError { ... on Workspace { locationEntries { locationOrLoadError {"
+            data = self.graphql("{ workspaceOrError { ... on Workspace { locationEntries { locationOrLoadError {"
                                  " __typename ... on PythonError { message } } } } } }")  # fmt: skip
         except ConnectionError:
             return False
-        entries = found["workspaceOrError"]["locationEntries"]
+        entries = data["workspaceOrError"]["locationEntries"]
         loaded = [entry["locationOrLoadError"] for entry in entries if entry["locationOrLoadError"]]
         assert all(entry["__typename"] == "RepositoryLocation" for entry in loaded), loaded
         return len(loaded) == 1
@@ -109,39 +109,39 @@ class Deployment:
         server = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             server.request("POST", "/graphql", body, {"Content-Type": "application/json"})
-            found = json.loads(server.getresponse().read())
+            answer = json.loads(server.getresponse().read())
         finally:
             server.close()
-        assert "errors" not in found, found["errors"]
-        return found["data"]
+        assert "errors" not in answer, answer["errors"]
+        return answer["data"]
 
     def wait(self, ready: Callable[[], Any], what: str, seconds: float = 500) -> Any:
         """What `ready` returns as soon as that is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            found = ready()
-            if found:
-                return found
+            value = ready()
+            if value:
+                return value
             time.sleep(0.5)
         raise AssertionError(f"waited {seconds} s for {what}; logs are in {self.home}")
 
     def backfill(self, keys: Iterable[Key], partitions: Sequence[str]) -> str:
         """Launches a backfill of assets, as the UI's button does; returns its id."""
-        found = self.graphql(
+        result = self.graphql(
             "mutation($p: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $p) { __typename"
             " ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }",
             p={"assetSelection": [{"path": list(key)} for key in keys], "partitionNames": list(partitions)},
         )["launchPartitionBackfill"]
-        assert "backfillId" in found, found
-        return str(found["backfillId"])
+        assert "backfillId" in result, result
+        return str(result["backfillId"])
 
     def backfill_status(self, backfill_id: str) -> str:
         """REQUESTED, COMPLETED_SUCCESS, COMPLETED_FAILED, FAILED, …"""
-        found = self.graphql(
+        data = self.graphql(
             "query($id: String!) { partitionBackfillOrError(backfillId: $id) { ... on PartitionBackfill { status } } }",
             id=backfill_id,
         )
-        return str(found["partitionBackfillOrError"]["status"])
+        return str(data["partitionBackfillOrError"]["status"])
 
     def wait_backfill(self, backfill_id: str, seconds: float = 900) -> str:
         """The status of a backfill when it is done."""
@@ -166,7 +166,7 @@ class Deployment:
         if parent is not None:
             metadata |= {"parentRunId": parent, "rootRunId": parent}
             metadata["tags"].append({"key": "dagster/is_resume_retry", "value": "true"})
-        found = self.graphql(
+        result = self.graphql(
             "mutation($p: ExecutionParams!) { launchPipelineExecution(executionParams: $p) { __typename"
             " ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }"
             " ... on RunConfigValidationInvalid { errors { message } } } }",
@@ -178,8 +178,8 @@ class Deployment:
                 "executionMetadata": metadata,
             },
         )["launchPipelineExecution"]
-        assert "run" in found, found
-        return str(found["run"]["runId"])
+        assert "run" in result, result
+        return str(result["run"]["runId"])
 
     @property
     def repository(self) -> dict[str, str]:
@@ -193,8 +193,8 @@ class Deployment:
         )
 
     def status(self, run_id: str) -> str:
-        found = self.graphql("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
-        return str(found["runOrError"]["status"])
+        data = self.graphql("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
+        return str(data["runOrError"]["status"])
 
     def wait_run(self, run_id: str, *statuses: str, seconds: float = 500) -> str:
         """The status of a run when it is one of `statuses` (none named: when it is finished)."""
@@ -209,24 +209,24 @@ class Deployment:
 
     def runs(self, **tags: str) -> list[dict[str, Any]]:
         """Runs that carry `tags` (`__` in a name stands for `/`), oldest first: runId, status, tags, assets."""
-        found = self.graphql(
+        runs = self.graphql(
             "query($f: RunsFilter!) { runsOrError(filter: $f) { ... on Runs { results { runId status creationTime"
             " tags { key value } assetSelection { path } } } } }",
             f={"tags": [{"key": key.replace("__", "/"), "value": value} for key, value in tags.items()]},
         )["runsOrError"]["results"]
-        for run in found:
+        for run in runs:
             run["tags"] = {tag["key"]: tag["value"] for tag in run["tags"]}
-        return sorted(found, key=lambda run: run["creationTime"])
+        return sorted(runs, key=lambda run: run["creationTime"])
 
     def why(self, run_id: str) -> str:
         """The messages of the failed steps of a run."""
-        found = self.graphql(
+        events = self.graphql(
             "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events { __typename"
             " ... on ExecutionStepFailureEvent { stepKey failureMetadata { description }"
             " error { message cause { message } } } } } } }",
             id=run_id,
         )["logsForRun"]["events"]
-        failures = [event for event in found if event["__typename"] == "ExecutionStepFailureEvent"]
+        failures = [event for event in events if event["__typename"] == "ExecutionStepFailureEvent"]
         return "\n".join(json.dumps(failure) for failure in failures)
 
     def stale(self, keys: Iterable[Key], partition: str) -> dict[str, list[str]]:
@@ -248,34 +248,34 @@ class Deployment:
         for kind, names in (("Sensor", sensors), ("Schedule", schedules)):
             start = "startSensor" if kind == "Sensor" else "startSchedule"
             for name in names:
-                found = self.graphql(
+                result = self.graphql(
                     f"mutation($s: {kind}Selector!) {{ {start}({kind.lower()}Selector: $s) {{ __typename }} }}",
                     s=self.repository | {f"{kind.lower()}Name": name},
                 )
-                assert found[start]["__typename"] in ("Sensor", "ScheduleStateResult"), found
+                assert result[start]["__typename"] in ("Sensor", "ScheduleStateResult"), result
 
     def switch_off(self, *schedules: str) -> None:
         """Turns schedules off."""
         for name in schedules:
-            found = self.graphql(
+            data = self.graphql(
                 "query($s: ScheduleSelector!) { scheduleOrError(scheduleSelector: $s) {"
                 " ... on Schedule { scheduleState { id } } } }",
                 s=self.repository | {"scheduleName": name},
             )
             stopped = self.graphql(
                 "mutation($id: String!) { stopRunningSchedule(id: $id) { __typename } }",
-                id=found["scheduleOrError"]["scheduleState"]["id"],
+                id=data["scheduleOrError"]["scheduleState"]["id"],
             )
             assert stopped["stopRunningSchedule"]["__typename"] == "ScheduleStateResult", stopped
 
     def ticks(self, name: str) -> list[dict[str, Any]]:
         """The ticks of a sensor or schedule, newest first: status, runIds, skipReason, error."""
-        found = self.graphql(
+        data = self.graphql(
             "query($s: InstigationSelector!) { instigationStateOrError(instigationSelector: $s) {"
             " ... on InstigationState { ticks { status runIds skipReason error { message } } } } }",
             s=self.repository | {"name": name},
         )
-        ticks: list[dict[str, Any]] = found["instigationStateOrError"]["ticks"]
+        ticks: list[dict[str, Any]] = data["instigationStateOrError"]["ticks"]
         return ticks
 
 

@@ -17,20 +17,20 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Hub:
-    """Models, and what was asked of them.
+    """Models, and the requests for them.
 
     Args:
         url: where it listens.
         models: OWNER/NAME → revision (branch or tag) → commit.
         folders: commit → the folder with its files.
-        asked: "METHOD path" of every request.
+        requests: "METHOD path" of every request.
         cuts: file name → how many bytes of each of its next answers are sent before the connection is cut.
     """
 
     url: str
     models: dict[str, dict[str, str]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     cuts: dict[str, list[int]] = field(default_factory=dict)
 
     def publish(self, name: str, folder: Path, revision: str = "main") -> str:
@@ -73,11 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
         path = unquote(urlsplit(self.path).path)
-        hub.asked.append(f"{self.command} {path}")
-        found = re.fullmatch(r"(/api/models)?/([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path)
-        if found is None or found[2] not in hub.models:
+        hub.requests.append(f"{self.command} {path}")
+        matched = re.fullmatch(r"(/api/models)?/([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path)
+        if matched is None or matched[2] not in hub.models:
             return self._refuse("RepoNotFound")
-        _, name, kind, revision, file = found.groups()
+        _, name, kind, revision, file = matched.groups()
         commit = hub.commit(name, revision or "main")
         if commit is None:
             return self._refuse("RevisionNotFound")
@@ -93,10 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             return self._refuse("EntryNotFound", {"X-Repo-Commit": commit})
         content, etag = file.read_bytes(), _hash(file)
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        start = int(asked[1]) if asked else 0
-        self.send_response(206 if asked else 200)
-        if asked:
+        byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(byte_range[1]) if byte_range else 0
+        self.send_response(206 if byte_range else 200)
+        if byte_range:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", commit)

@@ -51,22 +51,22 @@ class Forked:
     """The `coepg` command in a project, as a fork of a process that has the heavy libraries imported."""
 
     def __init__(self, project: Path, *arguments: str) -> None:
-        self._said = project / f"said-{next(_NUMBERS)}"
-        self._said.mkdir()
+        self._output = project / f"output-{next(_NUMBERS)}"
+        self._output.mkdir()
         self._process = WarmProcess(
             "coepg_dagster.cli",
             arguments,
             env=_outside(job_environment(1)) | {"COLUMNS": "200"},
             cwd=project,
-            output=self._said / "out",
-            errors=self._said / "err",
+            output=self._output / "out",
+            errors=self._output / "err",
             starts_jobs=True,
         )
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Waits for its end; what it printed to stdout and to stderr."""
         self.returncode = self._process.wait(timeout)
-        return (self._said / "out").read_text(), (self._said / "err").read_text()
+        return (self._output / "out").read_text(), (self._output / "err").read_text()
 
 
 def run(project: Path, *arguments: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 ENTRIES = ("coepg_dagster.cli.__main__", "coepg_dagster.definitions", "coepg_dagster.training.launch")
 """Modules that something else starts: the shell, Dagster, accelerate."""
-FOUND_BY_NAME = ("defs", "app")
-"""What is looked up in a module from outside: by Dagster, by the console script."""
+ENTRY_NAMES = ("defs", "app")
+"""Names that Dagster or the console script takes from a module."""
 Definition = tuple[str, str]
 """(module, name at its top); the name is empty for what runs when the module is imported."""
 
@@ -44,20 +44,20 @@ class Product:
     @cached_property
     def definitions(self) -> dict[Definition, list[ast.stmt]]:
         """A decorated function runs with its module: the decorator may have kept it."""
-        found: dict[Definition, list[ast.stmt]] = {}
+        definitions: dict[Definition, list[ast.stmt]] = {}
         for module, tree in self.sources.items():
-            found[module, ""] = []
+            definitions[module, ""] = []
             for statement in tree.body:
                 for name in _names(statement) or [""]:
-                    found.setdefault((module, name), []).append(statement)
+                    definitions.setdefault((module, name), []).append(statement)
                 if isinstance(statement, ast.FunctionDef) and statement.decorator_list:
-                    found[module, statement.name] = [statement]
-        return found
+                    definitions[module, statement.name] = [statement]
+        return definitions
 
     @cached_property
     def _imported(self) -> dict[str, dict[str, set[Definition]]]:
         """Module → local name → what it may stand for: every import of the product, inside functions too."""
-        found: dict[str, dict[str, set[Definition]]] = {}
+        imported: dict[str, dict[str, set[Definition]]] = {}
         for module, tree in self.sources.items():
             names: dict[str, set[Definition]] = defaultdict(set)
             for node in ast.walk(tree):
@@ -66,8 +66,8 @@ class Product:
                         whole = f"{node.module}.{alias.name}"
                         target = (whole, "") if whole in self.sources else (node.module, alias.name)
                         names[alias.asname or alias.name].add(target)
-            found[module] = dict(names)
-        return found
+            imported[module] = dict(names)
+        return imported
 
     def _used(self, module: str, statement: ast.stmt) -> Iterator[Definition]:
         local = self._imported[module]
@@ -86,20 +86,20 @@ class Product:
     @cached_property
     def reachable(self) -> frozenset[Definition]:
         """Every definition that is used, over any number of others, by what runs when one of ENTRIES starts."""
-        found: set[Definition] = set()
+        reached: set[Definition] = set()
         todo: list[Definition] = [(module, "") for module in ENTRIES]
         while todo:
             one = todo.pop()
-            if one in found or one not in self.definitions:
+            if one in reached or one not in self.definitions:
                 continue
-            found.add(one)
+            reached.add(one)
             module, _ = one
             packages = [module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)]
             todo += [(name, "") for name in (module, *packages)]
-            todo += [(module, name) for name in FOUND_BY_NAME]
+            todo += [(module, name) for name in ENTRY_NAMES]
             for statement in self.definitions[one]:
                 todo += self._used(module, statement)
-        return frozenset(found)
+        return frozenset(reached)
 
     @cached_property
     def _attributes(self) -> frozenset[str]:

@@ -42,7 +42,7 @@ ALL: dict[str, tuple[int, ...]] = {"train": (3, 3), "validation": (2,), "test_se
 
 
 @pytest.mark.parametrize(
-    ("lengths", "change", "said"),
+    ("lengths", "change", "message"),
     [
         (ALL, {}, ""),
         (ALL, {"max_train_steps": 3, "max_eval_steps": 2}, ""),
@@ -60,9 +60,9 @@ ALL: dict[str, tuple[int, ...]] = {"train": (3, 3), "validation": (2,), "test_se
         ),
     ],
 )
-def test_steps_that_are_too_few(lengths: Any, change: dict[str, Any], said: str) -> None:
+def test_steps_that_are_too_few(lengths: Any, change: dict[str, Any], message: str) -> None:
     why = refuse_steps(changed(**change), steps(**lengths))
-    assert (len(why) == 1 and said in why[0]) if said else why == []
+    assert (len(why) == 1 and message in why[0]) if message else why == []
 
 
 def test_a_look_at_the_validation_split_needs_an_episode_of_it() -> None:
@@ -79,8 +79,8 @@ def test_a_dataset_that_covers_too_few_steps() -> None:
     assert refuse_steps(without, steps(**ALL), {1: 1}) == []
 
 
-def test_own_data_without_what_its_protocol_needs() -> None:
-    """A user's own steps may have points, or only boxes."""
+def test_user_data_without_what_its_protocol_needs() -> None:
+    """A user's steps may have points, or only boxes."""
     mine = changed(reader="jsonl", protocol="android_control/os_atlas")
     why = refuse_steps(mine, steps(**ALL))
     assert len(why) == 1 and "`benchmark.protocol`: step validation00" in why[0] and "needs the point" in why[0]
@@ -123,7 +123,7 @@ def test_every_protocol_that_an_experiment_may_name_scores_its_steps(
         ]
 
 
-def test_own_data_names_its_splits(tmp_path: Path) -> None:
+def test_user_data_names_its_splits(tmp_path: Path) -> None:
     lines = [json.dumps({"split": split}) for split in ("train", "train", "dev", "test")]
     (tmp_path / "steps.jsonl").write_text("\n".join([*lines, "{half a li", "[]", '{"split": 1}', ""]))
     mine = changed(reader="jsonl", path=tmp_path, validation="dev", test=["test"])
@@ -134,7 +134,7 @@ def test_own_data_names_its_splits(tmp_path: Path) -> None:
     )
 
 
-def test_the_snapshot_is_looked_at_without_its_screenshots() -> None:
+def test_the_snapshot_is_checked_without_its_screenshots() -> None:
     assert refuse_files(SANDBOX, ROOT) == []
     assert refuse_files(changed(path=Path("data/nothere")), ROOT)[0].startswith("benchmark: ")
 

@@ -73,12 +73,12 @@ OF_ITERATIONS = [["play"], ["rewards", "calibration"], ["rewards", "recompute", 
 SCORE = ["score", FILE, "--format", "coepg", "--protocol", "miniwob/point"]
 
 MISTYPED: list[tuple[list[str], str]] = [
-    *(([*command, name], said) for command in OF_EXPERIMENTS for name, said in REFERENCES.items()),
-    *(([*command, name], said) for command in OF_ITERATIONS for name, said in ITERATIONS.items()),
-    *((["rewards", "calibration", name], said) for name, said in NOT_MADE.items()),
-    *((["diff", name, "sandbox@1"], said) for name, said in ITERATIONS.items()),
-    *((["diff", "sandbox@0", name], said) for name, said in ITERATIONS.items()),
-    *((["compare", name, "sandbox@1"], said) for name, said in (ITERATIONS | NOT_MADE).items() if "@" in name),
+    *(([*command, name], message) for command in OF_EXPERIMENTS for name, message in REFERENCES.items()),
+    *(([*command, name], message) for command in OF_ITERATIONS for name, message in ITERATIONS.items()),
+    *((["rewards", "calibration", name], message) for name, message in NOT_MADE.items()),
+    *((["diff", name, "sandbox@1"], message) for name, message in ITERATIONS.items()),
+    *((["diff", "sandbox@0", name], message) for name, message in ITERATIONS.items()),
+    *((["compare", name, "sandbox@1"], message) for name, message in (ITERATIONS | NOT_MADE).items() if "@" in name),
     (["nothing"], "No such command"),
     (["rewards", "nothing"], "No such command"),
     (["results"], "Missing argument"),
@@ -96,7 +96,7 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["plan", "sandbox", "--gpus", "0"], "Invalid value for"),
     (["plan", "sandbox", "--strategy", "zero9"], "'zero9' is not one of"),
     *((["trace", row], "names no row") for row in ("", "x", "sandbox@1", "sandbox@1#", "#", "@#")),
-    *((["trace", f"{name}#1"], said) for name, said in ITERATIONS.items()),
+    *((["trace", f"{name}#1"], message) for name, message in ITERATIONS.items()),
     (["trace", "nothing@1#0"], "no experiment 'nothing'"),
     (["trace", "sandbox@4#0"], "iterations 0..3"),
     (["trace", "sandbox@1#0"], "run `coepg evolve sandbox/s13 --through 1` first"),
@@ -182,12 +182,12 @@ def test_what_a_command_refuses_is_one_line(command: str, project: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), MISTYPED, ids=[" ".join(part[:20] for part in arguments) for arguments, _ in MISTYPED]
+    ("arguments", "message"), MISTYPED, ids=[" ".join(part[:20] for part in arguments) for arguments, _ in MISTYPED]
 )
-def test_a_mistyped_argument_ends_with_a_message(arguments: list[str], said: str, project: Path) -> None:
+def test_a_mistyped_argument_ends_with_a_message(arguments: list[str], message: str, project: Path) -> None:
     code, out, err = tell(project, *arguments)
     assert code == (2 if err.startswith("Usage: ") else 1) and not out, f"{code}: {out}{err}"
-    assert said in err and "Traceback" not in err
+    assert message in err and "Traceback" not in err
     assert list(project.glob("store/*")) == []
 
 
@@ -200,7 +200,7 @@ def test_a_port_that_is_taken(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("home", "said"),
+    ("home", "message"),
     [
         (".dagster", "Dagster wants an absolute path: set it to "),
         ("/nowhere/at/all", "there is no such folder"),
@@ -209,11 +209,11 @@ def test_a_port_that_is_taken(project: Path) -> None:
         ("{project}/" + FOLDER, "cannot be opened"),
     ],
 )
-def test_a_dagster_home_that_cannot_be_used(home: str, said: str, project: Path) -> None:
+def test_a_dagster_home_that_cannot_be_used(home: str, message: str, project: Path) -> None:
     (project / FOLDER / "dagster.yaml").write_text("storage: [half a dra")
     place = {"COEPG_ROOT": str(project), "DAGSTER_HOME": home.format(project=project)}
     refused = CliRunner(env=place).invoke(app, ["results", "sandbox"])
-    assert refused.exit_code == 1 and said in refused.stderr, refused.stderr
+    assert refused.exit_code == 1 and message in refused.stderr, refused.stderr
 
 
 def test_an_empty_dagster_home_is_none(project: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("benchmark: {path: data/nothere}", "data/nothere: there is no such file or folder; correct `benchmark.path`"),
         ("benchmark: {path: data}", "is no MiniWoB++ snapshot"),
@@ -279,14 +279,14 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
         ("grpo: {prompts_per_step: 1201, micro_batch_size: 8}", "has 1200 training steps: lower it"),
     ],
 )
-def test_plan_refuses_what_a_later_step_would(change: str, said: str, project: Path) -> None:
+def test_plan_refuses_what_a_later_step_would(change: str, message: str, project: Path) -> None:
     file = project / "experiments" / "changed.yaml"
     file.write_text(f"parent: sandbox\ndescription: x\n{change}\n")
     try:
         code, _, err = tell(project, "plan", "changed")
     finally:
         file.unlink()
-    assert code == 1 and said in err, err
+    assert code == 1 and message in err, err
 
 
 INTERNAL = {"BadPicture", "NotJson", "OracleError", "RejectedRow", "SpaceMismatch", "SplitError", "_Unreachable"}

@@ -228,7 +228,7 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "expected"),
     [
         ("a: [", "not valid YAML"),
         ("- a\n- b", "must hold a mapping"),
@@ -237,10 +237,10 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
         ("[" * 1000, "not valid YAML"),
     ],
 )
-def test_what_is_no_experiment_file(tmp_path: Path, raw: str, said: str) -> None:
+def test_what_is_no_experiment_file(tmp_path: Path, raw: str, expected: str) -> None:
     message = error(tmp_path, raw)
     assert message.startswith(str(tmp_path / "exp.yaml"))
-    assert said in message
+    assert expected in message
 
 
 def test_keys_that_are_no_names(tmp_path: Path) -> None:
@@ -319,12 +319,12 @@ def test_a_code_version_changes_with_what_its_asset_reads(change: dict[str, Any]
     assert {asset for asset in CODE if before[asset] != after[asset]} == changed
 
 
-def test_prompts_decide_which_actions_of_own_data_need_a_target() -> None:
+def test_prompts_decide_which_actions_of_user_data_need_a_target() -> None:
     one, other = (versions(content(benchmark__reader="jsonl", models__prompts=style)) for style in ("web", "mobile"))
     assert one["benchmark_steps"] != other["benchmark_steps"]
 
 
-def test_where_an_endpoint_is_and_how_fast_it_is_asked_changes_nothing() -> None:
+def test_the_place_and_the_speed_of_an_endpoint_change_nothing() -> None:
     one = versions(content(models__verifiers__far=REMOTE))
     place = {"base_url": "https://y/v1", "api_key_env": "KEY", "in_flight": 99, "timeout_seconds": 3.0}
     assert versions(content(models__verifiers__far=REMOTE | place)) == one
@@ -435,14 +435,14 @@ def test_what_is_refused_in_an_overlay(tmp_path: Path, change: dict[str, Any], k
     assert named and remedy.split(":")[0] in named[0]
 
 
-def test_a_broken_parent_is_named_by_its_own_file(tmp_path: Path) -> None:
+def test_a_broken_parent_is_named_by_its_file(tmp_path: Path) -> None:
     file = overlay(tmp_path)
     write(tmp_path, content(sed=1))
     with pytest.raises(ExperimentError, match=r"over\.yaml: key `parent`: exp cannot be used: .*exp\.yaml: key `sed`"):
         load_experiment(file)
 
 
-def test_a_bad_file_costs_its_own_experiment_and_what_builds_on_it(tmp_path: Path) -> None:
+def test_a_bad_file_costs_only_its_experiment_and_what_builds_on_it(tmp_path: Path) -> None:
     write(tmp_path, content(), "good")
     write(tmp_path, OVERLAY | {"parent": "good"}, "child")
     write(tmp_path, "description: [half a dra", "draft")
@@ -453,35 +453,35 @@ def test_a_bad_file_costs_its_own_experiment_and_what_builds_on_it(tmp_path: Pat
     for hidden in ("._good.yaml", ".yaml", ".good.yaml.swp"):
         (tmp_path / hidden).write_bytes(b"\x00\x05\x16\x07 Mac OS X \xb0")
     (tmp_path / ".#good.yaml").symlink_to("me@here.1234")
-    found = find_experiments(tmp_path)
-    assert list(found) == ["child", "good"]
-    said = {
+    experiments = find_experiments(tmp_path)
+    assert list(experiments) == ["child", "good"]
+    reasons = {
         "draft": "draft.yaml, line 1, column 25: not valid YAML",
         "grandchild": "grandchild.yaml: key `parent`: draft cannot be used",
         "good copy": "good copy.yaml: the name of the file: use lower-case letters, digits and _",
         "folder": "folder.yaml: cannot be read",
         "gone": "gone.yaml: there is no such file",
     }
-    assert found.left_out.keys() == said.keys()
-    for name, why in said.items():
-        assert why in found.left_out[name]
+    assert experiments.left_out.keys() == reasons.keys()
+    for name, why in reasons.items():
+        assert why in experiments.left_out[name]
         with pytest.raises(ExperimentError, match=re.escape(why)):
-            split_reference(name, found)
+            split_reference(name, experiments)
     with pytest.raises(ExperimentError, match="no experiment 'other'; known: child, good"):
-        split_reference("other", found)
+        split_reference("other", experiments)
 
 
-def test_an_ablation_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_an_ablation_has_a_unique_name(tmp_path: Path) -> None:
     folder = tmp_path / "experiments"
     (folder / "ablations").mkdir(parents=True)
     for file in (folder / "one", folder / "ablations" / "one", folder / "ablations" / "two"):
         write(file.parent, content(description=str(file)), file.name)
-    found = Project(tmp_path).all_experiments()
-    assert {name: one.description for name, one in found.items()} == {
+    experiments = Project(tmp_path).all_experiments()
+    assert {name: one.description for name, one in experiments.items()} == {
         "one": str(folder / "one"),
         "two": str(folder / "ablations" / "two"),
     }
-    assert "has the same name: rename one" in found.left_out["one"]
+    assert "has the same name: rename one" in experiments.left_out["one"]
 
 
 @pytest.mark.parametrize("parent", ["../exp", "/etc/passwd", "x" * 5000, ["exp"], 3, True, "Exp", ""])

@@ -69,30 +69,30 @@ def written(k: int, chance: random.Random) -> tuple[pa.Table, pa.Table]:
 
 
 def results(root: Path) -> dict[str, Any]:
-    """Data versions of the loop, and what is told of it, in the order in which it is told."""
+    """Data versions, data quality, scores and audits of a loop, in the order in which they are made."""
     hand, chance = Hand(root).whole(), random.Random(0)
-    found: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     previous = None
     for k in range(2):
         plans, votes = written(k, chance)
         hand.data(k, plans, votes)
         rows, decisions = select(TRAIN, plans, votes, CONFIG, k, previous)
         moved = shuffled(plans, TRAIN, 0.9, 8)
-        asked = verdicts(*(verdict(c, v, True) for v in VERIFIERS[k] for c in moved["candidate_id"].to_pylist()))
+        judged = verdicts(*(verdict(c, v, True) for v in VERIFIERS[k] for c in moved["candidate_id"].to_pylist()))
         made = Regenerated(TRAIN, plans, votes, rows, CONFIG, frozenset(VERIFIERS[k]))
-        figures = data_quality(made, asked, decisions, previous, Quality(), [(28, 3136, 50176)])
-        found[f"quality {k}"] = figures
-        found[f"checks {k}"] = dataset_checks(rows, TABLE, "train", Quality())
+        figures = data_quality(made, judged, decisions, previous, Quality(), [(28, 3136, 50176)])
+        output[f"quality {k}"] = figures
+        output[f"checks {k}"] = dataset_checks(rows, TABLE, "train", Quality())
         previous = rows
     tests = TABLE.filter(pc.equal(TABLE["split"], "test_seed"))
     answers = pa.table({"step_id": ["u"], "action_type": ["CLICK"], "value": ["a b c"], "x": [15.0], "y": [15.0]})
-    found["scores"] = json.loads(score_steps("mind2web/uground", tests, answers).to_json())
-    found["differences"] = differences_of_data(hand.archive, *(hand.newest[Ref("dataset", k)] for k in range(2)))
-    found["trace"] = trace(hand.archive, "hand/s1", 1, "0")
-    found["versions"] = {str(ref): record.data_version for ref, record in hand.newest.items()}
+    output["scores"] = json.loads(score_steps("mind2web/uground", tests, answers).to_json())
+    output["differences"] = differences_of_data(hand.archive, *(hand.newest[Ref("dataset", k)] for k in range(2)))
+    output["trace"] = trace(hand.archive, "hand/s1", 1, "0")
+    output["versions"] = {str(ref): record.data_version for ref, record in hand.newest.items()}
     experiment = load_experiment(REPOSITORY / "experiments" / "sandbox.yaml")
-    found["code"] = {asset: code_version(experiment, asset) for asset in (*SHARED, *LOOP)}
-    return found
+    output["code"] = {asset: code_version(experiment, asset) for asset in (*SHARED, *LOOP)}
+    return output
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ def test_the_loop_runs_on_one_commit_of_each_model_online_and_offline(tmp_path: 
         online = coepg(project, "evolve", "named", "--through", "0", **hub.environment(tmp_path / "home"))
         out, err = online.communicate(timeout=600)
         assert online.returncode == 0, f"{out}\n{err}"
-        downloads = [line for line in hub.asked if line.startswith("GET") and line.endswith(".safetensors")]
+        downloads = [line for line in hub.requests if line.startswith("GET") and line.endswith(".safetensors")]
         assert len(downloads) == len(folders) + 1, "each once, and one again after the cut"
     [listed] = (project / "store" / "named" / "open_models" / "all").glob("*/models.json")
-    found = json.loads(listed.read_text())
-    assert {entry["checkpoint"]: entry["version"] for entry in found.values()} == commits
+    checkpoints = json.loads(listed.read_text())
+    assert {entry["checkpoint"]: entry["version"] for entry in checkpoints.values()} == commits
     offline = coepg(project, "evolve", "named", "--through", "1", **hub.environment(tmp_path / "home", offline=True))
     out, err = offline.communicate(timeout=600)
     assert offline.returncode == 0, f"{out}\n{err}"

@@ -28,10 +28,10 @@ def test_what_was_written_is_read_whatever_its_text(
 ) -> None:
     written = [json.dumps(value, ensure_ascii=escaped).encode() for value in values]
     content = ending.join(written)
-    found = list(jsonlines.lines(io.BytesIO(MARK * mark + content)))
-    assert [jsonlines.parse(line) for _, line in found] == values
+    lines = list(jsonlines.lines(io.BytesIO(MARK * mark + content)))
+    assert [jsonlines.parse(line) for _, line in lines] == values
     every = content.split(b"\n")
-    assert all(line.strip(MARK + b"\r\n") == every[number].rstrip(b"\r") for number, line in found)
+    assert all(line.strip(MARK + b"\r\n") == every[number].rstrip(b"\r") for number, line in lines)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def test_what_is_no_json_says_why(text: str | bytes, why: str) -> None:
 
 @given(st.integers(1, 6000), st.booleans())
 def test_a_number_of_any_length_is_read(digits: int, negative: bool) -> None:
-    found = jsonlines.parse("-" * negative + "9" * digits)
-    assert found == (-1 if negative else 1) * (int("9" * digits) if digits < 19 else float("9" * digits))
+    value = jsonlines.parse("-" * negative + "9" * digits)
+    assert value == (-1 if negative else 1) * (int("9" * digits) if digits < 19 else float("9" * digits))
 
 
 def test_a_line_without_end_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlines, "MAX_LINE", 16)
     content = b'{"a": 1}\n' + b'{"b": "' + b"x" * 100 + b'"}\n{"c": 3}\n' + b"1" * 17
-    found = list(jsonlines.lines(io.BytesIO(content)))
-    assert [number for number, _ in found] == [0, 1, 2, 3] and max(len(line) for _, line in found) == 17
-    assert [jsonlines.parse(found[i][1]) for i in (0, 2)] == [{"a": 1}, {"c": 3}]
+    lines = list(jsonlines.lines(io.BytesIO(content)))
+    assert [number for number, _ in lines] == [0, 1, 2, 3] and max(len(line) for _, line in lines) == 17
+    assert [jsonlines.parse(lines[i][1]) for i in (0, 2)] == [{"a": 1}, {"c": 3}]
     for i in (1, 3):
         with pytest.raises(jsonlines.NotJson, match="longer than 16 bytes"):
-            jsonlines.parse(found[i][1])
+            jsonlines.parse(lines[i][1])

@@ -109,9 +109,9 @@ def test_rewards_are_explained_without_a_model(projects: list[Path], tmp_path: P
     file = tmp_path / "prior.parquet"
     run(projects[0], "rewards", "recompute", "tiny@1", "--variant", "prior", "--out", str(file))
     assert pq.read_table(file).num_rows == again["rollouts"] > 0
-    found = json.loads(run(projects[0], "rewards", "calibration", "tiny@1", "--out", str(tmp_path), "--json"))
-    assert set(found["rollouts"]) <= set(found["verdicts"]) == {"verifier_a", "verifier_b", "grounder_1"}
-    assert all(0 <= one["ece"] <= 1 for one in found["verdicts"].values())
+    calibration = json.loads(run(projects[0], "rewards", "calibration", "tiny@1", "--out", str(tmp_path), "--json"))
+    assert set(calibration["rollouts"]) <= set(calibration["verdicts"]) == {"verifier_a", "verifier_b", "grounder_1"}
+    assert all(0 <= one["ece"] <= 1 for one in calibration["verdicts"].values())
     assert (tmp_path / "reliability-verdicts.png").stat().st_size > 1000
     code, _, err = tell(projects[0], "rewards", "recompute", "tiny@0", "--variant", "prior")
     assert code == 1 and "not made by GRPO" in err
@@ -147,10 +147,10 @@ def test_ten_rows_of_d_2_are_traced_to_what_the_tables_say(projects: list[Path])
     steps = pa.ipc.open_file(steps_file).read_all().to_pandas().set_index("step_id")
     d = {k: table("dataset", k, "dataset.parquet") for k in range(THROUGH + 1)}
     with dg.DagsterInstance.from_config(str(project / ".dagster")) as instance:
-        found = archive(Project(project), instance)
+        archived = archive(Project(project), instance)
     for number in random.Random(0).sample(range(len(d[2])), 10):
         row = d[2].iloc[number]
-        traced = trace(found, "tiny/s7", 2, str(number))
+        traced = trace(archived, "tiny/s7", 2, str(number))
         made_in = row["made_in"]
         candidates = table("candidate_plans", made_in, "candidates.parquet").set_index("candidate_id")
         votes = table("verdicts", made_in, "verdicts.parquet")
@@ -192,7 +192,7 @@ def test_ten_rows_of_d_2_are_traced_to_what_the_tables_say(projects: list[Path])
             opened.keys(),
         )
     printed = json.loads(run(project, "trace", d[2].iloc[0]["row_id"], "--json"))
-    assert printed == json.loads(json.dumps(trace(found, "tiny/s7", 2, "0")))
+    assert printed == json.loads(json.dumps(trace(archived, "tiny/s7", 2, "0")))
 
 
 def test_the_list_of_open_models_is_in_the_metadata(projects: list[Path]) -> None:
@@ -212,13 +212,13 @@ def test_the_list_of_open_models_is_in_the_metadata(projects: list[Path]) -> Non
 
 
 def test_two_iterations_differ_and_nothing_is_left_over(projects: list[Path]) -> None:
-    found = json.loads(run(projects[0], "diff", "tiny@1", "tiny@2", "--json"))
-    data = found["data"]
+    diff = json.loads(run(projects[0], "diff", "tiny@1", "tiny@2", "--json"))
+    data = diff["data"]
     before, after = data["rows"]
     assert after - before == len(data["gained"]) - len(data["lost"])
     assert data["same"] + len(data["changed"]) + len(data["gained"]) == after
-    assert found["models"]["planner"]["distance"] > 0
-    assert {"test_seed", "test_text", "test_family", "validation"} == set(found["results"])
+    assert diff["models"]["planner"]["distance"] > 0
+    assert {"test_seed", "test_text", "test_family", "validation"} == set(diff["results"])
     assert "none tampered with" in run(projects[0], "audit", "tiny")
     assert run(projects[0], "gc").endswith("removed 0 folders, 0 bytes\n")
 

@@ -211,10 +211,10 @@ def test_by_example(text: str, point: tuple[float, float] | None) -> None:
 @given(st.text() | st.text("(<[xy12.,-:= '\"e)]>/point%\u200b１，", max_size=60))
 @settings(max_examples=300)
 def test_garbage_never_raises(text: str) -> None:
-    found = locate(text)
-    if found is not None:
-        assert len(found.spans) in (2, 4)
-        assert all(0 <= a < b <= len(text) for a, b in found.spans)
+    location = locate(text)
+    if location is not None:
+        assert len(location.spans) in (2, 4)
+        assert all(0 <= a < b <= len(text) for a, b in location.spans)
 
 
 HUGE = [

@@ -81,7 +81,7 @@ def test_what_only_tests_call_is_not_used(tmp_path: Path) -> None:
     assert product.uses("coepg_dagster/a.py") and not product.uses("coepg_dagster/apart.py")
 
 
-def test_nothing_in_backticks_looks_like_a_place_and_is_not_checked() -> None:
+def test_every_file_in_backticks_is_checked() -> None:
     quoted = re.findall(r"`([^`]*\.py[^`]*)`", MAP)
     assert [
         text for text in quoted if not PLACE.fullmatch(f"`{text}`") and text not in ("file.py:name", "file.py::test")

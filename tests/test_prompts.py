@@ -171,10 +171,10 @@ def test_the_image_comes_first_and_alone(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["compact", "web", "mobile"])
-def test_the_planner_is_told_goal_and_history_and_the_grounder_the_plan(style: str) -> None:
-    told = planner_messages("Buy {it}", ["first {x}", "second"], style)[0]["content"][1]["text"]  # type: ignore[arg-type]
-    assert "Buy {it}" in told
-    assert told.index("first {x}") < told.index("second")
+def test_the_planner_sees_goal_and_history_and_the_grounder_the_plan(style: str) -> None:
+    text = planner_messages("Buy {it}", ["first {x}", "second"], style)[0]["content"][1]["text"]  # type: ignore[arg-type]
+    assert "Buy {it}" in text
+    assert text.index("first {x}") < text.index("second")
     assert "none" in planner_messages("Buy", [], style)[0]["content"][1]["text"]  # type: ignore[arg-type]
     assert "the {button}" in grounder_messages("the {button}", style)[0]["content"][1]["text"]  # type: ignore[arg-type]
 

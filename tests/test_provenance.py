@@ -54,11 +54,11 @@ def whole_loop() -> dict[Ref, Record]:
 
 def followers(of: set[Ref]) -> set[Ref]:
     """`of` and everything that was made from it."""
-    found = set(of)
+    result = set(of)
     for ref in REFS:
-        if any(used in found for used in inputs_of(ref)):
-            found.add(ref)
-    return found
+        if any(used in result for used in inputs_of(ref)):
+            result.add(ref)
+    return result
 
 
 @pytest.mark.parametrize("ref", REFS, ids=str)
@@ -98,9 +98,9 @@ def test_what_follows_something_changed_is_stale_and_nothing_else(changed: set[R
 @given(st.sets(st.sampled_from(LOOP), min_size=1, max_size=2))
 def test_changed_code_makes_it_stale_with_what_follows(assets: set[str]) -> None:
     stale = staleness(whole_loop(), CODE | dict.fromkeys(assets, "2"))
-    own = {ref for ref in REFS if ref.asset in assets}
-    assert set(stale) == followers(own)
-    assert all("code or configuration changed (1 → 2)" in stale[ref].cause for ref in own)
+    changed = {ref for ref in REFS if ref.asset in assets}
+    assert set(stale) == followers(changed)
+    assert all("code or configuration changed (1 → 2)" in stale[ref].cause for ref in changed)
 
 
 @given(st.sets(st.sampled_from(REFS[len(SHARED) :]), max_size=4), st.integers(0, K))
@@ -150,7 +150,7 @@ old = Stale(ref, Ref("verdicts", 1), "code changed")
 
 
 @pytest.mark.parametrize(
-    ("there", "stale", "elsewhere", "lost", "says"),
+    ("there", "stale", "failed_in_backfill", "lost", "says"),
     [
         (None, None, None, None, "dataset[1] does not exist: materialize dataset[1] first"),
         (failed, old, "was not made by backfill b", "gone", "blocking check failed: has_rows"),
@@ -160,20 +160,20 @@ old = Stale(ref, Ref("verdicts", 1), "code changed")
     ],
 )
 def test_what_may_not_be_used_says_why_and_what_to_do(
-    there: Record | None, stale: Stale | None, elsewhere: str | None, lost: str | None, says: str
+    there: Record | None, stale: Stale | None, failed_in_backfill: str | None, lost: str | None, says: str
 ) -> None:
     with pytest.raises(NotUsable) as refused:
-        assert_usable(ref, there, stale, elsewhere, False, lost)
+        assert_usable(ref, there, stale, failed_in_backfill, False, lost)
     assert says in str(refused.value) and "materialize" in str(refused.value)
 
 
 def test_only_staleness_can_be_accepted() -> None:
     assert assert_usable(ref, made, old, None, True) is made
-    for there, elsewhere, lost in (
+    for there, failed_in_backfill, lost in (
         (None, None, None),
         (failed, None, None),
         (made, "was not made here", None),
         (made, None, "gone"),
     ):
         with pytest.raises(NotUsable):
-            assert_usable(ref, there, old, elsewhere, True, lost)
+            assert_usable(ref, there, old, failed_in_backfill, True, lost)

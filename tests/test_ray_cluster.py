@@ -134,6 +134,6 @@ ray.get([a.sleep.remote() for a in actors])
         time.sleep(0.2)
 
 
-def test_no_cluster_is_said_with_the_address(candidates: Callable[[str], CandidatesJob], tmp_path: Path) -> None:
+def test_a_missing_cluster_is_named_by_its_address(candidates: Callable[[str], CandidatesJob], tmp_path: Path) -> None:
     with pytest.raises(ClusterUnusable, match=r"127\.0\.0\.1:1"):
         run_on_cluster(candidates("none"), tmp_path, "127.0.0.1:1", 1, lambda *_: None)

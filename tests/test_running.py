@@ -24,22 +24,22 @@ COMMON: dict[str, Any] = {"device": "cpu", "batch_size": 8, "seed": 3}
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many tasks and plans the models were really asked, in chunks of two."""
-    asked = {"plan": 0, "ground": 0}
+    """How many tasks and plans really reached the models, in chunks of two."""
+    counts = {"plan": 0, "ground": 0}
     plan, ground = Planner.plan, Grounder.ground
 
     def planned(self: Planner, tasks: Any, *args: Any) -> Any:
-        asked["plan"] += len(tasks)
+        counts["plan"] += len(tasks)
         return plan(self, tasks, *args)
 
     def grounded(self: Grounder, plans: Any, *args: Any) -> Any:
-        asked["ground"] += len(plans)
+        counts["ground"] += len(plans)
         return ground(self, plans, *args)
 
     monkeypatch.setattr(Planner, "plan", planned)
     monkeypatch.setattr(Grounder, "ground", grounded)
     monkeypatch.setattr(running, "CHUNK", 2)
-    yield asked
+    yield counts
 
 
 def test_work_that_was_done_before_a_kill_is_not_done_again(
@@ -109,22 +109,22 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     table = table.filter(pa.compute.is_in(table["step_id"], pa.array(with_target)))
     n = to_verify(table).num_rows
     assert 3 <= n <= figures["to_verify"]
-    found = verdicts("whole")
+    result = verdicts("whole")
     moved = pq.read_table(tmp_path / "whole" / "out" / "shuffled.parquet").num_rows // 2
     assert counted["ground"] == 2 * (n + moved) and 1 <= moved <= 3
-    assert found["rows"] == 2 * n and found["resize_learnt"] == found["resize_random"]
+    assert result["rows"] == 2 * n and result["resize_learnt"] == result["resize_random"]
     given_ = pq.read_table(tmp_path / "whole" / "out" / "verdicts.parquet")
-    asked = to_verify(table)
+    pending = to_verify(table)
     for name in ("learnt", "random"):
         mine = given_.filter(pa.compute.equal(given_["verifier"], name))
-        assert sorted(mine["candidate_id"].to_pylist()) == sorted(asked["candidate_id"].to_pylist())
+        assert sorted(mine["candidate_id"].to_pylist()) == sorted(pending["candidate_id"].to_pylist())
 
     kept = ("verdicts-learnt", "resize-learnt")
     done = [chunk for chunk in (tmp_path / "whole" / "scratch").iterdir() if chunk.name.startswith(kept)]
     for chunk in done:
         (tmp_path / "killed" / "scratch" / chunk.name).write_bytes(chunk.read_bytes())
     counted["ground"] = 0
-    assert verdicts("killed") == found
+    assert verdicts("killed") == result
     assert counted["ground"] == n + moved, "only the second verifier's"
     for file in ("verdicts.parquet", "shuffled.parquet"):
         results = [(tmp_path / name / "out" / file).read_bytes() for name in ("whole", "killed")]

@@ -86,7 +86,7 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(keys: list[str], data: 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: 1\nA: 2\na: 3", "line 3, column 1: not valid YAML: the key `a` stands twice: keep one"),
         ("1: 2", "a key must be text"),
@@ -119,12 +119,12 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(keys: list[str], data: 
         ),
     ],
 )
-def test_what_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     file.write_text(text)
     with pytest.raises(BadYaml) as refused:
         read(file)
-    assert str(refused.value).startswith(str(file)) and said in str(refused.value) and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(str(file)) and message in str(refused.value) and "\n" not in str(refused.value)
 
 
 @given(st.text(max_size=60) | st.text(" \n-:[]{}&*!|>'\"#%@`,?ab01~", max_size=60))
@@ -146,12 +146,12 @@ def test_what_is_no_readable_file(tmp_path: Path) -> None:
     (tmp_path / "latin1").write_bytes(b"a: \xe9")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to("loop")
-    for name, said in (
+    for name, message in (
         ("latin1", "utf-8"),
         ("folder", "no file"),
         ("loop", "no such"),
         ("nothing", "no such"),
         ("x" * 300, "long"),
     ):
-        with pytest.raises(BadYaml, match=said):
+        with pytest.raises(BadYaml, match=message):
             read(tmp_path / name)

@@ -42,8 +42,8 @@ def make_all(light: InProcess) -> None:
 
 def test_everything_is_off_until_it_is_turned_on(light: InProcess) -> None:
     repository = light.defs.get_repository_def()
-    for found in (*repository.sensor_defs, *repository.schedule_defs):
-        assert found.default_status.value == "STOPPED" and found.description
+    for definition in (*repository.sensor_defs, *repository.schedule_defs):
+        assert definition.default_status.value == "STOPPED" and definition.description
 
 
 def test_refresh_makes_what_is_missing_in_order(light: InProcess) -> None:

@@ -67,13 +67,13 @@ def test_a_trend_warns_and_blocks_nothing(light: InProcess) -> None:
     for k, holds in ((1, True), (2, False)):
         result = light.run(k)
         assert result.success
-        found = {
+        results = {
             e.check_name: e
             for e in result.get_asset_check_evaluations()
             if e.asset_key == light.loop.key("data_quality")
         }
-        assert WARNINGS["data_quality"].keys() <= found.keys()
-        assert found["purity_holds"].passed is holds
-        assert found["purity_holds"].severity is dg.AssetCheckSeverity.WARN
+        assert WARNINGS["data_quality"].keys() <= results.keys()
+        assert results["purity_holds"].passed is holds
+        assert results["purity_holds"].severity is dg.AssetCheckSeverity.WARN
     assert light.run(2, "data_quality").success
     assert light.loop.stale(light.loop.records(light.instance)) == {}

@@ -25,7 +25,7 @@ def evolve(light: InProcess, through: int) -> int:
     return evolve_through(light.defs, light.instance, light.loop, through, QUIET)
 
 
-def test_training_may_run_elsewhere_than_inference() -> None:
+def test_training_may_run_on_another_device_than_inference() -> None:
     assert place_of(None) == {"sft": {}, "grpo_cdrem": {}, "regeneration": {}}
     place = place_of("cpu", "cuda", processes=4)
     assert {key: fields["device"] for key, fields in place.items()} == {

@@ -21,13 +21,13 @@ def stale_in_dagster(light: InProcess) -> dict[str, str]:
     """`asset[k]` → first root cause, for what Dagster itself marks as stale."""
     graph = light.defs.resolve_asset_graph()
     resolver = CachingStaleStatusResolver(light.instance, graph, LoadingContextForTest(light.instance))
-    found = {}
+    reasons = {}
     for asset in LOOP:
         for k in range(light.loop.experiment.iterations + 1):
             if resolver.get_status(light.loop.key(asset), str(k)).value == "STALE":
                 causes = resolver.get_stale_root_causes(light.loop.key(asset), str(k))
-                found[f"{asset}[{k}]"] = causes[0].reason
-    return found
+                reasons[f"{asset}[{k}]"] = causes[0].reason
+    return reasons
 
 
 def test_keys_come_in_an_order_in_which_an_iteration_can_be_made(tmp_path) -> None:
@@ -103,7 +103,7 @@ def test_every_column_says_what_it_means() -> None:
     assert set(COLUMN_TEXTS) == {name for schema in COLUMNS.values() for name in schema.names}
 
 
-def test_a_file_that_cannot_be_used_costs_its_own_experiment(light: InProcess) -> None:
+def test_a_file_that_cannot_be_used_costs_only_its_experiment(light: InProcess) -> None:
     """The graph shows what was left out, and why; the rest is as it was."""
     before = light.defs.resolve_asset_graph().get_all_asset_keys()
     folder = light.project.root / "experiments"

@@ -141,12 +141,12 @@ def test_the_archive_has_every_version(light: InProcess) -> None:
     first = light.loop.record(light.instance, Ref("verdicts", 0))
     plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
     light.run(0, "verdicts", "dataset")
-    found = archive(light.project, light.instance)
-    assert first is not None and [r.ref for r in found.records if r.asset == "verdicts"] == [first.ref] * 2
-    assert not found.is_current(first) and found.newest("light/s1", "verdicts", 0) != first
+    archived = archive(light.project, light.instance)
+    assert first is not None and [r.ref for r in archived.records if r.asset == "verdicts"] == [first.ref] * 2
+    assert not archived.is_current(first) and archived.newest("light/s1", "verdicts", 0) != first
     now = light.loop.records(light.instance)
-    assert {record.ref: record for record in found.current.values()} == now
-    assert [r.ref for r in found.lineage(now[Ref("dataset", 0)])] == [
+    assert {record.ref: record for record in archived.current.values()} == now
+    assert [r.ref for r in archived.lineage(now[Ref("dataset", 0)])] == [
         Ref("dataset", 0),
         Ref("verdicts", 0),
         Ref("candidate_plans", 0),
@@ -168,13 +168,13 @@ def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess) -> Non
     assert unfinished_runs(light.instance) == [running.run_id]
 
 
-def test_what_another_dagster_instance_has_is_said(light: InProcess) -> None:
+def test_a_message_names_the_dagster_instance_that_has_the_input(light: InProcess) -> None:
     where = f"this is the Dagster instance in {light.instance.root_directory}"
     missing = light.why(light.run(0, "planner_sft"))
     assert "open_models does not exist" in missing and missing.endswith(f"({where})")
     home = light.project.prepare_dagster_home()
-    with dg.DagsterInstance.from_config(str(home)) as own:
-        assert dataclasses.replace(light, instance=own).run(None, "open_models").success
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert dataclasses.replace(light, instance=instance).run(None, "open_models").success
     missing = light.why(light.run(0, "planner_sft"))
     assert missing.endswith(f"({where}; the project's own, {home}, has it: set DAGSTER_HOME={home})")
     (home / "dagster.yaml").unlink()

@@ -51,10 +51,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 
 def evolve(light: InProcess, through: int) -> tuple[int, str]:
-    """The number of runs, and what was said."""
-    said = io.StringIO()
-    runs = evolve_through(light.defs, light.instance, light.loop, through, Console(file=said, width=500))
-    return runs, said.getvalue()
+    """The number of runs, and the output."""
+    output = io.StringIO()
+    runs = evolve_through(light.defs, light.instance, light.loop, through, Console(file=output, width=500))
+    return runs, output.getvalue()
 
 
 def folder(light: InProcess, ref: Ref) -> Path:
@@ -91,7 +91,7 @@ LOST: dict[Ref, tuple[Callable[[Path], object], str]] = {
     Ref("dataset", 1): (lambda place: shutil.rmtree(place.parent), ""),
     Ref("evaluation", 1): (truncate, f"/{CONTENT} (it has 1 bytes, not "),
 }
-"""Artifact → how it is lost, and what is said of it."""
+"""Artifact → how it is lost, and the message about it."""
 
 
 def test_what_is_gone_is_stale_and_made_again_alone(made: InProcess) -> None:
@@ -105,20 +105,20 @@ def test_what_is_gone_is_stale_and_made_again_alone(made: InProcess) -> None:
     for ref, (_, says) in LOST.items():
         assert why[ref].startswith(f"{GONE}{places[ref].relative_to(made.project.store)}{says}")
     steps = len(steps_log(made.project))
-    runs, said = evolve(made, 1)
+    runs, output = evolve(made, 1)
     # D_1 follows from the grounder through verdicts that are there: they stay, since it comes out the same
     assert runs == 4 and made_since(made, steps) == [(ref.asset, ref.iteration) for ref in LOST]
-    assert all(f"{ref}: {why[ref]}; it is made again" in said for ref in LOST)
+    assert all(f"{ref}: {why[ref]}; it is made again" in output for ref in LOST)
     assert {ref: record.data_version for ref, record in made.loop.records(made.instance).items()} == before
     assert {ref: sorted(path.name for path in place.iterdir()) for ref, place in places.items()} == whole
     assert stale(made) == {} and evolve(made, 1)[0] == 0
-    found = archive(made.project, made.instance)
-    assert leftovers(found, set()) == []
+    archived = archive(made.project, made.instance)
+    assert leftovers(archived, set()) == []
     # what was made from the first grounder names its record: nobody tampered with the notes of the second
-    assert [line for record in found.records if record.ref in LOST for line in found.damage(record)] == []
+    assert [line for record in archived.records if record.ref in LOST for line in archived.damage(record)] == []
 
 
-def test_the_model_that_a_planner_stands_for_is_looked_at_too(made: InProcess) -> None:
+def test_the_model_that_a_planner_stands_for_is_checked_too(made: InProcess) -> None:
     shutil.rmtree(place := folder(made, Ref("planner_sft", 1)))
     name = f"{GONE}{place.relative_to(made.project.store)}"
     assert stale(made) == {Ref("planner_sft", 1): name, Ref("planner", 1): name}
@@ -127,7 +127,7 @@ def test_the_model_that_a_planner_stands_for_is_looked_at_too(made: InProcess) -
     assert made_since(made, before) == [("planner_sft", 1), ("planner", 1)] and stale(made) == {}
 
 
-def test_nobody_reads_what_is_gone(made: InProcess) -> None:
+def test_what_is_gone_is_not_read(made: InProcess) -> None:
     place = folder(made, Ref("dataset", 1))
     aside = place.with_name("aside")
     place.rename(aside)

@@ -78,9 +78,9 @@ def test_an_overlay_makes_what_it_does_not_take_and_says_from_whom(overlays: InP
     assert (used.taken_from, used.data_version) == ("light/s1", overlays.version("planner_sft", 1))
     assert records[Ref("evaluation", 1)].input("planner").taken_from is None
     assert not (parent.root / "store" / "sharing" / "s1" / "dataset").exists()
-    own = overlay(overlays, "alone").records(overlays.instance)
-    assert {ref.asset for ref in own if ref.iteration == 1} == set(LOOP)
-    assert all(used.taken_from is None for record in own.values() for used in record.inputs)
+    alone = overlay(overlays, "alone").records(overlays.instance)
+    assert {ref.asset for ref in alone if ref.iteration == 1} == set(LOOP)
+    assert all(used.taken_from is None for record in alone.values() for used in record.inputs)
 
 
 def test_what_is_not_there_yet_is_refused_with_the_command_that_makes_it(overlays: InProcess) -> None:

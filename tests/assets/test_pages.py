@@ -26,9 +26,9 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.request("GET", path, headers={"Host": host})
         answer = connection.getresponse()
-        found = answer.status, answer.read().decode(), answer.headers
+        reply = answer.status, answer.read().decode(), answer.headers
         connection.close()
-        return found
+        return reply
 
     try:
         for path, text in (
@@ -60,8 +60,8 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
     finally:
         server.should_exit = True
     for asset, page in (("dataset", "audit-0.html"), ("planner", "planner-0.html"), ("evaluation", "evolution.html")):
-        found = light.instance.fetch_materializations(light.loop.key(asset), limit=1).records[0]  # type: ignore[arg-type]
-        assert found.asset_materialization is not None
-        link = found.asset_materialization.metadata["page"]
+        record = light.instance.fetch_materializations(light.loop.key(asset), limit=1).records[0]  # type: ignore[arg-type]
+        assert record.asset_materialization is not None
+        link = record.asset_materialization.metadata["page"]
         assert isinstance(link, dg.UrlMetadataValue) and str(link.value).endswith(f"/light/s1/{page}")
     assert light.loop.record(light.instance, Ref("evolution_report")) is not None

@@ -60,8 +60,8 @@ def test_a_user_materializes_an_iteration_and_watches_it(deployment: Deployment,
     page.get_by_role("menuitem").locator("span").filter(has_text=re.compile("^0$")).click()
     page.keyboard.press("Escape")
     dialog.get_by_role("button", name=re.compile("Launch")).click()
-    found = deployment.wait(lambda: deployment.runs(dagster__partition="0", coepg__experiment=LOOP_NAME), "the run")
-    page.goto(f"{deployment.url}/runs/{found[-1]['runId']}")
+    runs = deployment.wait(lambda: deployment.runs(dagster__partition="0", coepg__experiment=LOOP_NAME), "the run")
+    page.goto(f"{deployment.url}/runs/{runs[-1]['runId']}")
     page.get_by_text("Success", exact=True).first.wait_for()
     page.get_by_text("other__s2__evaluation").first.wait_for()
 
@@ -101,9 +101,9 @@ def test_pages_answer_this_machine_only(deployment: Deployment) -> None:
     def status(path: str, host: str) -> int:
         server = http.client.HTTPConnection("127.0.0.1", deployment.pages_port)
         server.request("GET", path, headers={"Host": host})
-        found = server.getresponse().status
+        code = server.getresponse().status
         server.close()
-        return found
+        return code
 
     here = f"127.0.0.1:{deployment.pages_port}"
     assert status("/", here) == 200 and status("/other/s2/lineage.html", here) == 200

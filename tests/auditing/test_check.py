@@ -13,12 +13,12 @@ from coepg_dagster.provenance import Ref
 from tests.auditing.loop import LOOP_NAME, Hand
 
 
-def test_a_loop_that_nobody_touched_is_whole(hand: Hand) -> None:
-    found = check(hand.archive, LOOP_NAME)
-    assert found == {"artifacts": len(hand.records), "files": len(hand.records) + 2, "rows": 4, "tampered": []}
+def test_an_untouched_loop_is_whole(hand: Hand) -> None:
+    report = check(hand.archive, LOOP_NAME)
+    assert report == {"artifacts": len(hand.records), "files": len(hand.records) + 2, "rows": 4, "tampered": []}
 
 
-def test_every_row_is_looked_at(hand: Hand) -> None:
+def test_every_row_is_checked(hand: Hand) -> None:
     file = hand.store.root / hand.newest[Ref("dataset", 1)].folder / DATASET
     table = pq.read_table(file)
     at = table.schema.get_field_index("box")

@@ -103,21 +103,21 @@ def test_scratch_drafts_and_plays(hand: Hand) -> None:
         (folder / "file").write_text("x")
         for path in (folder / "file", folder):
             os.utime(path, (now - 2 * DRAFT_SECONDS + age,) * 2 if folder != alive else (now - 10,) * 2)
-    idle, asked = root / ".visual" / "idle", root / ".visual" / "asked"
-    for age, folder in ((VISUAL_SECONDS + 60, idle), (VISUAL_SECONDS - 60, asked)):
+    idle, recent = root / ".visual" / "idle", root / ".visual" / "recent"
+    for age, folder in ((VISUAL_SECONDS + 60, idle), (VISUAL_SECONDS - 60, recent)):
         file = folder / "ab" / "screenshot.safetensors"
         file.parent.mkdir(parents=True)
         file.write_text("x")
         for path in (file, file.parent, folder):
             os.utime(path, (now - age,) * 2)
-    found = leftovers(hand.archive, {"hand-s1-verdicts-1"}, now=now)
-    assert {(leftover.folder, leftover.kind) for leftover in found} == {
+    result = leftovers(hand.archive, {"hand-s1-verdicts-1"}, now=now)
+    assert {(leftover.folder, leftover.kind) for leftover in result} == {
         (done, "scratch"),
         (killed, "draft"),
         (plays[0], "play"),
         (idle, "visual"),
     }
-    assert leftovers(hand.archive, {"hand-s1-verdicts-1"}, keep=2, now=now) == [f for f in found if f.kind != "play"]
+    assert leftovers(hand.archive, {"hand-s1-verdicts-1"}, keep=2, now=now) == [f for f in result if f.kind != "play"]
 
 
 def test_what_the_log_does_not_know_all_about_is_not_touched(hand: Hand) -> None:

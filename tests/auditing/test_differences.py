@@ -25,13 +25,13 @@ def side(k: int) -> Side:
 
 
 def test_rows_gained_and_lost_say_why(hand: Hand) -> None:
-    found = differences(hand.archive, side(0), side(1))["data"]
-    assert (found["rows"], found["same"]) == ([2, 2], 0)
-    assert [(one["plan"], one["why"]) for one in found["gained"]] == [
+    diff = differences(hand.archive, side(0), side(1))["data"]
+    assert (diff["rows"], diff["same"]) == ([2, 2], 0)
+    assert [(one["plan"], one["why"]) for one in diff["gained"]] == [
         ("one more", "planner_1 was not in the pool there")
     ]
-    assert [(one["plan"], one["why"]) for one in found["lost"]] == [("one", "open was not in the pool there")]
-    assert [(one["plan"], one["changes"]) for one in found["changed"]] == [("two", {"carried_over": [False, True]})]
+    assert [(one["plan"], one["why"]) for one in diff["lost"]] == [("one", "open was not in the pool there")]
+    assert [(one["plan"], one["changes"]) for one in diff["changed"]] == [("two", {"carried_over": [False, True]})]
 
 
 def test_each_reason(hand: Hand) -> None:
@@ -44,23 +44,23 @@ def test_each_reason(hand: Hand) -> None:
     votes = [row for row in GIVEN[1].to_pylist() if row["candidate_id"] != "s#planner_1#0"]
     hits = [verdict(name, "judge", True) for name in ("t#planner_1#1", "s#planner_1#1", "s#planner_1#2")]
     hand.data(1, plans, verdicts(*votes, verdict("s#planner_1#0", "judge", False), *hits))
-    found = data(hand.archive, before, hand.newest[Ref("dataset", 1)])
-    assert {one["plan"]: one["why"] for one in found["gained"]} == {
+    diff = data(hand.archive, before, hand.newest[Ref("dataset", 1)])
+    assert {one["plan"]: one["why"] for one in diff["gained"]} == {
         "way off": "written there too, and dropped: not_verified",
         "beyond": "planner_1 did not write it there",
         "fresh": "planner_1 did not write it there",
     }
-    assert {one["plan"]: one["why"] for one in found["lost"]} == {
+    assert {one["plan"]: one["why"] for one in diff["lost"]} == {
         "one more": "written there too, and dropped: not_verified",
         "two": "carried over from an earlier iteration here, not written there",
     }
-    assert found["why"]["gained"]["planner_1 did not write it there"] == 2
+    assert diff["why"]["gained"]["planner_1 did not write it there"] == 2
 
 
 def test_a_version_does_not_differ_from_itself(hand: Hand) -> None:
-    found = differences(hand.archive, side(1), side(1))
-    assert (found["data"]["same"], found["data"]["gained"], found["data"]["lost"]) == (2, [], [])
-    assert all(model["same_weights"] and not model["inputs"] for model in found["models"].values())
+    diff = differences(hand.archive, side(1), side(1))
+    assert (diff["data"]["same"], diff["data"]["gained"], diff["data"]["lost"]) == (2, [], [])
+    assert all(model["same_weights"] and not model["inputs"] for model in diff["models"].values())
 
 
 def evaluated(hand: Hand, k: int, right: list[str]) -> None:
@@ -81,13 +81,13 @@ def evaluated(hand: Hand, k: int, right: list[str]) -> None:
 def test_models_and_results(hand: Hand) -> None:
     evaluated(hand, 0, ["s"])
     evaluated(hand, 1, ["s", "u"])
-    found = differences(hand.archive, side(0), side(1))
-    planner = found["models"]["planner"]
+    diff = differences(hand.archive, side(0), side(1))
+    planner = diff["models"]["planner"]
     assert planner["same_weights"] is False
     assert planner["inputs"]["previous/dataset"] == [None, f"dataset[0] {hand.newest[Ref('dataset', 0)].data_version}"]
-    results = {split: one["differences"]["step_sr"]["macro"] for split, one in found["results"].items()}
+    results = {split: one["differences"]["step_sr"]["macro"] for split, one in diff["results"].items()}
     assert results == {"test_seed": 100.0, "train": 0.0}
-    text = diff_text(found)
+    text = diff_text(diff)
     assert "1 gained, 1 lost, 1 changed" in text and "step_sr  +100.0" in text
 
 

@@ -27,22 +27,22 @@ def names(entries: list[dict[str, object]]) -> list[str]:
 
 
 def test_a_row_by_its_number(hand: Hand) -> None:
-    found = trace(hand.archive, LOOP_NAME, 1, "0")
-    assert list(found) == KEYS
-    assert (found["row"]["made_in"], found["row"]["decision"], found["row"]["tampered"]) == (1, "kept", [])
-    assert (found["step"]["step_id"], found["plan"]["plan"]) == ("s", "one more")
-    planner = found["planner"]
+    traced = trace(hand.archive, LOOP_NAME, 1, "0")
+    assert list(traced) == KEYS
+    assert (traced["row"]["made_in"], traced["row"]["decision"], traced["row"]["tampered"]) == (1, "kept", [])
+    assert (traced["step"]["step_id"], traced["plan"]["plan"]) == ("s", "one more")
+    planner = traced["planner"]
     weights = hand.newest[Ref("planner", 1)].data_version
     assert (planner["name"], planner["iteration"], planner["weights"], planner["seed"]) == ("planner_1", 1, weights, 1)
-    by_judge, by_grounder = found["verdicts"]
+    by_judge, by_grounder = traced["verdicts"]
     assert (by_judge["name"], by_judge["weights"], by_judge["iteration"]) == ("judge", "of judge", None)
     assert by_grounder["weights"] == hand.newest[Ref("grounder", 1)].data_version
     assert by_judge["point"] == [15.0, 15.0] and by_judge["confidence"] == pytest.approx(math.exp(-0.1))
-    assert (found["rule"]["rule"], found["rule"]["hits"], found["rule"]["answered"]) == ("any", 2, 2)
-    assert [(one["candidate_id"], one["reason"]) for one in found["dropped"]] == [("s#planner_1#1", "not_verified")]
-    assert found["trained"] == []  # nothing of iteration 2 is there
-    assert names(found["parents"]) == ABOVE_D1
-    assert found["parents"][-1]["models"]["verifiers/judge"] == {"checkpoint": "models/judge", "version": "of judge"}
+    assert (traced["rule"]["rule"], traced["rule"]["hits"], traced["rule"]["answered"]) == ("any", 2, 2)
+    assert [(one["candidate_id"], one["reason"]) for one in traced["dropped"]] == [("s#planner_1#1", "not_verified")]
+    assert traced["trained"] == []  # nothing of iteration 2 is there
+    assert names(traced["parents"]) == ABOVE_D1
+    assert traced["parents"][-1]["models"]["verifiers/judge"] == {"checkpoint": "models/judge", "version": "of judge"}
 
 
 def test_a_carried_row_keeps_its_id_and_leads_to_where_it_was_made(hand: Hand) -> None:
@@ -91,9 +91,9 @@ def test_dropped_candidates_say_why(hand: Hand) -> None:
     failed = trace(hand.archive, LOOP_NAME, 1, "t#planner_1#0")
     assert [(one["hit"], one["failure"]) for one in failed["verdicts"]] == [(False, None), (False, "out of memory")]
     assert (failed["rule"]["hits"], failed["rule"]["answered"]) == (0, 1)
-    for found in (duplicate, unread, failed, row):
-        text = trace_text(found)
-        assert found["row"]["decision"] in text and found["plan"]["text"] in text and "open_models" in text
+    for traced in (duplicate, unread, failed, row):
+        text = trace_text(traced)
+        assert traced["row"]["decision"] in text and traced["plan"]["text"] in text and "open_models" in text
     assert trace(hand.archive, LOOP_NAME, 0, "s#open#0") == row
 
 

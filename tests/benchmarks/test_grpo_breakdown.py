@@ -12,14 +12,14 @@ from benchmarks import grpo_breakdown
 
 def test_the_stages_of_a_step_add_up_and_every_rollout_is_rewarded(tmp_path: Path) -> None:
     options = grpo_breakdown.arguments(["--size", "tiny", "--steps", "2", "--group", "4"])
-    found = grpo_breakdown.run(options, "transformers", tmp_path / "found.json")
-    assert len(found["steps"]) == 2 and found["config"]["lora"] is None
-    for step in found["steps"]:
+    result = grpo_breakdown.run(options, "transformers", tmp_path / "found.json")
+    assert len(result["steps"]) == 2 and result["config"]["lora"] is None
+    for step in result["steps"]:
         assert {*step} == {"prompts", "rollouts", "rewards", *grpo_breakdown.UPDATE}
         assert all(seconds >= 0 for seconds in step.values())
-    file = grpo_breakdown.record({"transformers": found}, {"vllm": "not here"}, tmp_path)
+    file = grpo_breakdown.record({"transformers": result}, {"vllm": "not here"}, tmp_path)
     facts = json.loads(file.read_text())
-    measured = found["steps"][1]
+    measured = result["steps"][1]
     collect = measured["prompts"] + measured["rollouts"] + measured["rewards"]
     assert facts["value"] == pytest.approx(collect, abs=1e-3)
     assert facts["value"] + facts["against"] == pytest.approx(sum(measured.values()), abs=2e-3)
@@ -32,7 +32,7 @@ def test_when_nothing_ran_the_baseline_says_why(tmp_path: Path) -> None:
     assert (facts["value"], facts["reason"]) == (None, "no GPU")
 
 
-def test_why_a_run_failed_is_said_without_its_progress_bars() -> None:
+def test_the_reason_of_a_failure_has_no_progress_bars() -> None:
     output = "began\n\rLoading:   0%| | 0/8 [00:00<?, ?it/s]\rLoading: 100%|#| 8/8 [00:24<00:00,  2.95s/it] \n\nended\n"
     assert grpo_breakdown.without_bars(output) == ["began", "ended"]
 

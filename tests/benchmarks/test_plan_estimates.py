@@ -12,9 +12,9 @@ from benchmarks.baseline import FOLDER
 from coepg_dagster.experiment import Sft
 from coepg_dagster.planning.estimates import CARDS, Example, Spread, rates_of, sft_memory, sft_seconds
 
-FOUND = json.loads((FOLDER / "plan_estimates.json").read_text())
-STAGES = {name: stage for name, stage in FOUND["stages"].items() if "note" not in stage}
-CARD = CARDS[FOUND["card"]]
+BASELINE = json.loads((FOLDER / "plan_estimates.json").read_text())
+STAGES = {name: stage for name, stage in BASELINE["stages"].items() if "note" not in stage}
+CARD = CARDS[BASELINE["card"]]
 RATES = rates_of(CARD, FOLDER)
 
 
@@ -29,27 +29,27 @@ def test_the_estimate_of_what_was_measured_is_within_20_percent(name: str) -> No
 def test_generation_and_both_ways_of_sft_were_measured() -> None:
     assert {"candidates", "verdicts"} <= STAGES.keys()
     assert {STAGES[name]["config"]["compile"] for name in STAGES if name.startswith("sft")} == {True, False}
-    assert FOUND["repetitions"].keys() == {f"{n}: {u}" for n, stage in STAGES.items() for u in stage["measured"]}
+    assert BASELINE["repetitions"].keys() == {f"{n}: {u}" for n, stage in STAGES.items() for u in stage["measured"]}
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_sft_in_two_processes_is_estimated_within_20_percent(gpus: int) -> None:
-    found = json.loads((FOLDER / "sft_scaling_2gpu.json").read_text())["runs"][str(gpus)]
-    stage = plan_estimates.sft_stage(found["configuration"]["size"], found)
+    run = json.loads((FOLDER / "sft_scaling_2gpu.json").read_text())["runs"][str(gpus)]
+    stage = plan_estimates.sft_stage(run["configuration"]["size"], run)
     config, example = (
         Sft.model_validate(stage["config"]),
         Example(sized.SCREENS["3B"], stage["prompt"], stage["answer"]),
     )
     model = sized.architecture_of("3B")
     need = sft_memory(model, config, example, Spread("ddp", gpus))
-    assert need.total / 1e9 == pytest.approx(found["memory_gb"], rel=0.2)
+    assert need.total / 1e9 == pytest.approx(run["memory_gb"], rel=0.2)
     # each process has so many rows
-    seconds = sft_seconds(model, config, example, found["sequences"], RATES)
-    assert seconds == pytest.approx(sum(found["step_seconds"]), rel=0.2)
+    seconds = sft_seconds(model, config, example, run["sequences"], RATES)
+    assert seconds == pytest.approx(sum(run["step_seconds"]), rel=0.2)
 
 
 def test_a_larger_batch_of_plans_is_estimated_within_20_percent() -> None:
-    found = json.loads((FOLDER / "pool_scaling_2gpu.json").read_text())["runs"]["1"]
+    run = json.loads((FOLDER / "pool_scaling_2gpu.json").read_text())["runs"]["1"]
     # as pool_scaling asks by default: 4 plans of 48 tokens, 128 at a time
     stage = {
         "kind": "generation",
@@ -59,10 +59,10 @@ def test_a_larger_batch_of_plans_is_estimated_within_20_percent() -> None:
         "batch": 128,
         "samples": 4,
     }
-    stage["screenshots"] = found["candidates"] // 4
+    stage["screenshots"] = run["candidates"] // 4
     memory, seconds = plan_estimates.estimated(stage, RATES, CARD.memory)
-    assert memory.total / 1e9 == pytest.approx(found["memory_gb"], rel=0.2)
-    assert seconds == pytest.approx(found["candidates"] / found["candidates_per_second"], rel=0.2)
+    assert memory.total / 1e9 == pytest.approx(run["memory_gb"], rel=0.2)
+    assert seconds == pytest.approx(run["candidates"] / run["candidates_per_second"], rel=0.2)
 
 
 def test_what_another_benchmark_measured_again_replaces_what_is_known(
@@ -72,11 +72,11 @@ def test_what_another_benchmark_measured_again_replaces_what_is_known(
         (tmp_path / f"{name}.json").write_text((FOLDER / f"{name}.json").read_text())
     monkeypatch.setattr(plan_estimates, "FOLDER", tmp_path)
     assert plan_estimates.known_stages("another GPU") == {}
-    assert plan_estimates.known_stages(FOUND["device"]) == FOUND["stages"]
+    assert plan_estimates.known_stages(BASELINE["device"]) == BASELINE["stages"]
     again = json.loads((tmp_path / "grpo_breakdown.json").read_text())
     again["kinds"]["vllm"] |= {"commit": "0123456", "memory_gb": 99.0}
     (tmp_path / "grpo_breakdown.json").write_text(json.dumps(again))
-    stages = plan_estimates.known_stages(FOUND["device"])
+    stages = plan_estimates.known_stages(BASELINE["device"])
     newer = stages.pop("grpo, rollouts from vllm")
     assert newer["measured"]["gb"] == 99.0 and "note" not in newer
-    assert stages == {name: FOUND["stages"][name] for name in stages}
+    assert stages == {name: BASELINE["stages"][name] for name in stages}

@@ -76,13 +76,13 @@ def test_a_name_is_one_commit_whatever_the_hub_has_later(hub: Hub, random_checkp
     record = identify(NOWHERE, NAME)
     assert record == {"checkpoint": NAME, "version": first, "revision": "main"}
     second = hub.publish(NAME, random_checkpoint(1))
-    hub.asked.clear()
+    hub.requests.clear()
     assert identify(NOWHERE, NAME) == record, "the cache comes first"
     assert pinned(record) == f"{NAME}@{first}" and same_weights(local_folder(pinned(record)), random_checkpoint(0))
     generation = answer(pinned(record))
     assert generation.weights == local_version(pinned(record)) == first
     assert generation.text == answer(str(random_checkpoint(0))).text
-    assert hub.asked == [], "what is in the cache is not asked for"
+    assert hub.requests == [], "what is in the cache is not asked for"
     assert same_weights(local_folder(f"{NAME}@{second}"), random_checkpoint(1))
     assert local_version(f"{NAME}@{second}") == second
 
@@ -135,9 +135,9 @@ def test_what_is_in_the_cache_needs_no_network(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     else:
         offline()
-    hub.asked.clear()
+    hub.requests.clear()
     assert identify(NOWHERE, NAME)["version"] == answer(NAME).weights == commit
-    assert load_processor(NAME) is not None and hub.asked == []
+    assert load_processor(NAME) is not None and hub.requests == []
     with pytest.raises(IncompleteCheckpoint, match=r"acme/none: there is no such folder.*hf download acme/none"):
         identify(NOWHERE, "acme/none")
 
@@ -149,7 +149,7 @@ def test_a_download_that_was_cut_goes_on(
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
     hub.cuts[WEIGHTS] = [100_000, 5_000]
     assert same_weights(local_folder(NAME), random_checkpoint(0))
-    assert hub.asked.count(f"GET /{NAME}/resolve/{hub.models[NAME]['main']}/{WEIGHTS}") == 3
+    assert hub.requests.count(f"GET /{NAME}/resolve/{hub.models[NAME]['main']}/{WEIGHTS}") == 3
 
 
 def test_a_download_that_cannot_end_says_so_and_the_next_one_does_the_rest(
@@ -160,9 +160,9 @@ def test_a_download_that_cannot_end_says_so_and_the_next_one_does_the_rest(
     with pytest.raises(IncompleteCheckpoint, match=r"connection to the hub broke.*run the same command again"):
         identify(NOWHERE, NAME)
     hub.cuts.clear()
-    hub.asked.clear()
+    hub.requests.clear()
     identify(NOWHERE, NAME)
-    assert [line for line in hub.asked if line.startswith("GET")] == [
+    assert [line for line in hub.requests if line.startswith("GET")] == [
         f"GET /{NAME}/resolve/{hub.models[NAME]['main']}/{WEIGHTS}"
     ]
 
@@ -227,7 +227,7 @@ def test_a_folder_that_is_not_there_is_not_requested_from_the_hub(hub: Hub, tmp_
         assert is_local(tmp_path, checkpoint)
         with pytest.raises(IncompleteCheckpoint, match="there is no checkpoint folder"):
             identify(tmp_path, checkpoint)
-    assert not is_local(tmp_path, f"{NAME}@refs/pr/1") and hub.asked == []
+    assert not is_local(tmp_path, f"{NAME}@refs/pr/1") and hub.requests == []
 
 
 def test_weights_of_other_formats_are_never_requested(hub: Hub, copy: Path) -> None:
@@ -238,7 +238,7 @@ def test_weights_of_other_formats_are_never_requested(hub: Hub, copy: Path) -> N
     assert line.startswith("models: base_planner, base_grounder, planners/p, verifiers/v: ") and "on the hub" in line
     with pytest.raises(IncompleteCheckpoint, match=r"holds no \*\.safetensors"):
         identify(NOWHERE, NAME)
-    assert not any("bin" in line for line in hub.asked)
+    assert not any("bin" in line for line in hub.requests)
 
 
 def test_a_plan_downloads_no_weights(hub: Hub, random_checkpoint: Callable[[int], Path]) -> None:
@@ -246,7 +246,7 @@ def test_a_plan_downloads_no_weights(hub: Hub, random_checkpoint: Callable[[int]
     endpoint = Member(model="big", engine="openai", base_url="http://127.0.0.1:9/v1", processor=NAME)
     models = Models(base_planner=NAME, base_grounder=NAME, planners={"p": NAME}, verifiers={"v": endpoint})
     assert broken(models, NOWHERE) == [] and size_of(NAME, NOWHERE).source == "hub"
-    assert hub.asked and not any(WEIGHTS in line for line in hub.asked)
+    assert hub.requests and not any(WEIGHTS in line for line in hub.requests)
 
 
 def test_a_plan_refuses_what_a_later_step_would(hub: Hub, copy: Path, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ models: {{base_planner: models/nothere, planners: {{p: {tmp_path / "bin"}}}, ver
 """
     )
     code, _, err = tell(project, "plan", "broken")
-    assert code == 1 and hub.asked == []
+    assert code == 1 and hub.requests == []
     for words in (
         "base_planner: there is no checkpoint folder",
         "planners/p: ",

@@ -148,7 +148,7 @@ def write_android_control(folder: Path, records: list[bytes], splits: dict[str, 
     return path
 
 
-def own_row(step_id: str = "s0", **change: Any) -> dict[str, Any]:
+def user_row(step_id: str = "s0", **change: Any) -> dict[str, Any]:
     return {
         "step_id": step_id,
         "episode_id": "shop",
@@ -164,7 +164,7 @@ def own_row(step_id: str = "s0", **change: Any) -> dict[str, Any]:
     } | change
 
 
-def write_own(folder: Path, rows: list[dict[str, Any] | str]) -> Path:
+def write_user_rows(folder: Path, rows: list[dict[str, Any] | str]) -> Path:
     (folder / "images").mkdir(parents=True, exist_ok=True)
     (folder / "images/1.png").write_bytes(picture(100, 60))
     text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)

@@ -37,11 +37,11 @@ from .samples import (
     forest,
     load,
     mind2web_row,
-    own_row,
     picture,
+    user_row,
     write_android_control,
     write_mind2web,
-    write_own,
+    write_user_rows,
 )
 
 WIDE, HIGH = 160, 1900  # two blocks
@@ -132,12 +132,12 @@ def test_an_item_of_screenspot_stays_whatever_its_box_is(box: Any) -> None:
 
 
 def test_an_item_of_the_hubs_screenspot_stays(tmp_path: Path) -> None:
-    asked = {"file_name": "a.png", "instruction": "close", "data_type": "icon", "data_source": "ios"}
+    texts = {"file_name": "a.png", "instruction": "close", "data_type": "icon", "data_source": "ios"}
     shown = {"image": {"bytes": picture(200, 100), "path": None}}
     boxes = [[0.9, 0.1, 1.2, 0.2], [1.5, 0.1, 1.7, 0.2], [0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.4, 0.4]]
-    columns = [(name, pa.string()) for name in asked]
+    columns = [(name, pa.string()) for name in texts]
     schema = pa.schema([*columns, ("image", IMAGE), ("bbox", pa.list_(pa.float64()))])
-    table = pa.Table.from_pylist([asked | shown | {"bbox": box} for box in boxes], schema)
+    table = pa.Table.from_pylist([texts | shown | {"bbox": box} for box in boxes], schema)
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data/test-0.parquet")
     counts = import_dataset("screenspot", tmp_path / "data", tmp_path / "out")
@@ -184,15 +184,15 @@ def test_what_no_protocol_needs_costs_no_step_of_a_test_split(change: dict[str, 
     assert fact in tested.noticed and (tested.values["width"], tested.values["height"]) == SCREEN
 
 
-def test_an_instruction_that_nobody_sees_costs_nothing() -> None:
+def test_an_instruction_that_no_model_sees_costs_nothing() -> None:
     assert isinstance(android_step("train", step_instructions=[b"\xff"]), Step)
 
 
-def test_own_data_is_strict_for_training_only(tmp_path: Path) -> None:
+def test_user_data_is_strict_for_training_only(tmp_path: Path) -> None:
     def boxes_of(split: str, box: list[float]) -> Any:
-        write_own(tmp_path, [])
+        write_user_rows(tmp_path, [])
         try:
-            line = json.dumps(own_row(split=split, boxes=[box])).encode()
+            line = json.dumps(user_row(split=split, boxes=[box])).encode()
             return jsonl.convert(line, Files(tmp_path), Resize(), False).values["boxes"]
         except RejectedRow as left_out:
             return left_out.reason
@@ -262,7 +262,7 @@ def test_a_step_that_no_model_can_see_is_counted(reader: Any, tmp_path: Path) ->
         (data / "screenspot_web.json").write_text(json.dumps([{"img_filename": "gone.png"}]))
         split, why = "test", "bad_path"
     else:
-        write_own(data, [own_row(split="test"), own_row("s1", split="test", image="images/gone.png")])
+        write_user_rows(data, [user_row(split="test"), user_row("s1", split="test", image="images/gone.png")])
         split, why = "test", "bad_path"
     counts = import_dataset(reader, data, tmp_path / "out", options)
     assert counts.lost == {f"{split}: {why}": 1}

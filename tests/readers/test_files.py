@@ -23,19 +23,19 @@ from coepg_dagster.readers.importing import (
     version_read,
 )
 
-from .samples import episode, mind2web_row, own_row, picture, write_android_control, write_mind2web, write_own
+from .samples import episode, mind2web_row, picture, user_row, write_android_control, write_mind2web, write_user_rows
 
 LENIENT = Options(max_bad_share=1.0)
 BLACK = (0, 0, 99, 59)
 
 
-class Own:
+class Dataset:
     """Two annotation files with an image each, imported as an experiment does; `dark` says what their images show."""
 
     def __init__(self, folder: Path) -> None:
         self.data, self.out, self.folder = folder / "data", folder / "out", folder
-        write_own(self.data, [own_row("a"), own_row("b", image="images/2.png")])
-        (self.data / "more.jsonl").write_text(json.dumps(own_row("c", image="images/3.png")))
+        write_user_rows(self.data, [user_row("a"), user_row("b", image="images/2.png")])
+        (self.data / "more.jsonl").write_text(json.dumps(user_row("c", image="images/3.png")))
         for name in "123":
             self.image(name, False)
         self.config = Benchmark(
@@ -59,99 +59,99 @@ class Own:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Own:
-    return Own(tmp_path)
+def dataset(tmp_path: Path) -> Dataset:
+    return Dataset(tmp_path)
 
 
 def arrows(out: Path) -> dict[str, int]:
     return {file.name: file.stat().st_ino for file in out.rglob("*.arrow")}
 
 
-def test_a_mended_image_is_read_again_and_nothing_else_is(own: Own) -> None:
-    dark, figures = own.read()
-    assert dark == {"a": False, "b": False, "c": False} and own.version() == figures[SOURCE]
-    before = arrows(own.out)
-    own.image("2", True)
-    assert own.version() != figures[SOURCE]
-    dark, figures = own.read()
-    assert dark == {"a": False, "b": True, "c": False} and own.version() == figures[SOURCE]
-    after = arrows(own.out)
+def test_a_mended_image_is_read_again_and_nothing_else_is(dataset: Dataset) -> None:
+    dark, figures = dataset.read()
+    assert dark == {"a": False, "b": False, "c": False} and dataset.version() == figures[SOURCE]
+    before = arrows(dataset.out)
+    dataset.image("2", True)
+    assert dataset.version() != figures[SOURCE]
+    dark, figures = dataset.read()
+    assert dark == {"a": False, "b": True, "c": False} and dataset.version() == figures[SOURCE]
+    after = arrows(dataset.out)
     assert {name for name in before if after[name] != before[name]} == {n for n in before if n.startswith("steps")}
-    assert arrows(own.out) == after == (own.read() and arrows(own.out))
+    assert arrows(dataset.out) == after == (dataset.read() and arrows(dataset.out))
 
 
-def test_the_same_size_and_time_hide_no_change(own: Own) -> None:
-    file = own.image("1", True)
+def test_the_same_size_and_time_hide_no_change(dataset: Dataset) -> None:
+    file = dataset.image("1", True)
     file.write_bytes(file.read_bytes().ljust(4096, b"\0"))
-    _, figures = own.read()
+    _, figures = dataset.read()
     size, times = file.stat().st_size, file.stat()
     file.write_bytes(picture(100, 60).ljust(4096, b"\0"))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (size, times.st_mtime_ns)
-    assert own.version() != figures[SOURCE] and own.read()[0]["a"] is False
+    assert dataset.version() != figures[SOURCE] and dataset.read()[0]["a"] is False
 
 
-def test_another_time_alone_is_no_change_and_is_hashed_once(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, figures = own.read()
-    before = arrows(own.out)
-    for file in own.data.rglob("*"):
+def test_another_time_alone_is_no_change_and_is_hashed_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, figures = dataset.read()
+    before = arrows(dataset.out)
+    for file in dataset.data.rglob("*"):
         os.utime(file, ns=(1, 1))
-    assert own.version() == figures[SOURCE]
+    assert dataset.version() == figures[SOURCE]
     monkeypatch.setattr(files.hashlib, "file_digest", None)  # from now on nothing may be opened
-    assert own.version() == figures[SOURCE] and own.read()[1] == figures
-    assert arrows(own.out) == before
+    assert dataset.version() == figures[SOURCE] and dataset.read()[1] == figures
+    assert arrows(dataset.out) == before
 
 
-def test_a_missing_image_that_comes_and_one_that_goes(own: Own) -> None:
-    (own.data / "images/3.png").rename(own.folder / "3.png")
-    dark, figures = own.read()
+def test_a_missing_image_that_comes_and_one_that_goes(dataset: Dataset) -> None:
+    (dataset.data / "images/3.png").rename(dataset.folder / "3.png")
+    dark, figures = dataset.read()
     assert set(dark) == {"a", "b"} and figures["rejected"] == {"bad_path": 1}
-    (own.folder / "3.png").rename(own.data / "images/3.png")
-    assert own.version() != figures[SOURCE]
-    dark, figures = own.read()
+    (dataset.folder / "3.png").rename(dataset.data / "images/3.png")
+    assert dataset.version() != figures[SOURCE]
+    dark, figures = dataset.read()
     assert set(dark) == {"a", "b", "c"}
-    (own.data / "images/1.png").unlink()
-    assert own.version() != figures[SOURCE] and set(own.read()[0]) == {"b", "c"}
+    (dataset.data / "images/1.png").unlink()
+    assert dataset.version() != figures[SOURCE] and set(dataset.read()[0]) == {"b", "c"}
 
 
-def test_what_no_row_names_changes_nothing(own: Own) -> None:
-    _, figures = own.read()
-    own.image("4", True)
-    (own.data / "notes.txt").write_text("x")
-    assert own.version() == figures[SOURCE]
-    (own.data / "new.jsonl").write_text(json.dumps(own_row("d")))
-    assert own.version() != figures[SOURCE] and "d" in own.read()[0]
+def test_what_no_row_names_changes_nothing(dataset: Dataset) -> None:
+    _, figures = dataset.read()
+    dataset.image("4", True)
+    (dataset.data / "notes.txt").write_text("x")
+    assert dataset.version() == figures[SOURCE]
+    (dataset.data / "new.jsonl").write_text(json.dumps(user_row("d")))
+    assert dataset.version() != figures[SOURCE] and "d" in dataset.read()[0]
 
 
-def test_linked_folders_of_images_are_read_and_watched(own: Own) -> None:
-    disk = own.folder / "disk"
-    shutil.move(own.data / "images", disk)
-    (own.data / "images").symlink_to(disk)
-    assert check_data(own.data).ok
-    _, figures = own.read()
+def test_linked_folders_of_images_are_read_and_watched(dataset: Dataset) -> None:
+    disk = dataset.folder / "disk"
+    shutil.move(dataset.data / "images", disk)
+    (dataset.data / "images").symlink_to(disk)
+    assert check_data(dataset.data).ok
+    _, figures = dataset.read()
     (disk / "1.png").write_bytes(picture(100, 60, "PNG", BLACK))
-    assert own.version() != figures[SOURCE] and own.read()[0]["a"] is True
-    (own.data / "images").unlink()
-    (own.data / "images").symlink_to(own.folder / "nowhere")
-    assert f"is not there ({own.folder / 'nowhere' / '1.png'})" in check_data(own.data).text()
+    assert dataset.version() != figures[SOURCE] and dataset.read()[0]["a"] is True
+    (dataset.data / "images").unlink()
+    (dataset.data / "images").symlink_to(dataset.folder / "nowhere")
+    assert f"is not there ({dataset.folder / 'nowhere' / '1.png'})" in check_data(dataset.data).text()
 
 
-def test_a_folder_of_images_elsewhere_is_watched_behind_a_linked_source_too(own: Own) -> None:
-    elsewhere, link = own.folder / "elsewhere", own.folder / "deep/link"
+def test_a_separate_folder_of_images_is_watched_behind_a_linked_source_too(dataset: Dataset) -> None:
+    separate, link = dataset.folder / "elsewhere", dataset.folder / "deep/link"
     link.parent.mkdir()
-    link.symlink_to(own.data)
-    shutil.move(own.data / "images", elsewhere / "images")
-    options = Options(images=str(elsewhere))
-    load_benchmark("jsonl", link, own.out, options)
-    read = version_read("jsonl", link, own.out, options)
-    assert version_now("jsonl", link, own.out, options) == read
-    (elsewhere / "images/1.png").write_bytes(picture(100, 60, "PNG", BLACK))
-    assert version_now("jsonl", link, own.out, options) != read
-    table, _ = load_benchmark("jsonl", link, own.out, options)
+    link.symlink_to(dataset.data)
+    shutil.move(dataset.data / "images", separate / "images")
+    options = Options(images=str(separate))
+    load_benchmark("jsonl", link, dataset.out, options)
+    read = version_read("jsonl", link, dataset.out, options)
+    assert version_now("jsonl", link, dataset.out, options) == read
+    (separate / "images/1.png").write_bytes(picture(100, 60, "PNG", BLACK))
+    assert version_now("jsonl", link, dataset.out, options) != read
+    table, _ = load_benchmark("jsonl", link, dataset.out, options)
     assert opened(table["screenshot"][1].as_py()).convert("L").getpixel((50, 30)) == 0  # more.jsonl comes first
 
 
-def test_linked_folders_of_annotations_are_found_and_cycles_end(tmp_path: Path) -> None:
+def test_linked_folders_of_annotations_are_read_and_cycles_end(tmp_path: Path) -> None:
     write_mind2web(tmp_path / "disk/train-0.parquet", [mind2web_row("t0")])
     (tmp_path / "data").mkdir()
     (tmp_path / "data/link").symlink_to(tmp_path / "disk")
@@ -180,8 +180,8 @@ def test_moved_splits_are_read_again(tmp_path: Path) -> None:
 
 def test_ids_of_files_before_decide_what_a_duplicate_is(tmp_path: Path) -> None:
     def ids(first: str) -> list[str]:
-        write_own(tmp_path / "data", [own_row("x")])
-        (tmp_path / "data/a.jsonl").write_text(json.dumps(own_row(first)))
+        write_user_rows(tmp_path / "data", [user_row("x")])
+        (tmp_path / "data/a.jsonl").write_text(json.dumps(user_row(first)))
         return load_benchmark("jsonl", tmp_path / "data", tmp_path / "out", LENIENT)[0]["step_id"].to_pylist()
 
     assert ids("a") == ["a", "x"]
@@ -189,13 +189,13 @@ def test_ids_of_files_before_decide_what_a_duplicate_is(tmp_path: Path) -> None:
     assert ids("a") == ["a", "x"]
 
 
-def test_an_import_that_stopped_is_tried_again_once_something_changed(own: Own) -> None:
-    own.config = own.config.model_copy(update={"max_bad_share": 0.0})
-    (own.data / "images/2.png").write_bytes(b"damaged")
-    before = own.version()
+def test_an_import_that_stopped_is_tried_again_once_something_changed(dataset: Dataset) -> None:
+    dataset.config = dataset.config.model_copy(update={"max_bad_share": 0.0})
+    (dataset.data / "images/2.png").write_bytes(b"damaged")
+    before = dataset.version()
     with pytest.raises(ValueError, match=r"bad_image.*Rejected rows: .*\.parquet"):
-        own.read()
-    failed = own.version()
-    assert failed != before and own.version() == failed
-    own.image("2", False)
-    assert own.version() != failed and set(own.read()[0]) == {"a", "b", "c"}
+        dataset.read()
+    failed = dataset.version()
+    assert failed != before and dataset.version() == failed
+    dataset.image("2", False)
+    assert dataset.version() != failed and set(dataset.read()[0]) == {"a", "b", "c"}

@@ -1,4 +1,4 @@
-"""ScreenSpot in its forms, UGround's blocks, and a user's own data."""
+"""ScreenSpot in its forms, UGround's blocks, and a user's data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.readers.importing import Options, ReaderError, check_data, import_dataset, rejects
 
-from .samples import IMAGE, load, own_row, picture, write_own
+from .samples import IMAGE, load, picture, user_row, write_user_rows
 
 LENIENT = Options(max_bad_share=1.0)
 ITEM = {
@@ -150,8 +150,8 @@ def test_uground_blocks(tmp_path: Path) -> None:
     assert result.metrics["step_sr"].micro == pytest.approx(100 / 14)
 
 
-def test_own_data_is_read(tmp_path: Path) -> None:
-    write_own(tmp_path, [own_row(), own_row("s1", boxes=[], action_type="WAIT", point=[1, 2], episode_steps=2)])
+def test_user_data_is_read(tmp_path: Path) -> None:
+    write_user_rows(tmp_path, [user_row(), user_row("s1", boxes=[], action_type="WAIT", point=[1, 2], episode_steps=2)])
     import_dataset("jsonl", tmp_path, tmp_path / "out")
     first, second = load(tmp_path / "out").to_pylist()
     assert (first["boxes"], first["point"], first["width"]) == ([[10, 10, 50, 30]], None, 100)
@@ -164,16 +164,16 @@ def test_check_data_names_every_bad_line(tmp_path: Path) -> None:
     bad: list[tuple[Any, str]] = [
         ("{", "bad_json"),
         ("[]", "bad_field"),
-        (own_row(), "duplicate_id"),
-        (own_row("a", action_type="JUMP"), "unknown_action"),
-        (own_row("b", boxes=[[50, 10, 10, 30]]), "box_without_area"),
-        (own_row("c", boxes=[[0, 0, 500, 30]]), "box_outside_image"),
-        (own_row("d", image="../secret.png"), "bad_path"),
-        (own_row("e", surprise=1), "bad_field"),
-        (own_row("f", step_index=True), "bad_field"),
-        ({k: v for k, v in own_row("g").items() if k != "goal"}, "missing_column"),
+        (user_row(), "duplicate_id"),
+        (user_row("a", action_type="JUMP"), "unknown_action"),
+        (user_row("b", boxes=[[50, 10, 10, 30]]), "box_without_area"),
+        (user_row("c", boxes=[[0, 0, 500, 30]]), "box_outside_image"),
+        (user_row("d", image="../secret.png"), "bad_path"),
+        (user_row("e", surprise=1), "bad_field"),
+        (user_row("f", step_index=True), "bad_field"),
+        ({k: v for k, v in user_row("g").items() if k != "goal"}, "missing_column"),
     ]
-    write_own(tmp_path, [own_row(), *(row for row, _ in bad), own_row("z", split="test")])
+    write_user_rows(tmp_path, [user_row(), *(row for row, _ in bad), user_row("z", split="test")])
     report = check_data(tmp_path)
     assert [(r["row"], r["reason"]) for r in report.rejects.to_pylist()] == [
         (str(i + 1), why) for i, (_, why) in enumerate(bad)

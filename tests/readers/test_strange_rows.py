@@ -27,7 +27,7 @@ from coepg_dagster.readers.importing import (
 )
 from coepg_dagster.readers.rows import ALL_ACTIONS
 
-from .samples import candidate, episode, load, mind2web_row, own_row, picture, write_android_control, write_mind2web
+from .samples import candidate, episode, load, mind2web_row, picture, user_row, write_android_control, write_mind2web
 
 LENIENT = Options(max_bad_share=1.0)
 
@@ -60,7 +60,7 @@ BLOCKS: dict[str, Any] = {
     "target_blocks": {"1": [[10.0, 10.0, 20.0, 10.0]]},
 }
 GOOD: dict[Dataset, tuple[str, dict[str, Any]]] = {
-    "jsonl": ("steps.jsonl", own_row(image="1.png")),
+    "jsonl": ("steps.jsonl", user_row(image="1.png")),
     "screenspot": ("web.jsonl", SPOT),
     "mind2web_blocks": ("cross_task_blocks.jsonl", BLOCKS),
 }
@@ -196,7 +196,7 @@ def test_an_entry_of_a_json_list_costs_itself(tmp_path: Path, folder: Path) -> N
 @pytest.mark.parametrize("image", ["wide.png", "no.png", "a\0b", "x" * 5000, "1.png/x", ".", "", "t_a"])
 def test_an_image_that_cannot_be_seen_costs_its_row(folder: Path, image: str) -> None:
     lines = [
-        json.dumps(own_row(str(i), image=name, boxes=[[1, 1, 9, 8]])).encode()
+        json.dumps(user_row(str(i), image=name, boxes=[[1, 1, 9, 8]])).encode()
         for i, name in enumerate(["1.png", image])
     ]
     ids, [left_out] = imported("jsonl", folder, lines)
@@ -206,7 +206,7 @@ def test_an_image_that_cannot_be_seen_costs_its_row(folder: Path, image: str) ->
 
 @pytest.mark.parametrize("change", [{"boxes": []}, {"boxes": [], "action_type": "WAIT"}])
 def test_an_extreme_image_is_left_out_of_tests_without_target_too(folder: Path, change: dict[str, Any]) -> None:
-    row = own_row(image="wide.png", split="test", **change)
+    row = user_row(image="wide.png", split="test", **change)
     assert imported("jsonl", folder, [json.dumps(row).encode()])[1][0]["reason"] == "extreme_aspect"
 
 
@@ -226,7 +226,7 @@ def test_an_extreme_image_is_left_out_of_tests_without_target_too(folder: Path, 
     ],
 )
 def test_a_point_lies_on_the_image(folder: Path, point: Any, ok: bool) -> None:
-    ids, left_out = imported("jsonl", folder, [json.dumps(own_row(image="1.png", point=point)).encode()])
+    ids, left_out = imported("jsonl", folder, [json.dumps(user_row(image="1.png", point=point)).encode()])
     assert bool(ids) == ok and [r["reason"] for r in left_out] == ([] if ok else ["bad_field"])
 
 
@@ -318,7 +318,7 @@ def test_annotation_files_of_other_names_and_links(tmp_path: Path) -> None:
     (data / "images").symlink_to(disk)
     name = b"caf\xe9.jsonl"
     (data / "._steps.jsonl").write_bytes(b"\0\5\x16\7")  # beside every file on some disks
-    Path(f"{data}/{name.decode(errors='surrogateescape')}").write_text(json.dumps(own_row()) + "\nnot json\n")
+    Path(f"{data}/{name.decode(errors='surrogateescape')}").write_text(json.dumps(user_row()) + "\nnot json\n")
     report = check_data(data)
     assert report.counts.steps == {"train": 1} and report.counts.bad == 1
     report.text().encode()
@@ -330,7 +330,9 @@ def test_annotation_files_of_other_names_and_links(tmp_path: Path) -> None:
 @settings(max_examples=20)
 def test_names_in_the_data_stay_below_its_folder(folder: Path, tail: str, way: str) -> None:
     (folder.parent / "secret.png").write_bytes(picture(100, 60))
-    line = json.dumps(own_row(image=f"{way}secret.png{tail}" if way != "/" else f"{folder.parent}/secret.png")).encode()
+    line = json.dumps(
+        user_row(image=f"{way}secret.png{tail}" if way != "/" else f"{folder.parent}/secret.png")
+    ).encode()
     ids, [left_out] = imported("jsonl", folder, [line])
     assert not ids and left_out["reason"] == "bad_path" and "leaves" in left_out["detail"]
 
@@ -339,7 +341,7 @@ def test_names_in_the_data_stay_below_its_folder(folder: Path, tail: str, way: s
 @pytest.mark.parametrize("action", sorted(ALL_ACTIONS))
 @pytest.mark.parametrize("style", ["web", "mobile"])
 def test_an_action_that_needs_a_target_has_one_in_training(folder: Path, split: str, action: str, style: Any) -> None:
-    row = own_row(image="1.png", boxes=[], action_type=action, split=split)
+    row = user_row(image="1.png", boxes=[], action_type=action, split=split)
     (folder / "steps.jsonl").write_text(json.dumps(row))
     options = Options(style=style, max_bad_share=1.0)
     _, counts = load_benchmark("jsonl", folder / "steps.jsonl", folder / "out" / style, options)
@@ -353,18 +355,18 @@ def test_an_action_that_needs_a_target_has_one_in_training(folder: Path, split: 
 
 
 def test_check_data_knows_a_phone_by_its_actions(folder: Path) -> None:
-    typed = own_row("a", image="1.png", boxes=[], action_type="TYPE", value="x")
+    typed = user_row("a", image="1.png", boxes=[], action_type="TYPE", value="x")
     (folder / "steps.jsonl").write_text(json.dumps(typed))
     assert (
         "missing_target: a TYPE of split train needs a target box, unless" in check_data(folder / "steps.jsonl").text()
     )
-    back = own_row("b", image="1.png", boxes=[], action_type="BACK")
+    back = user_row("b", image="1.png", boxes=[], action_type="BACK")
     (folder / "steps.jsonl").write_text(json.dumps(typed) + "\n" + json.dumps(back))
     assert check_data(folder / "steps.jsonl").ok
 
 
 def test_check_data_says_which_split_is_missing(folder: Path) -> None:
-    rows = [own_row(split, image="1.png", split=split, episode_id=split) for split in ("train", "test")]
+    rows = [user_row(split, image="1.png", split=split, episode_id=split) for split in ("train", "test")]
     (folder / "steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
     alone = check_data(folder / "steps.jsonl")
     assert alone.ok and "no step in split validation" in alone.text() and "any split for tests" not in alone.text()

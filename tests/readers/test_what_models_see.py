@@ -41,11 +41,11 @@ from .samples import (
     episode,
     forest,
     mind2web_row,
-    own_row,
     picture,
+    user_row,
     write_android_control,
     write_mind2web,
-    write_own,
+    write_user_rows,
 )
 
 STYLES: tuple[Style, ...] = get_args(Style)
@@ -135,9 +135,9 @@ def screenspot(folder: Path) -> pa.Table:
     (folder / "images").mkdir(parents=True)
     (folder / "images/zzfile.png").write_bytes(picture(400, 200))
     items = [
-        {"img_filename": "zzfile.png", "instruction": asked, "bbox": [137, 111, 219, 43], "data_type": "icon"}
+        {"img_filename": "zzfile.png", "instruction": instruction, "bbox": [137, 111, 219, 43], "data_type": "icon"}
         | {"data_source": "ios", "id": f"item{i}", "note": "zznote"}
-        for i, asked in enumerate(["close the window", "zzgoal"])
+        for i, instruction in enumerate(["close the window", "zzgoal"])
     ]
     (folder / "screenspot_mobile.json").write_text(json.dumps(items))
     source = folder / "screenspot_mobile.json"
@@ -152,10 +152,10 @@ def jsonl(instruction: str | None) -> Callable[[Path], pa.Table]:
             "point": [47, 19],
             "boxes": [[41, 17, 53, 23]],
         }
-        mine = own_row(step_index=1, episode_steps=2, family="zzfamily", episode_id="zzepisode", **label)
+        mine = user_row(step_index=1, episode_steps=2, family="zzfamily", episode_id="zzepisode", **label)
         mine |= {"instruction": instruction} if instruction else {}
-        later = own_row("s1", step_index=2, goal="zzgoal", history=["zzlater"], **label)
-        write_own(folder / "data", [mine, later])
+        later = user_row("s1", step_index=2, goal="zzgoal", history=["zzlater"], **label)
+        write_user_rows(folder / "data", [mine, later])
         return load_benchmark("jsonl", folder / "data", folder / "out")[0]
 
     return read
@@ -180,7 +180,7 @@ def miniwob(folder: Path) -> pa.Table:
 
 
 PHONE = {"step_id": "3_1", "goal": "Restore the report", "history": ("CLICK [Trash]",)}
-OWN: dict[str, Any] = {"step_id": "s0", "goal": "Buy a scarf", "history": ("CLICK [Scarves]",)}
+SHOP: dict[str, Any] = {"step_id": "s0", "goal": "Buy a scarf", "history": ("CLICK [Scarves]",)}
 SOURCES = {
     "mind2web": Source(
         mind2web,
@@ -197,8 +197,8 @@ SOURCES = {
         android_control("low"), **PHONE, instruction="Enter the name", secrets=("137", "111", "141", "113")
     ),
     "screenspot": Source(screenspot, "item0", "close the window", secrets=("137", "111", "219")),
-    "jsonl": Source(jsonl(None), **OWN, secrets=("41", "47", "53")),
-    "jsonl with instructions": Source(jsonl("Now press it"), **OWN, instruction="Now press it", secrets=("41", "47")),
+    "jsonl": Source(jsonl(None), **SHOP, secrets=("41", "47", "53")),
+    "jsonl with instructions": Source(jsonl("Now press it"), **SHOP, instruction="Now press it", secrets=("41", "47")),
     "miniwob": Source(
         miniwob,
         "miniwob/enter-password/2/1",
@@ -266,7 +266,7 @@ GROUNDER = (
 
 
 def expected(name: str, style: Style) -> tuple[str, str, str]:
-    """What planner, end-to-end agent and grounder are asked."""
+    """The prompts of planner, end-to-end agent and grounder."""
     if style == "compact":
         return COMPACT[name], COMPACT[name], PLAN
     parts = {"device": DEVICE[style], "task": TASK[name], "actions": ACTIONS[style]}
@@ -286,11 +286,11 @@ def text_of(messages: list[Message]) -> str:
 
 
 Prompts = tuple[set[str], set[str], set[str]]
-"""What planners, end-to-end agents and grounders were asked."""
+"""The prompts of planners, end-to-end agents and grounders."""
 
 
-def asked_in_the_loop(step: pa.Table, style: Style) -> Prompts:
-    """All that models are asked about one step when an agent acts, and when plans are written and verified."""
+def prompts_in_the_loop(step: pa.Table, style: Style) -> Prompts:
+    """All prompts about one step, when an agent acts and when plans are written and verified."""
     models = Models(base_planner="m", base_grounder="m", planners={"p": "m"}, verifiers={"v": "m"}, prompts=style)  # type: ignore[dict-item]
     [label] = step.to_pylist()
     answer = planner_answer(PLAN, label["action_type"], label["value"])
@@ -335,8 +335,8 @@ def test_models_see_what_they_may_and_nothing_else(read: tuple[str, pa.Table]) -
     )
     for style in STYLES:
         prompts = expected(name, style)
-        for found in (asked_in_the_loop(step, style), learnt(step, style)):
-            assert found == tuple({text} for text in prompts)
+        for shown in (prompts_in_the_loop(step, style), learnt(step, style)):
+            assert shown == tuple({text} for text in prompts)
         for text in prompts:
             assert not [secret for secret in ("zz", *source.secrets) if secret in text]
 
@@ -349,7 +349,7 @@ def test_the_record_did_hold_what_was_planted(read: tuple[str, pa.Table]) -> Non
 
 
 @pytest.mark.parametrize("level", ["high", "low"])
-def test_a_step_shows_its_own_instruction_at_the_low_level_only(tmp_path: Path, level: Any) -> None:
+def test_a_step_shows_its_instruction_at_the_low_level_only(tmp_path: Path, level: Any) -> None:
     write_android_control(tmp_path / "data", [episode(0), episode(3)])
     steps, _ = load_benchmark("android_control", tmp_path / "data", tmp_path / "out", Options(level=level))
     assert steps.num_rows == 2 * len(ACTIONS_OF_AN_EPISODE)

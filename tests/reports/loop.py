@@ -35,9 +35,9 @@ def rollout(step: int, group: int, reward: float, gate: str = "passed", hits: tu
         }
         for name, hit in zip(("grounder_1", "judge"), hits, strict=False)
     ]
-    said = {"text": "<i>as generated</i>", "plan": None if gate == "unparsed" else f"plan of group {group}"}
+    answer = {"text": "<i>as generated</i>", "plan": None if gate == "unparsed" else f"plan of group {group}"}
     where = {"optimizer_step": step, "group": group, "step_id": "s"}
-    return where | said | {"gate": gate, "graders": graders, "reward": reward, "advantage": reward - 0.5}
+    return where | answer | {"gate": gate, "graders": graders, "reward": reward, "advantage": reward - 0.5}
 
 
 ROWS = [

@@ -79,18 +79,18 @@ def test_every_candidate_is_in_the_data_with_its_reason(page: Path) -> None:
     text = (page.parent / "audit-2" / "index.js").read_text()
     index = json.loads(text.removeprefix("window.coepgAudit=").removesuffix(";\n"))
     assert len(index["decision"]) == 3 * STEPS + 1
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for number in range(-(-len(index["decision"]) // CHUNK)):
         chunk = (page.parent / "audit-2" / f"rows-{number}.js").read_text()
-        found += json.loads(chunk.removeprefix(f'coepgLoaded("rows-{number}",').removesuffix(");\n"))["rows"]
-    by_candidate = {entry["candidate"]: entry for entry in found if entry["madeIn"] == 2}
+        entries += json.loads(chunk.removeprefix(f'coepgLoaded("rows-{number}",').removesuffix(");\n"))["rows"]
+    by_candidate = {entry["candidate"]: entry for entry in entries if entry["madeIn"] == 2}
     assert by_candidate["s03#open#0"]["why"] == "1 of 2 verifiers hit"
     assert by_candidate["s03#open#0"]["row"] == "light/s1@2#3" and by_candidate["s03#planner_2#0"]["row"] is None
     assert by_candidate["s03#planner_2#0"]["why"] == "its action type is TYPE, the label's CLICK"
     assert by_candidate["s02#planner_2#1"]["why"] == "says the same as s02#open#0"
     assert by_candidate["s02#planner_2#1"]["votes"] == by_candidate["s02#open#0"]["votes"]
     assert by_candidate["s02#open#0"]["why"] == "1 of 1 verifiers hit"
-    assert next(entry for entry in found if entry["madeIn"] == 1)["row"] == f"light/s1@2#{STEPS}"
+    assert next(entry for entry in entries if entry["madeIn"] == 1)["row"] == f"light/s1@2#{STEPS}"
 
 
 def test_a_verifier_is_listed_with_the_share_of_its_answers_that_name_no_point(page: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_verifier_is_listed_with_the_share_of_its_answers_that_name_no_point(p
 
 
 def test_a_table_of_other_steps_is_refused(tmp_path: Path) -> None:
-    asked = candidates(candidate("other", "open", 0, None))
+    plans = candidates(candidate("other", "open", 0, None))
     decisions = pa.table({"candidate_id": ["other#open#0"], "step_id": ["other"], "decision": ["unparsed"]})
     with pytest.raises(NotUsable, match="1 steps with candidates are not in the table of steps"):
         write_audit(
-            tmp_path, AuditOf("light/s1", 0, CONFIG), step_table(step("s")), asked, verdicts(), decisions, rows()
+            tmp_path, AuditOf("light/s1", 0, CONFIG), step_table(step("s")), plans, verdicts(), decisions, rows()
         )
 
 
@@ -114,7 +114,7 @@ def pixels(shot: bytes) -> Image.Image:
 def near(image: Image.Image, x: float, y: float, colour: tuple[int, int, int]) -> bool:
     """Whether a pixel within one of (x, y) has the colour, within what antialiasing does."""
     around = [image.getpixel((round(x) + i, round(y) + j)) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-    return any(max(abs(a - b) for a, b in zip(found, colour, strict=True)) < 40 for found in around)  # type: ignore[arg-type]
+    return any(max(abs(a - b) for a, b in zip(pixel, colour, strict=True)) < 40 for pixel in around)  # type: ignore[arg-type]
 
 
 @pytest.mark.browser
@@ -148,29 +148,29 @@ def test_box_and_points_lie_on_the_right_pixels(page: Path, tab: Any) -> None:
 def test_an_auditor_filters_and_pages(page: Path, tab: Any) -> None:
     tab.goto("about:blank")
     tab.goto(f"file://{page}")
-    found = tab.locator("#found")
+    count = tab.locator("#found")
     shown = tab.locator("article")
-    found.filter(has_text="271 of 271").wait_for()
+    count.filter(has_text="271 of 271").wait_for()
     assert shown.count() == 24
     first = shown.first.get_attribute("data-candidate")
     tab.locator("#pager button", has_text="next").click()
     tab.locator("#pager", has_text="page 2 of 12").wait_for()
     assert shown.first.get_attribute("data-candidate") != first
     tab.get_by_label("decision").select_option("kept")
-    found.filter(has_text=f"{STEPS} of 271").wait_for()
+    count.filter(has_text=f"{STEPS} of 271").wait_for()
     tab.get_by_label("verifier_b").select_option("no answer")
-    found.filter(has_text="1 of 271").wait_for()
+    count.filter(has_text="1 of 271").wait_for()
     assert shown.first.get_attribute("data-candidate") == "s02#open#0"
     assert "out of memory" in shown.first.inner_text()
     tab.reload()  # the filters are part of the address
-    found.filter(has_text="1 of 271").wait_for()
+    count.filter(has_text="1 of 271").wait_for()
     tab.get_by_role("button", name="clear").click()
     tab.get_by_label("planner").select_option("planner_2")
     tab.get_by_label("search").fill("LOGIN-user 7")
-    found.filter(has_text="26 of 271").wait_for()  # two plans for each odd number with a 7 in it
+    count.filter(has_text="26 of 271").wait_for()  # two plans for each odd number with a 7 in it
     tab.get_by_role("button", name="clear").click()
     tab.get_by_label("action").select_option("CLICK")
-    found.filter(has_text="271 of 271").wait_for()
+    count.filter(has_text="271 of 271").wait_for()
 
 
 @pytest.mark.browser

@@ -166,7 +166,7 @@ def test_what_is_missing_says_which_command_makes_it(page: tuple[Path, str]) -> 
     assert "58.41" in text and "56.50" in text and "miniwob/point" in text
 
 
-def test_a_short_denominator_is_said_once(page: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_short_denominator_is_noted_once(page: tuple[Path, str], tmp_path: Path) -> None:
     short = evolution(experiment(tmp_path))
     assert short_splits(short.table["iterations"]) == [] and "could not be read" not in page[0].read_text()
     for row in short.table["iterations"]:
@@ -178,8 +178,8 @@ def test_a_short_denominator_is_said_once(page: tuple[Path, str], tmp_path: Path
 def test_results_carry_the_note_of_a_short_denominator(tmp_path: Path) -> None:
     score = score_of(1.0, None, {"lost": "2 steps"})
     figures = {"validation": score, "test_seed": score}
-    found = results(experiment(tmp_path), 1, {Ref("evaluation", 0): record("evaluation", 0, figures)}, {})
-    assert short_splits(found["iterations"]) == ["test_seed: 2 steps"]
+    result = results(experiment(tmp_path), 1, {Ref("evaluation", 0): record("evaluation", 0, figures)}, {})
+    assert short_splits(result["iterations"]) == ["test_seed: 2 steps"]
 
 
 def test_the_web_ui_gets_two_figures(page: tuple[Path, str]) -> None:

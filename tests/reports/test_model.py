@@ -22,15 +22,21 @@ TABLE = pa.Table.from_pylist(ROWS, ROLLOUT_SCHEMA)
 
 
 def test_the_reward_breakdown_by_hand() -> None:
-    found = reward_of(TABLE)
-    assert found.rollouts == 8 and found.reward == pytest.approx(0.5)
-    assert found.gates == {"passed": 62.5, "unparsed": 25.0, "wrong_type": 12.5}
-    assert (found.groups, found.without_spread, found.all_zero, found.all_best, found.fractional) == (4, 50, 25, 25, 0)
-    own, judge = found.graders
-    assert own["grounder"] == "grounder_1" and own["asked"] == 5 and own["hit"] == 80
-    assert own["adds"] == pytest.approx(0.6 * 4 / 5) and judge["adds"] == pytest.approx(0.4 * 4 / 5)
+    breakdown = reward_of(TABLE)
+    assert breakdown.rollouts == 8 and breakdown.reward == pytest.approx(0.5)
+    assert breakdown.gates == {"passed": 62.5, "unparsed": 25.0, "wrong_type": 12.5}
+    assert (
+        breakdown.groups,
+        breakdown.without_spread,
+        breakdown.all_zero,
+        breakdown.all_best,
+        breakdown.fractional,
+    ) == (4, 50, 25, 25, 0)
+    grounder, judge = breakdown.graders
+    assert grounder["grounder"] == "grounder_1" and grounder["asked"] == 5 and grounder["hit"] == 80
+    assert grounder["adds"] == pytest.approx(0.6 * 4 / 5) and judge["adds"] == pytest.approx(0.4 * 4 / 5)
     passed = [row["reward"] for row in ROWS if row["gate"] == "passed"]
-    assert own["adds"] + judge["adds"] == pytest.approx(sum(passed) / len(passed))  # Eq. 4
+    assert grounder["adds"] + judge["adds"] == pytest.approx(sum(passed) / len(passed))  # Eq. 4
 
 
 def test_samples_are_the_best_and_worst_of_groups_that_differ() -> None:
@@ -64,7 +70,7 @@ def test_the_curve_of_the_validation_reward_begins_before_training() -> None:
     assert list(drawn.axes[0].lines[0].get_xdata()) == [0, 1] and list(drawn.axes[0].lines[0].get_ydata()) == [0.5, 0.6]
 
 
-def test_what_training_chose_and_warned_of_is_said() -> None:
+def test_notes_name_what_training_chose_and_warned_of() -> None:
     assert training_notes({"loss": 1.0}) == []
     figures = {"kept_step": 8, "warnings": ["step 9 of 16: KL runs away"]}
     figures |= {f"validation_reward_{when}": value for when, value in (("first", 0.5), ("best", 0.625), ("last", 0.6))}
@@ -73,7 +79,7 @@ def test_what_training_chose_and_warned_of_is_said() -> None:
     assert warned == "Warned: step 9 of 16: KL runs away"
 
 
-def test_what_training_changed_is_said_and_drawn() -> None:
+def test_what_training_changed_is_noted_and_drawn() -> None:
     change = {"before": 58.6, "after": 65.7, "difference": 7.1, "ci95": [3.0, 11.2]}
     probe = {"train": change, "validation": None, "steps": {"train": 128, "validation": 0}, "judge": "grounder_1"}
     [greedy] = training_notes({"probe": probe})

@@ -108,10 +108,10 @@ VIEWS: list[Callable[[Cells], Any]] = [
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_table_and_no_figure_mixes_protocols(view: Callable[[Cells], Any]) -> None:
     def rows(protocol: str) -> list[Row]:
-        own = [row(40, k=k, split=split) for split in SPLITS for k in (1, 3)]
+        full = [row(40, k=k, split=split) for split in SPLITS for k in (1, 3)]
         change = {"protocol": protocol}
         others = [{"variant": "no_grpo"}, {"variant": "uniform"}, {"variant": "end_to_end"}, {"experiment": "half"}]
-        return own + [row(50, split=s, **other | change) for other in others for s in SPLITS] + [row(1, k=2, **change)]
+        return full + [row(50, split=s, **other | change) for other in others for s in SPLITS] + [row(1, k=2, **change)]
 
     view(cells_of(rows("miniwob/point, macro (steps lost)")))
     with pytest.raises(ScoringError, match="one table holds one protocol"):
@@ -182,10 +182,10 @@ def test_progress_during_grpo_by_hand() -> None:
 
 
 def lines(axes: Any) -> dict[str, list[float]]:
-    found = {}
+    curves = {}
     for container in axes.containers:
-        found[container.get_label()] = [round(float(v), 2) for v in container.lines[0].get_ydata()]
-    return found
+        curves[container.get_label()] = [round(float(v), 2) for v in container.lines[0].get_ydata()]
+    return curves
 
 
 def test_figures_show_the_rows() -> None:

@@ -56,7 +56,7 @@ def study(*runs: Run) -> Study:
     return Study(runs, "box", SPLITS, 3)
 
 
-def found(of: Study) -> dict[str, Any]:
+def by_claim(of: Study) -> dict[str, Any]:
     return {one.claim: one for one in findings(of)}
 
 
@@ -88,7 +88,7 @@ def test_claims_are_confirmed_where_the_interval_excludes_nothing() -> None:
     same = [run("no_grpo", seed, {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.8}) for seed in (1, 2, 3)]
     better = [run("literal", seed, {3: 1.0}) for seed in (1, 2, 3)]
     worse_by_a_bit = [run("no_cdrem", seed, {3: 0.82}) for seed in (1, 2)]
-    claims = found(study(*grows, *same, *better, *worse_by_a_bit))
+    claims = by_claim(study(*grows, *same, *better, *worse_by_a_bit))
     first = claims["M_3 - M_1"]
     assert first.verdict == "confirmed" and first.value == pytest.approx(30, abs=8) and first.ci95[0] > 0
     assert (claims["full - no GRPO"].verdict, claims["full - no GRPO"].value) == ("not confirmed", 0)
@@ -104,9 +104,9 @@ def test_claims_are_confirmed_where_the_interval_excludes_nothing() -> None:
 
 def test_not_worse_has_a_margin_of_two_points() -> None:
     near = [run(FULL, seed, {3: 0.5}) for seed in (1, 2)] + [run("no_cdrem", seed, {3: 0.5}) for seed in (1, 2)]
-    assert found(study(*near))["full - single grounder"].verdict == "confirmed"
+    assert by_claim(study(*near))["full - single grounder"].verdict == "confirmed"
     far = [run(FULL, seed, {3: 0.5}) for seed in (1, 2)] + [run("no_cdrem", seed, {3: 0.7}) for seed in (1, 2)]
-    assert found(study(*far))["full - single grounder"].verdict == "not confirmed"
+    assert by_claim(study(*far))["full - single grounder"].verdict == "not confirmed"
 
 
 def test_live_play_is_compared_over_the_families_that_both_iterations_played() -> None:
@@ -119,14 +119,14 @@ def test_live_play_is_compared_over_the_families_that_both_iterations_played() -
         (0, "test_a"): played({"menus": 0.0, "tabs": 50.0, "trees": 0.0}),
         (1, "test_a"): played({"menus": 100.0, "tabs": 75.0}),
     }
-    claims = found(study(one, run(FULL, 2, {0: 0.2, 1: 0.4, 3: 0.6})))
+    claims = by_claim(study(one, run(FULL, 2, {0: 0.2, 1: 0.4, 3: 0.6})))
     gain = claims["live play M_1 - M_0"]
     assert gain.value == pytest.approx((100 + 25) / 2) and gain.verdict == "confirmed"
     assert 25 <= gain.ci95[0] < gain.ci95[1] <= 100 and "1 seed;" in gain.text
     assert claims["live play M_3 - M_1"].verdict == "not testable"
     assert "`coepg play box@3`" in claims["live play M_3 - M_1"].text
     one.live[1, "test_a"]["made_from"]["episodes"] = "from seed 7"  # other episodes are another measure
-    assert found(study(one))["live play M_1 - M_0"].verdict == "not testable"
+    assert by_claim(study(one))["live play M_1 - M_0"].verdict == "not testable"
 
 
 def test_rows_are_one_for_each_run_split_and_metric_and_no_average() -> None:
@@ -168,14 +168,14 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     assert missing_runs(one, {"box/s1": ("box", FULL, 1, 1)}, 1) == []
     page = write_page(one, findings(one), missing, {"box_large": "models/large is not there"}, tmp_path)
     text = page.read_text()
-    for said in (
+    for line in (
         "- `coepg evolve box/sSEED --through 3`, SEED being 1",
         "- `coepg evolve box_uniform/sSEED --from 3 --through 3`, SEED being 1",
         "box_large: models/large is not there",
         "made on purpose",
         "`coepg evolve box/sSEED --through K`",
     ):
-        assert said in text
+        assert line in text
     assert "1 of 1 loops" in text and "- code or configuration changed (1 → 2)" in text
     assert (tmp_path / "images" / "results" / "figure-7.png").stat().st_size > 1000
 
@@ -183,7 +183,7 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
 def test_the_page_says_where_grpo_was_hardly_trained(tmp_path: Path) -> None:
     small, large = run(FULL, 1, {0: 0.2, 1: 0.5}), run(FULL, 2, {0: 0.2, 1: 0.5})
 
-    def said(rollouts: int) -> str:
+    def page_text(rollouts: int) -> str:
         for one, seen in ((small, rollouts), (large, 20_000)):
             one.rows = [row for row in one.rows if row.split != "train"]
             values = {"rollouts": seen, "grpo_before": 50.0, "grpo_after": 56.0}
@@ -191,10 +191,10 @@ def test_the_page_says_where_grpo_was_hardly_trained(tmp_path: Path) -> None:
         both = study(small, large)
         return write_page(both, findings(both), [], {}, tmp_path).read_text()
 
-    few = said(1024)
+    few = page_text(1024)
     assert "**GRPO was hardly trained.** 1 of 2 runs saw fewer than 10,000 rollouts (the smallest 1,024)" in few
     assert "| 50.0 | 56.0 |" in few and "before GRPO" in few
-    assert "hardly trained" not in said(10_000)
+    assert "hardly trained" not in page_text(10_000)
 
 
 def test_the_page_has_rows_of_both_sizes_and_a_table_of_live_play_for_each_split(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_what_was_not_reached_is_compared_at_the_last_common_iteration_and_says_
         2,
         None,
     )
-    claims = found(one)
+    claims = by_claim(one)
     assert (
         "at k = 1, planned at k = 3" in claims["full - no GRPO"].text
         and claims["full - no GRPO"].verdict == "confirmed"

@@ -51,7 +51,7 @@ def bare_server() -> Iterator[None]:
 
 def failures(kinds: list[str], folder: Path) -> dict[str, str]:
     """How a run describes its failure, for each end of its worker."""
-    found = {}
+    descriptions = {}
     models = Models(base_planner="none", base_grounder="none", planners={"a": "none"}, verifiers={"a": "none"})
 
     @dg.asset
@@ -75,18 +75,18 @@ def failures(kinds: list[str], folder: Path) -> dict[str, str]:
                     grace_seconds=5,
                     module="tests.resources.ending",
                 )
-            found[kind] = str(failed.value.description)
+            descriptions[kind] = str(failed.value.description)
         return dg.MaterializeResult()
 
     with dg.DagsterInstance.ephemeral() as instance:
         assert dg.materialize([one], instance=instance).success
-    return found
+    return descriptions
 
 
 def check(ends: dict[str, str], folder: Path) -> None:
-    for kind, said in failures(list(ends), folder).items():
-        assert re.match(f"(?s){ends[kind]}", said), f"{kind}: {said}"
-        assert "an earlier attempt" not in said
+    for kind, message in failures(list(ends), folder).items():
+        assert re.match(f"(?s){ends[kind]}", message), f"{kind}: {message}"
+        assert "an earlier attempt" not in message
 
 
 def test_why_a_worker_ended_comes_first_in_the_failure_of_its_run(tmp_path: Path) -> None:

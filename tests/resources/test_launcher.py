@@ -53,12 +53,12 @@ def bare_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def evolving(root: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """`evolve_through` in a process that leads a group, as a shell starts it."""
     (root / "home").mkdir()
-    with (root / "said").open("wb") as said:
+    with (root / "output").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-c", RUN, str(root), *arguments],
             cwd=REPOSITORY,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env=os.environ | {"COEPG_ROOT": str(root)},
             start_new_session=True,
         )
@@ -68,9 +68,9 @@ def until(done: Callable[[], object], run: subprocess.Popen[bytes], root: Path) 
     for _ in range(600):
         if done():
             return
-        assert run.poll() is None, (root / "said").read_text()
+        assert run.poll() is None, (root / "output").read_text()
         time.sleep(0.2)
-    raise AssertionError((root / "said").read_text())
+    raise AssertionError((root / "output").read_text())
 
 
 def statuses(root: Path) -> list[tuple[str, str]]:
@@ -112,9 +112,9 @@ def test_nothing_survives_its_run_and_who_ended_it_cancelled_it(
     assert not (project.store / "light" / "s1" / "planner_sft").exists()
     assert statuses(root) == [("light_s1_unpartitioned", "SUCCESS"), ("light_s1_iteration", status)]
     if status == "CANCELED":
-        said = (root / "said").read_text()
-        assert "Traceback" not in said
-        assert f"light/s1 k=0: ended by {numbers[0].name}; what was finished is kept, a re-run goes on there" in said
+        output = (root / "output").read_text()
+        assert "Traceback" not in output
+        assert f"light/s1 k=0: ended by {numbers[0].name}; what was finished is kept, a re-run goes on there" in output
         assert list((project.store / ".claims" / "evolve").iterdir()) == []
 
 
@@ -129,7 +129,7 @@ def test_who_waits_for_a_slot_can_be_ended_too(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait(timeout=60) == 130
     assert statuses(root)[-1] == ("light_s1_iteration", "CANCELED")
-    assert "Traceback" not in (root / "said").read_text()
+    assert "Traceback" not in (root / "output").read_text()
 
 
 def test_a_job_that_takes_too_long_is_ended_and_says_what_to_do(

@@ -81,15 +81,15 @@ def test_every_field_of_the_launchpad_is_described() -> None:
     assert {*RESOURCES.values(), "engines"} == set(default_resources())
 
 
-def test_jobs_are_told_how_engines_run_here() -> None:
+def test_jobs_receive_how_engines_run_here() -> None:
     """Every field, and as where no resource says anything."""
     assert EnginesResource().serving() == Serving()
     changed = {name: field.default for name, field in EnginesResource.model_fields.items()}
     changed |= {"vllm_python": "/opt/python", "vllm_memory": 0.5, "vllm_context": 999, "vllm_arguments": ["--x"]}
     changed |= {"start_minutes": 1.5, "in_flight": 3}
     changed |= {"rollout_memory": 0.2, "rollout_sleep": False, "rollout_server": "http://127.0.0.1:8000"}
-    told = EnginesResource(**changed).serving().model_dump()
-    assert all(told[name] != default for name, default in Serving().model_dump().items())
+    received = EnginesResource(**changed).serving().model_dump()
+    assert all(received[name] != default for name, default in Serving().model_dump().items())
 
 
 class OtherMachine(SftResource):

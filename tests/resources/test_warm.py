@@ -40,7 +40,7 @@ def start(folder: Path, *arguments: str, **env: str) -> warm.WarmProcess:
 
 
 @pytest.fixture(autouse=True)
-def own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_server", None)
     monkeypatch.setattr(warm, "IMPORTED", ["colorsys", "no_such_library"])
 

@@ -1,4 +1,4 @@
-"""The benchmark of an experiment with its real maker, on a user's own data: what changes is noticed, what is missing is named."""
+"""A benchmark of a user's data, with its real maker: a change is noticed, and a missing split is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coepg_dagster.assets.shared import benchmark_steps
 from tests.assets.conftest import InProcess
 from tests.assets.light import EXPERIMENT, LIGHT_MAKERS, light_project
 from tests.project import tell
-from tests.readers.samples import own_row, picture, write_own
+from tests.readers.samples import picture, user_row, write_user_rows
 
 MINE = EXPERIMENT.replace("{reader: miniwob, path: data, test: [test_seed]", "{reader: jsonl, path: own, test: [test]")
 MINE += "\ngrpo: {prompts_per_step: 1}\n"  # there is one training step
@@ -25,7 +25,9 @@ MINE += "\ngrpo: {prompts_per_step: 1}\n"  # there is one training step
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess]:
     project = light_project(tmp_path / "project")
     (project.root / "experiments" / "light.yaml").write_text(MINE)
-    write_own(project.root / "own", [own_row(split, split=split, episode_id=split) for split in ("train", "test")])
+    write_user_rows(
+        project.root / "own", [user_row(split, split=split, episode_id=split) for split in ("train", "test")]
+    )
     with dg.DagsterInstance.ephemeral() as instance:
         monkeypatch.setattr(ledger, "open_instance", lambda _: instance)  # for `coepg plan`
         yield InProcess(project, instance, {"makers": LIGHT_MAKERS | {"benchmark_steps": benchmark_steps}})
@@ -38,7 +40,7 @@ def test_a_mended_screenshot_and_a_missing_split(mine: InProcess) -> None:
     assert code == 1 and "no step in split validation, which the experiment needs" in out
     assert tell(root, "check-data", str(root / "own"))[0] == 0
     with (root / "own/steps.jsonl").open("a") as file:
-        file.write(json.dumps(own_row("v", split="validation", episode_id="v")))
+        file.write(json.dumps(user_row("v", split="validation", episode_id="v")))
 
     assert next_todo(mine.instance, mine.loop, 0) == Todo(None, ("benchmark_steps", "open_models"))
     assert mine.run(None).success
