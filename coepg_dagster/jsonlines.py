@@ -41,7 +41,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def _whole(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _INT64_DIGITS else float(digits)
+    return int(digits) if len(digits.lstrip("-")) <= _INT64_DIGITS else float(digits)
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
