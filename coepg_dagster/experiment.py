@@ -87,7 +87,7 @@ class Benchmark(Strict):
         "target_block", description="which part of a web page is the screenshot"
     )
     level: Literal["high", "low"] = Field(
-        "high", description="AndroidControl: `high` shows models the goal alone, `low` the step's own instruction too"
+        "high", description="AndroidControl: `high` shows models the goal alone, `low` the instruction of the step too"
     )
     train: str = Field("train", description="the split from which D_k is made")
     validation: str = Field("validation", description="the split for every choice")
@@ -381,7 +381,7 @@ class Grpo(Strict):
     validate_every: int | None = Field(
         None,
         ge=1,
-        description="steps between two looks at the validation split, whose best weights are kept; null: the last",
+        description="steps between two validations, of which the best weights are kept; null: the last",
     )
     validation_steps: int = Field(256, ge=1, description="how many steps of the validation split, whole episodes")
     probe_steps: int = Field(
@@ -389,7 +389,7 @@ class Grpo(Strict):
         ge=0,
         description="steps of training, and of validation, that π_k and π'_k are compared on; 0: they are not",
     )
-    probe_between: int = Field(4, ge=0, description="how often they are asked between the first step and the last")
+    probe_between: int = Field(4, ge=0, description="number of such comparisons between the first step and the last")
     confidence: Literal["probability", "log_probability", "constant"] = Field(
         "probability",
         description="c_j of Eq. 5: `probability`, exp(mean log p); `log_probability`, the literal equation; `constant`, 1",
@@ -466,7 +466,7 @@ class Quality(Strict):
     """Controls of D_k, and the limits of its checks; rates in per cent, differences in points."""
 
     shuffled_plans: int = Field(
-        128, ge=1, description="pairs of a screen and another step's plan that each verifier is asked about"
+        128, ge=1, description="pairs of a screen and another step's plan that each verifier grounds"
     )
     shared_steps_at_most: float = Field(
         0, ge=0, le=100, description="steps of D_k with goal and screenshot of a validation or test step; more fail D_k"

@@ -82,7 +82,7 @@ def _on_white(image: Image.Image, stored_as: str) -> Image.Image:
             shown = np.where(clear == colour * _GREY_STEP.get(stored_as, 1), np.uint8(255), shown)
         return Image.fromarray(shown).convert("RGB")
     if colour is not None and stored_as == "RGB;16B":
-        raise BadPicture("sixteen bits with one transparent colour, which cannot be told from its neighbours")
+        raise BadPicture("sixteen bits with one transparent colour, which cannot be distinguished from its neighbours")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         if layer.getchannel("A").getextrema() == (255, 255):

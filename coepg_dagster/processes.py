@@ -1,7 +1,7 @@
 """Process groups: each ends as a whole, with children and grandchildren, and none outlives the process that started it.
 
 The first process of a job that fails leaves its reason (its last words) in a file, wherever in the group it runs, so that
-nobody who waits for the job has to search a log.
+whoever waits for the job need not search a log.
 
 `python -m coepg_dagster.processes COMMAND…` leads a group in which it runs a command, and ends the group when its parent ends.
 """
@@ -26,7 +26,7 @@ import psutil
 from coepg_dagster.refusal import Refusal
 
 GRACE_SECONDS: Final = 20
-"""How long a group has after SIGINT, and again after SIGTERM, where nobody says otherwise."""
+"""How long a group has after SIGINT, and again after SIGTERM, by default."""
 STARTER: Final = "COEPG_STARTER"
 """Environment variable with the id of the process that a job must not outlive."""
 LAST_WORDS: Final = "COEPG_LAST_WORDS"
@@ -152,7 +152,7 @@ def end_with_parent() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process runs; one that has ended and was not waited for does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
