@@ -63,7 +63,8 @@ verifiers, controls, and its drift since D_{k-1}.
 - `plan_shuffle`: how often a verifier finds the target given another step's plan, beside its own rate and chance
 - `drift`: share of plans that D_{k-1} did not hold; `drift_words`: divergence of their words, 0 to 1 bit""",
     "evaluation": """The agent **M_k = {π'_k, ϕ_k}** on validation and on every test split, greedy, under the experiment's named
-protocol, with 95 % intervals clustered by task.""",
+protocol, with 95 % intervals clustered by task. `pairs` has the scores of other pairs of models, if the experiment names a
+`judge` or sets `evaluation`: they show which model a gain comes from.""",
     "evolution_report": """Step SR per split, purity, diversity and coverage over the iterations, as a page with figures.""",
 }
 

@@ -27,6 +27,8 @@ from coepg_dagster.artifacts import (
     CANDIDATES,
     DATASET,
     DECISIONS,
+    PAIR_PREDICTIONS,
+    PAIRS,
     PREDICTIONS,
     SCORES,
     SHUFFLED,
@@ -243,9 +245,17 @@ def evaluation(work: StageContext) -> Outcome:
     decoupled = experiment.agent == "decoupled"
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
+    pairs: dict[str, Any] = {}
+    if decoupled:
+        models, judge = _models(work.folder("open_models")), experiment.models.judge
+        pairs["attempts"] = experiment.evaluation.attempts
+        pairs["judge"] = judge and as_recorded(judge, models["judge"])
+        if experiment.evaluation.base_planner and work.k > 0:  # at 0 it is the agent's
+            pairs["base_planner"] = pinned(models["base_planner"])
     result = work.run_job(
         resource,
         EvaluationJob,
+        **pairs,
         planner=checkpoint_of(work.folder("planner" if decoupled else "end_to_end")),
         grounder=checkpoint_of(work.folder("grounder")) if decoupled else None,
         steps=work.folder("benchmark_steps") / STEPS,
@@ -256,8 +266,10 @@ def evaluation(work: StageContext) -> Outcome:
         max_point_tokens=config.max_point_tokens,
         lost=work.record("benchmark_steps").figures.get("lost", {}),
     )
-    outcome = _outcome([PREDICTIONS, SCORES], result, benchmark)
-    outcome.plotted = headlines(result["figures"])
+    figures = result["figures"]
+    content = [PREDICTIONS, SCORES, *([PAIR_PREDICTIONS] if PAIRS in figures else [])]
+    outcome = _outcome(content, result, benchmark)
+    outcome.plotted = headlines({split: score for split, score in figures.items() if split != PAIRS})
     return outcome
 
 

@@ -18,6 +18,9 @@ STEPS, CANDIDATES, VERDICTS, DATASET = "steps.arrow", "candidates.parquet", "ver
 SHUFFLED = "shuffled.parquet"
 """Verdicts on other steps' plans (see pools.controls): `step_id` names the screen, `candidate_id` the plan."""
 DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
+PAIRS = "pairs"
+"""Figure of an evaluation: the scores of other pairs of models than the agent (`jobs.EvaluationJob`), by pair and split."""
+PAIR_PREDICTIONS = "pair_predictions.parquet"
 ROLLOUTS = "rollouts.parquet"
 
 

@@ -195,6 +195,9 @@ class Models(Strict):
     base_grounder: str
     planners: dict[Name, Member] = Field(description="members of the planner pool Π besides the trained ones")
     verifiers: dict[Name, Member] = Field(description="members of the verifier pool Φ besides the trained ones")
+    judge: Member | None = Field(
+        None, description="a grounder in no pool, that judges every π'_k beside ϕ_k, on all splits; null: none"
+    )
     engine: EngineName = Field("transformers", description="what answers for checkpoints: `transformers` or `vllm`")
     prompts: Style = Field("web", description="`web`, `mobile`, or `compact` for models trained on nothing else")
     coordinates: Space = Field(
@@ -225,6 +228,15 @@ class Models(Strict):
             raise ValueError(f"{', '.join(taken)}: the trained members have such names; call the open model otherwise")
         return pool
 
+    @model_validator(mode="after")
+    def _judge_rewards_nobody(self) -> Self:
+        rewarding = [name for name, member in self.verifiers.items() if self.judge and member.model == self.judge.model]
+        if rewarding:
+            raise ValueError(
+                f"judge: it is the verifier {rewarding[0]}, which rewards what it would judge; use another"
+            )
+        return self
+
     @field_validator("coordinates")
     @classmethod
     def _whole_numbers(cls, space: Space) -> Space:
@@ -243,6 +255,7 @@ class Models(Strict):
             "base_grounder": Member(model=self.base_grounder),
             **{f"planners/{name}": member for name, member in self.planners.items()},
             **{f"verifiers/{name}": member for name, member in self.verifiers.items()},
+            **({"judge": self.judge} if self.judge else {}),
         }
 
     def checkpoints(self) -> list[str]:
@@ -254,8 +267,11 @@ class Models(Strict):
         pools = {"planners": self.planners, "verifiers": self.verifiers}
         return self.model_copy(
             update={
-                pool: {name: member.without_place() for name, member in members.items()}
-                for pool, members in pools.items()
+                "judge": self.judge and self.judge.without_place(),
+                **{
+                    pool: {name: member.without_place() for name, member in members.items()}
+                    for pool, members in pools.items()
+                },
             }
         )
 
@@ -453,6 +469,15 @@ class Regeneration(Strict):
         return self
 
 
+class Evaluation(Strict):
+    """What is measured on the validation split beside M_k = {π'_k, ϕ_k}, to see which model a gain comes from."""
+
+    base_planner: bool = Field(False, description="the base planner with ϕ_k")
+    attempts: int | None = Field(
+        None, ge=2, le=64, description="n of pass@n: the steps that one of n sampled plans of π'_k solves with ϕ_k"
+    )
+
+
 Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]
 _TAKEN_WITH: Final[dict[str, tuple[Asset, ...]]] = {
     "dataset": ("benchmark_steps", "open_models", "candidate_plans", "verdicts", "data_quality"),
@@ -511,6 +536,7 @@ class Experiment(Strict):
     grpo: Grpo = Grpo()
     regeneration: Regeneration = Regeneration()
     quality: Quality = Quality()
+    evaluation: Evaluation = Evaluation()
     batch_size: int = Field(64, ge=1, description="requests per forward pass in generation, verification, evaluation")
 
     @property
@@ -750,6 +776,8 @@ CODE: Final[dict[str, int]] = {
 _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
     Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
+    Models: frozenset({"judge"}),
+    Evaluation: frozenset({"base_planner", "attempts"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 
@@ -812,6 +840,8 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.benchmark, {"validation", "test", "protocol", "max_eval_steps"}),
             (pools, {"max_plan_tokens", "max_point_tokens"}),
             (experiment.models, answers),
+            *([(experiment.models.without_places(), {"judge"})] if experiment.models.judge else []),
+            *([(experiment.evaluation, None)] if experiment.evaluation != Evaluation() else []),
         ],
         "end_to_end": [
             (experiment.sft, None),

@@ -156,11 +156,18 @@ class VerdictsJob(ChunkedJob):
 
 
 class EvaluationJob(ChunkedJob):
-    """Predictions of an agent on every split, and their scores."""
+    """Predictions of an agent on every split, and their scores.
+
+    To see which model a gain comes from, other pairs are scored too: the planner with the `judge` on every split, and on the
+    first split `base_planner` with the grounder, and the best of `attempts` sampled plans of the planner with the grounder.
+    """
 
     kind: Literal["evaluation"] = "evaluation"
     planner: str
     grounder: str | None  # None: `planner` is an end-to-end agent
+    judge: Member | None = None
+    base_planner: str | None = None
+    attempts: int | None = None
     splits: list[str]
     max_steps: int | None
     protocol: str

@@ -76,7 +76,7 @@ _WITHIN: Final[dict[Asset, tuple[Asset, ...]]] = {
     "verdicts": ("candidate_plans", "grounder", "benchmark_steps", "open_models"),
     "dataset": ("verdicts",),
     "data_quality": ("dataset", "verdicts"),
-    "evaluation": ("planner", "grounder", "benchmark_steps"),
+    "evaluation": ("planner", "grounder", "benchmark_steps", "open_models"),
     "end_to_end": ("benchmark_steps", "open_models"),
 }
 _EVALUATION_END_TO_END: Final[tuple[Asset, ...]] = ("end_to_end", "benchmark_steps")

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
+from coepg_dagster.artifacts import PAIRS
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.evaluation.tables import Cell, Table, one_protocol, table_of
@@ -82,6 +83,9 @@ def rows_of(experiment: Experiment, seed: int, records: Mapping[Ref, Record], na
             for split in (experiment.benchmark.validation, *experiment.benchmark.test):
                 if score := evaluation.figures.get(split):
                     yield from _scores(at | {"split": split}, score)
+            for pair, splits in evaluation.figures.get(PAIRS, {}).items():
+                for split, score in splits.items():
+                    yield from _scores(at | {"split": split}, score, f"_{pair}")
         if quality := records.get(Ref("data_quality", k)):
             rule = rule_of(quality.config)
             for metric, figure in QUALITY.items():
@@ -98,13 +102,16 @@ def rows_of(experiment: Experiment, seed: int, records: Mapping[Ref, Record], na
             yield Row(**at, split=TRAIN, metric="seconds", value=sum(seconds), protocol="the clock")
 
 
-def _scores(at: Mapping[str, Any], score: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of one split; the average over tasks has the metric's name, that over steps `METRIC_micro`."""
+def _scores(at: Mapping[str, Any], score: Mapping[str, Any], pair: str = "") -> Iterator[Row]:
+    """The rows of one split; the average over tasks has the metric's name, that over steps `METRIC_micro`.
+
+    `pair` ends the names if the scores are not the agent's: `step_sr_judge`, `step_sr_judge_micro`.
+    """
     notes = score["notes"]
     view = ", oracle view" if "view" in notes else ""
     apart = " (steps lost)" if LOST in notes else ""
     for name, scores in score["metrics"].items():
-        for metric, average, ends in ((name, "macro", "ci95"), (f"{name}_micro", "micro", "ci95_micro")):
+        for metric, average, ends in ((name + pair, "macro", "ci95"), (f"{name}{pair}_micro", "micro", "ci95_micro")):
             low, high = scores[ends] or (None, None)
             protocol = f"{score['protocol']}, {average}{view}{apart}"
             yield Row(**at, metric=metric, value=scores[average], low=low, high=high, n=scores["n"], protocol=protocol)
@@ -240,6 +247,17 @@ def results(
             figures[metric] = {"macro": row.value, "micro": value(k, name, f"{metric}_micro"), "ci95": ends}
         return figures
 
+    def pairs(k: int) -> dict[str, dict[str, Any]]:
+        evaluation = records.get(Ref("evaluation", k))
+        scores = evaluation.figures.get(PAIRS, {}) if evaluation else {}
+        return {
+            pair: {name: success(k, name, of, pair) for name, of in splits.items()} for pair, splits in scores.items()
+        }
+
+    def success(k: int, name: str, score: Mapping[str, Any], pair: str) -> dict[str, Any]:
+        row = rows[k, name, f"{headline(score['metrics'])}_{pair}"]
+        return {"macro": row.value, "ci95": None if row.low is None else [row.low, row.high]}
+
     benchmark = experiment.benchmark
     return {
         "experiment": experiment.name,
@@ -251,6 +269,7 @@ def results(
                 "validation": split(k, benchmark.validation),
                 **{metric: value(k, TRAIN, metric) for metric in ("purity", "diversity", "coverage")},
                 **{training: _learned(records, k, training) for training in LEARNED},
+                PAIRS: pairs(k),
                 "seconds": {
                     asset: record.seconds for asset in experiment.made if (record := records.get(Ref(asset, k)))
                 },
@@ -287,6 +306,22 @@ def learned_text(iteration: Mapping[str, Any]) -> list[str]:
         changes = [f"{split} {change_text(change)}" for split, change in (iteration[name] or {}).items() if change]
         if changes:
             lines.append(f"k = {iteration['iteration']}, {what}: {', '.join(changes)}")
+    return lines
+
+
+PAIR_NAMES: Final = {
+    "judge": "π'_k with the judge",
+    "base_planner": "the base planner with ϕ_k",
+    "attempts": "the best of several sampled plans of π'_k with ϕ_k",
+}
+
+
+def pairs_text(iteration: Mapping[str, Any]) -> list[str]:
+    """The success rates of other pairs than the agent in an iteration of `results`, a line for each pair."""
+    lines = []
+    for pair, splits in iteration[PAIRS].items():
+        rates = [f"{name} {of['macro']:.1f}" for name, of in splits.items() if of["macro"] is not None]
+        lines.append(f"k = {iteration['iteration']}, {PAIR_NAMES[pair]}: {', '.join(rates)}")
     return lines
 
 

@@ -11,8 +11,8 @@ import multiprocessing
 import multiprocessing.connection
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from coepg_dagster.artifacts import CANDIDATES, PREDICTIONS, SCORES, SHUFFLED, VERDICTS, steps_of, whole, write_table
+from coepg_dagster.artifacts import (
+    CANDIDATES,
+    PAIR_PREDICTIONS,
+    PAIRS,
+    PREDICTIONS,
+    SCORES,
+    SHUFFLED,
+    VERDICTS,
+    steps_of,
+    whole,
+    write_table,
+)
 from coepg_dagster.experiment import Member
 from coepg_dagster.jobs import (
     CandidatesJob,
@@ -287,50 +298,95 @@ class Verdicts(Chunked[VerdictsJob]):
         return {"rows": table.num_rows, **figures}
 
 
+AGENT, JUDGE, BASE_PLANNER, ATTEMPTS = "agent", "judge", "base_planner", "attempts"
+"""The pairs of models that an evaluation scores: π'_k with ϕ_k, π'_k with the judge, the base planner with ϕ_k, and the best
+of n sampled plans of π'_k with ϕ_k."""
+
+
 class Evaluation(Chunked[EvaluationJob]):
-    """The agent predicts, and its predictions are scored."""
+    """The agent predicts, and its predictions are scored; so are those of other pairs."""
 
-    def _splits(self) -> dict[str, pa.Table]:
-        return {split: steps_of(self.job.steps, split, self.job.max_steps) for split in self.job.splits}
+    def _splits(self, pair: str) -> dict[str, pa.Table]:
+        splits = self.job.splits if pair in (AGENT, JUDGE) else self.job.splits[:1]
+        return {split: steps_of(self.job.steps, split, self.job.max_steps) for split in splits}
 
-    def _steps(self) -> pa.Table:
-        return pa.concat_tables(self._splits().values())
+    def _steps(self, pair: str) -> pa.Table:
+        return pa.concat_tables(self._splits(pair).values())
 
     def chunks(self) -> list[Chunk]:
-        return [Chunk("agent", start) for start in starts(self._steps().num_rows)]
+        others = {BASE_PLANNER: self.job.base_planner, ATTEMPTS: self.job.attempts}
+        pairs = [AGENT, *(pair for pair, wanted in others.items() if wanted)]
+        return [Chunk(pair, start) for pair in pairs for start in starts(self._steps(pair).num_rows)]
 
     @contextmanager
     def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
-        from coepg_dagster.inference.predict import predict, predict_end_to_end
+        from coepg_dagster.inference.engine import Sampling
+        from coepg_dagster.inference.predict import predict_end_to_end, predict_samples
 
-        steps = self._steps()
-        if self.job.grounder is None:
-            with self.engine(Member(model=self.job.planner), device) as agent:
-                yield lambda start: predict_end_to_end(
-                    agent, steps.slice(start, CHUNK), self.job.models, self.job.max_plan_tokens
+        job, steps = self.job, self._steps(member)
+        if job.grounder is None:
+            with self.engine(Member(model=job.planner), device) as agent:
+                yield lambda start: of_pair(
+                    AGENT, [predict_end_to_end(agent, steps.slice(start, CHUNK), job.models, job.max_plan_tokens)]
                 )
             return
-        tokens = self.job.max_plan_tokens, self.job.max_point_tokens
-        with (
-            self.engine(Member(model=self.job.planner), device, share=2) as planner,
-            self.engine(Member(model=self.job.grounder), device, share=2) as grounder,
-        ):
-            yield lambda start: predict(planner, grounder, steps.slice(start, CHUNK), self.job.models, *tokens)
+        grounder_of = {member: Member(model=job.grounder)}
+        if member == AGENT and job.judge:
+            grounder_of[JUDGE] = job.judge
+        planner_of = job.base_planner if member == BASE_PLANNER else job.planner
+        assert planner_of is not None
+        with ExitStack() as stack:
+            planner, *grounders = (
+                stack.enter_context(self.engine(model, device, share=1 + len(grounder_of)))
+                for model in (Member(model=planner_of), *grounder_of.values())
+            )
+
+            def make(start: int) -> pa.Table:
+                sampling = Sampling(job.max_plan_tokens)
+                if member == ATTEMPTS:
+                    assert job.attempts is not None
+                    sampling = Sampling(
+                        job.max_plan_tokens, temperature=1.0, samples=job.attempts, seed=job.seed + start
+                    )
+                chunk = steps.slice(start, CHUNK)
+                tables = predict_samples(planner, grounders, chunk, job.models, sampling, job.max_point_tokens)
+                return pa.concat_tables(map(of_pair, grounder_of, tables))
+
+            yield make
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
-        from coepg_dagster.evaluation.score import score_steps
+        from coepg_dagster.evaluation.score import score_attempts
         from coepg_dagster.readers.importing import lost_of
 
-        predictions = pa.concat_tables(parts["agent"])
-        write_table(predictions, self.job.out / PREDICTIONS)
-        scores, start = {}, 0
-        for split, table in self._splits().items():
-            answers = predictions.slice(start, table.num_rows)
-            result = score_steps(self.job.protocol, table, answers, lost=lost_of(self.job.lost, split))
-            scores[split] = json.loads(result.to_json())
-            start += table.num_rows
-        (self.job.out / SCORES).write_text(json.dumps(scores, indent=1, sort_keys=True))
-        return scores
+        made = pa.concat_tables(part for of_member in parts.values() for part in of_member)
+        scores: dict[str, dict[str, Any]] = {}
+        for pair in pc.unique(made["pair"]).to_pylist():
+            rows = made.filter(pc.equal(made["pair"], pair))
+            attempts = [rows.filter(pc.equal(rows["attempt"], i)) for i in pc.unique(rows["attempt"]).to_pylist()]
+            scores[pair], start = {}, 0
+            for split, table in self._splits(pair).items():
+                answers = [attempt.slice(start, table.num_rows) for attempt in attempts]
+                result = score_attempts(self.job.protocol, table, answers, lost=lost_of(self.job.lost, split))
+                scores[pair][split] = json.loads(result.to_json())
+                start += table.num_rows
+        of_agent = pc.equal(made["pair"], AGENT)
+        write_table(made.filter(of_agent).drop_columns(["pair", "attempt"]), self.job.out / PREDICTIONS)
+        agent = scores.pop(AGENT)
+        (self.job.out / SCORES).write_text(json.dumps(agent, indent=1, sort_keys=True))
+        if not scores:
+            return agent
+        write_table(made.filter(pc.invert(of_agent)), self.job.out / PAIR_PREDICTIONS)
+        return agent | {PAIRS: scores}
+
+
+def of_pair(pair: str, attempts: Sequence[pa.Table]) -> pa.Table:
+    """The predictions of a pair with its name and the number of the attempt in two more columns."""
+    return pa.concat_tables(
+        table.append_column("pair", pa.repeat(pair, table.num_rows)).append_column(
+            "attempt", pa.repeat(pa.scalar(i, pa.int32()), table.num_rows)
+        )
+        for i, table in enumerate(attempts)
+    )
 
 
 _CHUNKED: Final[dict[type[Job], type[Chunked[Any]]]] = {

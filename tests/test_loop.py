@@ -23,7 +23,7 @@ from tests.project import REPOSITORY, Forked, coepg, make_project, run, tell
 from tests.reproducible import dataset_versions
 
 TINY = REPOSITORY / "tests" / "experiments" / "tiny.yaml"
-THROUGH = 2
+THROUGH, SECOND_THROUGH = 2, 1
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +33,15 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two fresh projects in which the same experiment with the same seed was evolved, side by side.
 
     The first by the installed command, with another hash seed (that of jobs is 0) and inference in two processes; the second
-    by a fork, as `coepg reproduce` does, and in one.
+    by a fork, as `coepg reproduce` does, in one, and an iteration less.
     """
     both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
-    arguments = ("evolve", "tiny", "--through", str(THROUGH), "--processes")
-    for process in (coepg(both[0], *arguments, "2", PYTHONHASHSEED="1"), Forked(both[1], *arguments, "1")):
+
+    def arguments(through: int, processes: int) -> tuple[str, ...]:
+        return "evolve", "tiny", "--through", str(through), "--processes", str(processes)
+
+    first = coepg(both[0], *arguments(THROUGH, 2), PYTHONHASHSEED="1")
+    for process in (first, Forked(both[1], *arguments(SECOND_THROUGH, 1))):
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, f"{out}\n{err}"
     return both
@@ -58,6 +62,8 @@ def test_results_have_every_number(projects: list[Path]) -> None:
             assert score["step_sr"]["micro"] <= min(score["ele_acc"]["micro"], score["op_f1"]["micro"]) + 1e-9
         assert 0 < row["purity"] <= 100 and row["diversity"] >= 1 and 0 < row["coverage"] <= 100
         assert all(seconds > 0 for seconds in row["seconds"].values()) and "dataset" in row["seconds"]
+        assert set(row["pairs"]) == {"judge", "attempts"} | ({"base_planner"} if row["iteration"] else set())
+        assert set(row["pairs"]["judge"]) == {"validation", *row["splits"]}
         assert row["stale"] == {}
 
 
@@ -73,19 +79,19 @@ def test_the_ui_plots_the_headline_metrics_over_k(projects: list[Path]) -> None:
 
 
 def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:
-    first, second = (dataset_versions(project, "tiny", THROUGH) for project in projects)
-    assert first == second and len(set(first)) == THROUGH + 1
-    both = [sorted((project / "store/tiny/s7").glob("*/[0-9]/*")) for project in projects]
+    first, second = (dataset_versions(project, "tiny", SECOND_THROUGH) for project in projects)
+    assert first == second and len(set(first)) == SECOND_THROUGH + 1
+    both = [sorted((project / "store/tiny/s7").glob("*/[01]/*")) for project in projects]
     made = [[(*folder.parts[-3:-1], folder.name) for folder in folders] for folders in both]
-    assert made[0] == made[1] and len(made[0]) == len(LOOP) * (THROUGH + 1)
+    assert made[0] == made[1] and len(made[0]) == len(LOOP) * (SECOND_THROUGH + 1)
 
 
 def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: list[Path]) -> None:
-    for asset, base in (("planner_sft", "models/base-planner"), ("planner", "planner_sft[2]")):
-        one, two = (next((project / "store" / "tiny" / "s7" / asset / "2").iterdir()) for project in projects)
+    for asset, base in (("planner_sft", "models/base-planner"), ("planner", "planner_sft[1]")):
+        one, two = (next((project / "store" / "tiny" / "s7" / asset / "1").iterdir()) for project in projects)
         cards = [(folder / "README.md").read_text() for folder in (one, two)]
         assert one.name == two.name and all("| seconds |" in card for card in cards)
-        assert f"| base | `{base}` |" in cards[0] and "`dataset[1]`" in cards[0]
+        assert f"| base | `{base}` |" in cards[0] and "`dataset[0]`" in cards[0]
 
 
 def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
@@ -227,7 +233,7 @@ def test_a_model_that_was_tampered_with_is_named_by_the_command(projects: list[P
     [weights] = (projects[1] / "store" / "tiny" / "s7" / "grounder" / "1").glob("*/model.safetensors")
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    code, out, err = tell(projects[1], "trace", "tiny@2#0")
+    code, out, err = tell(projects[1], "trace", "tiny@1#0")
     weights.write_bytes(before)
     assert code == 1 and "TAMPERED" in out
     assert "tampered: grounder[1]" in err and "model.safetensors has other content than when it was made" in err

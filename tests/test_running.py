@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster import running
-from coepg_dagster.artifacts import write_steps
-from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.artifacts import PAIR_PREDICTIONS, PAIRS, PREDICTIONS, write_steps
+from coepg_dagster.experiment import Member, Models, Regeneration
 from coepg_dagster.inference.agents import Grounder, Planner
-from coepg_dagster.jobs import CandidatesJob, VerdictsJob
+from coepg_dagster.jobs import CandidatesJob, EvaluationJob, VerdictsJob
 from coepg_dagster.pools.verdicts import to_verify
 from coepg_dagster.steps import CANDIDATE_SCHEMA
 from tests.jobs import quiet
@@ -129,3 +129,48 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     for file in ("verdicts.parquet", "shuffled.parquet"):
         results = [(tmp_path / name / "out" / file).read_bytes() for name in ("whole", "killed")]
         assert results[0] == results[1]
+
+
+def test_other_pairs_are_scored_as_if_each_were_the_agent(
+    trained: Callable[[str, int], Path],
+    random_checkpoint: Callable[[int], Path],
+    models: Models,
+    steps: pa.Table,
+    tmp_path: Path,
+) -> None:
+    """On both splits by the judge; on the first by the base planner and by several attempts."""
+    half = steps.num_rows // 2
+    names = ["validation"] * half + ["test"] * (steps.num_rows - half)
+    split = steps.schema.get_field_index("split")
+    write_steps(
+        steps.set_column(split, steps.schema.field(split), pa.array(names)),
+        tmp_path / "steps.arrow",
+        ["validation", "test"],
+    )
+    agent = {"planner": str(trained("planner", 0)), "grounder": str(trained("grounder", 0))}
+    judge, base = str(random_checkpoint(3)), str(random_checkpoint(5))
+
+    def evaluate(name: str, **change: Any) -> dict[str, Any]:
+        places = {"out": tmp_path / name / "out", "scratch": tmp_path / name / "scratch"}
+        for place in places.values():
+            place.mkdir(parents=True)
+        settings = {"max_steps": None, "protocol": "miniwob/point", "max_plan_tokens": 24, "max_point_tokens": 8}
+        common = COMMON | places | {"models": models, "steps": tmp_path / "steps.arrow"} | settings
+        splits = ["validation", "test"]
+        return running.run(EvaluationJob(**common | agent | {"splits": splits, "processes": 1} | change), quiet)
+
+    alone, by_judge, by_base = evaluate("alone"), evaluate("judge", grounder=judge), evaluate("base", planner=base)
+    others = {"judge": Member(model=judge), "base_planner": base, "attempts": 3}
+    together = evaluate("together", **others)
+    pairs = together.pop(PAIRS)
+    assert together == alone and pairs["judge"] == by_judge
+    assert pairs["base_planner"] == {"validation": by_base["validation"]}
+    assert pairs["attempts"].keys() == {"validation"} and pairs["attempts"]["validation"]["rows"] == half
+    shared = evaluate("shared", **others, processes=2)
+    assert shared.pop(PAIRS) == pairs and shared == alone
+    files = [(tmp_path / name / "out" / PREDICTIONS).read_bytes() for name in ("alone", "together", "shared")]
+    assert files[0] == files[1] == files[2]
+    stored = pq.read_table(tmp_path / "together" / "out" / PAIR_PREDICTIONS)
+    assert (
+        stored.num_rows == steps.num_rows + half + 3 * half and not (tmp_path / "alone/out" / PAIR_PREDICTIONS).exists()
+    )

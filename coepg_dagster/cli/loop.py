@@ -110,7 +110,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.results import learned_text, overview, short_splits
+    from coepg_dagster.results import learned_text, overview, pairs_text, short_splits
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -130,7 +130,7 @@ def results(
     for asset, why in inputs.items():
         console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
-        for line in learned_text(iteration):
+        for line in pairs_text(iteration) + learned_text(iteration):
             console.print(line, highlight=False, soft_wrap=True)
     for line in (*short_splits(table["iterations"]), *left_out):
         console.print(line, style="yellow", highlight=False, soft_wrap=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.android_control import canonical
 from coepg_dagster.evaluation.case import NO_PREDICTION, Action, Case, ScoringError, point_of
 from coepg_dagster.evaluation.formats import Notes, read_predictions
 from coepg_dagster.evaluation.mind2web import pad
 from coepg_dagster.evaluation.protocols import SOP_PREFIX, find_protocol
-from coepg_dagster.evaluation.result import LOST, Comparison, Result, compare_results, result_of, sop
+from coepg_dagster.evaluation.result import LOST, Comparison, Result, compare_results, result_of, sop, summarise
 
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
 OPTIONAL_STEP_COLUMNS = ("episode_steps", "point", "view_rule")
@@ -56,6 +57,28 @@ def score_steps(
         why = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
         notes[LOST] = f"{sum(lost.values())} steps could not be read ({why}); a published denominator holds them"
     return _score(protocol, cases, notes, seed)
+
+
+def score_attempts(
+    protocol: str,
+    steps: pa.Table,
+    attempts: Sequence[pa.Table],
+    *,
+    seed: int = 0,
+    lost: Mapping[str, int] | None = None,
+) -> Result:
+    """Score several predictions per step by the best of them, metric by metric: pass@n for n tables of predictions.
+
+    Each table is as in `score_steps`. With one table the result is that of `score_steps`. Raises ScoringError.
+    """
+    first, *others = (score_steps(protocol, steps, table, seed=seed, lost=lost) for table in attempts)
+    if not others:
+        return first
+    best = first.steps
+    for metric in first.metrics:
+        values = pc.max_element_wise(*(result.steps[metric] for result in (first, *others)))
+        best = best.set_column(best.schema.get_field_index(metric), metric, values)
+    return summarise(find_protocol(protocol), best, notes=first.notes, seed=seed)
 
 
 def score_file(

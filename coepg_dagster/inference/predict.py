@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from coepg_dagster.experiment import Models
 from coepg_dagster.geometry import Point, Space
-from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
+from coepg_dagster.inference.agents import Grounder, Grounding, Plan, Planner, planner_inputs
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.progress import Ended
@@ -37,32 +38,54 @@ def predict(
     max_plan_tokens: int,
     max_point_tokens: int,
 ) -> pa.Table:
-    """One prediction per step, in order (PREDICTION_SCHEMA). Raises Ended if a model gives no answer."""
+    """One greedy prediction per step, in order (PREDICTION_SCHEMA). Raises Ended if a model gives no answer."""
+    sampling = Sampling(max_plan_tokens)
+    [[table]] = predict_samples(planner, [grounder], steps, models, sampling, max_point_tokens)
+    return table
+
+
+def predict_samples(
+    planner: Engine,
+    grounders: Sequence[Engine],
+    steps: pa.Table,
+    models: Models,
+    sampling: Sampling,
+    max_point_tokens: int,
+) -> list[list[pa.Table]]:
+    """For each grounder a table for each sampled plan of a step (PREDICTION_SCHEMA), with a row per step, in order.
+
+    All grounders get the same plans. Raises Ended if a model gives no answer.
+    """
     pi = Planner(planner, Screens(steps, planner.resize), models.prompts)
-    phi = Grounder(grounder, Screens(steps, grounder.resize), models.prompts, models.coordinates, max_point_tokens)
     tasks = planner_inputs(steps)
-    plans = [answers[0] for answers in pi.plan(tasks, Sampling(max_plan_tokens))]
-    queries = [(task.step_id, plan.answer.plan) for task, plan in zip(tasks, plans, strict=True) if plan.answer]
-    groundings = iter(phi.ground(queries))
-    rows: list[dict[str, Any]] = []
-    for task, plan in zip(tasks, plans, strict=True):
-        grounding = next(groundings) if plan.answer else None
-        if grounding and grounding.failure:
-            raise Ended(f"step {task.step_id}: the grounder gave no answer: {grounding.failure}")
-        rows.append(
-            {
-                "step_id": task.step_id,
-                "plan": plan.answer and plan.answer.plan,
-                "action_type": plan.answer and plan.answer.action_type,
-                "value": plan.answer.value if plan.answer else "",
-                "x": grounding and grounding.point and grounding.point.x,
-                "y": grounding and grounding.point and grounding.point.y,
-                "mean_logprob": grounding and grounding.mean_logprob,
-                "planner_text": plan.text,
-                "grounder_text": grounding.text if grounding else "",
-            }
-        )
-    return pa.Table.from_pylist(rows, PREDICTION_SCHEMA)
+    plans = pi.plan(tasks, sampling)
+    pairs = [(task.step_id, plan) for task, answers in zip(tasks, plans, strict=True) for plan in answers]
+    queries = [(step_id, plan.answer.plan) for step_id, plan in pairs if plan.answer]
+    predictions = []
+    for engine in grounders:
+        screens = Screens(steps, engine.resize)
+        phi = Grounder(engine, screens, models.prompts, models.coordinates, max_point_tokens)
+        groundings = iter(phi.ground(queries))
+        rows = [_row(step_id, plan, next(groundings) if plan.answer else None) for step_id, plan in pairs]
+        n = sampling.samples
+        predictions.append([pa.Table.from_pylist(rows[i::n], PREDICTION_SCHEMA) for i in range(n)])
+    return predictions
+
+
+def _row(step_id: str, plan: Plan, grounding: Grounding | None) -> dict[str, Any]:
+    if grounding and grounding.failure:
+        raise Ended(f"step {step_id}: the grounder gave no answer: {grounding.failure}")
+    return {
+        "step_id": step_id,
+        "plan": plan.answer and plan.answer.plan,
+        "action_type": plan.answer and plan.answer.action_type,
+        "value": plan.answer.value if plan.answer else "",
+        "x": grounding and grounding.point and grounding.point.x,
+        "y": grounding and grounding.point and grounding.point.y,
+        "mean_logprob": grounding and grounding.mean_logprob,
+        "planner_text": plan.text,
+        "grounder_text": grounding.text if grounding else "",
+    }
 
 
 def predict_end_to_end(engine: Engine, steps: pa.Table, models: Models, max_tokens: int) -> pa.Table:

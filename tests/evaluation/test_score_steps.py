@@ -8,10 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
-from coepg_dagster.evaluation.score import score_steps
+from coepg_dagster.evaluation.score import score_attempts, score_steps
 from coepg_dagster.steps import STEP_SCHEMA
 
 
@@ -123,3 +125,16 @@ def test_one_episode_has_no_interval() -> None:
     result = score_steps("miniwob/point", steps_of(step("a")), predict(("a", "CLICK", "", 15, 15)))
     assert result.metrics["ele_acc"].ci95 is None
     assert result.metrics["ele_acc"].macro == 100
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_the_best_of_several_attempts_counts(right: list[list[bool]]) -> None:
+    """`right[i][j]`: whether attempt i is right on step j."""
+    steps = steps_of(*(step(f"s{j}", episode=f"e{j}") for j in range(3)))
+    tables = [predict(*((f"s{j}", "CLICK", "", 15 if hit else 50, 15) for j, hit in enumerate(row))) for row in right]
+    best = score_attempts("miniwob/point", steps, tables)
+    assert best.steps["step_sr"].to_pylist() == [float(any(column)) for column in zip(*right, strict=True)]
+    assert best.metrics["step_sr"].macro == pytest.approx(100 * sum(map(any, zip(*right, strict=True))) / 3)
+    assert best.rows == 3
+    if len(tables) == 1:
+        assert best.to_json() == score_steps("miniwob/point", steps, tables[0]).to_json()

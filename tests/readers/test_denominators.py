@@ -25,7 +25,7 @@ from coepg_dagster.readers.importing import Counts, Options, import_dataset, los
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
 from coepg_dagster.reports.paper import table_2
 from coepg_dagster.results import Cells, frame, rows_of
-from coepg_dagster.running import chunked
+from coepg_dagster.running import AGENT, chunked, of_pair
 from tests.project import REPOSITORY
 
 from .samples import (
@@ -300,7 +300,7 @@ def test_an_evaluation_says_that_its_denominator_is_short(tmp_path: Path) -> Non
         processes=1,
         lost=dict(counts.lost),
     )
-    scores = chunked(job).finish({"agent": [predictions_of(steps)]})
+    scores = chunked(job).finish({AGENT: [of_pair(AGENT, [predictions_of(steps)])]})
     assert scores["test"]["notes"]["lost"] == (
         "7 steps could not be read (1 bad_field, unknown split, 1 bad_image, 5 lengths_differ); "
         "a published denominator holds them"

@@ -10,11 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from coepg_dagster.artifacts import PAIRS
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report
 from coepg_dagster.reports.lineage import key_number
-from coepg_dagster.results import learned_text, overview, results, short_splits
+from coepg_dagster.results import learned_text, overview, pairs_text, results, rows_of, short_splits
 from tests.assets.light import score_of
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import png, step, step_table
@@ -106,6 +107,20 @@ def test_what_each_training_changed_is_among_the_results(tmp_path: Path) -> None
     assert key_number(of, records[Ref("planner", 1)]) == "GRPO +7.1 on train"
 
 
+def test_other_pairs_are_rows_beside_the_agent(tmp_path: Path) -> None:
+    of = experiment(tmp_path)
+    agent, judge = score_of(45.0, [40.0, 51.0]), score_of(38.0, [33.0, 44.0])
+    figures = {"validation": agent, "test_seed": agent, PAIRS: {"judge": {"validation": judge, "test_seed": judge}}}
+    records = {Ref("evaluation", 0): record("evaluation", 0, figures)}
+    [iteration] = results(of, 1, records, {})["iterations"]
+    of_judge = {"macro": 38.0, "ci95": [33.0, 44.0]}
+    assert iteration["pairs"] == {"judge": {"validation": of_judge, "test_seed": of_judge}}
+    assert iteration["validation"]["step_sr"]["macro"] == 45.0
+    assert pairs_text(iteration) == ["k = 0, π'_k with the judge: validation 38.0, test_seed 38.0"]
+    values = {(row.split, row.metric): row.value for row in rows_of(of, 1, records)}
+    assert values["test_seed", "step_sr_judge"] == 38.0 and values["test_seed", "step_sr"] == 45.0
+
+
 def test_results_have_the_documented_shape(tmp_path: Path) -> None:
     iterations = evolution(experiment(tmp_path)).table["iterations"]
     value = {"macro": 45.0, "micro": 41.0, "ci95": [40.0, 51.0]}
@@ -120,6 +135,7 @@ def test_results_have_the_documented_shape(tmp_path: Path) -> None:
         "sft_planner": None,
         "sft_grounder": None,
         "grpo": None,
+        "pairs": {},
         "seconds": {"data_quality": 60.0, "evaluation": 60.0},
         "stale": {},
     }
