@@ -307,27 +307,36 @@ class DryRun:
         )
 
     def _evaluation(self, experiment: Experiment, hardware: Hardware, rates: Rates) -> StageEstimate:
-        """Planner and grounder in one process."""
+        """Planner, grounder and judge in one process; the other pairs of `evaluation` after them, on validation."""
         planner, grounder = (self.models[name].architecture for name in self._loaded(experiment))
+        judges = list(self._pool({"judge": experiment.models.judge} if experiment.models.judge else {}).values())
         plan, point = examples_of(experiment)
         batch, steps, bytes_each = experiment.batch_size, self.eval_steps, stored_bytes(experiment)
-        one, other = (
-            generation_memory(model, example, batch, 1, bytes_each=bytes_each)
-            for model, example in ((planner, plan), (grounder, point))
-        )
+        validation = min(self.validation_steps, experiment.benchmark.max_eval_steps or self.validation_steps)
+        work = [(planner, plan, 1, steps), *((one, point, 1, steps) for one in (grounder, *judges))]
+        if experiment.evaluation.base_planner:
+            work += [(planner, plan, 1, validation), (grounder, point, 1, validation)]
+        if n := experiment.evaluation.attempts:
+            work += [(planner, plan, n, validation), (grounder, point, n, validation)]
+        memory = [
+            generation_memory(model, example, batch, samples, bytes_each=bytes_each)
+            for model, example, samples, _ in work
+        ]
         return StageEstimate(
             "evaluation",
             Memory(
-                one.weights + other.weights,
-                activations=max(one.activations, other.activations),
-                cache=max(one.cache, other.cache),
+                sum(of.weights for of in memory[: 2 + len(judges)]),
+                activations=max(of.activations for of in memory),
+                cache=max(of.cache for of in memory),
             ),
-            host=hardware.spread.gpus * float(bytes_each * max(planner.parameters, grounder.parameters)),
+            host=hardware.spread.gpus * float(bytes_each * max(model.parameters for model, *_ in work)),
             disk=0.0,
-            steps=2 * -(-steps // batch),
-            tokens=float(steps * (plan.tokens(planner) + point.tokens(grounder))),
-            gpu_seconds=generation_seconds(planner, plan, batch, 1, steps, rates)
-            + generation_seconds(grounder, point, batch, 1, steps, rates),
+            steps=sum(-(-count // max(1, batch // samples)) for _, _, samples, count in work),
+            tokens=float(sum(count * samples * example.tokens(model) for model, example, samples, count in work)),
+            gpu_seconds=sum(
+                generation_seconds(model, example, batch, samples, count, rates)
+                for model, example, samples, count in work
+            ),
         )
 
     def too_large(self, hardware: Hardware, stages: list[StageEstimate]) -> list[StageEstimate]:

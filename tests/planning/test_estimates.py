@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import Grpo, Lora, Serving, Sft, load_experiment
+from coepg_dagster.experiment import Evaluation, Grpo, Lora, Member, Serving, Sft, load_experiment
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
@@ -323,3 +323,19 @@ def test_the_source_of_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UnknownModel, match="download the model"):
         size_of("nobody/no-such-model", ROOT)
+
+
+def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+    def stage(**parts: Any) -> StageEstimate:
+        stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates_of(CPU, Path("nowhere")))
+        return next(one for one in stages if one.asset == "evaluation")
+
+    alone = stage()
+    judged = stage(models=sandbox.models.model_copy(update={"judge": Member(model="models/base-grounder")}))
+    assert judged.memory.weights > alone.memory.weights and judged.tokens > alone.tokens
+    for part in (Evaluation(base_planner=True), Evaluation(attempts=4)):
+        more = stage(evaluation=part)
+        assert more.memory.weights == alone.memory.weights
+        assert more.tokens > alone.tokens and more.gpu_seconds > alone.gpu_seconds and more.steps > alone.steps
