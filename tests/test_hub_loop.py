@@ -24,6 +24,7 @@ models:
   base_grounder: acme/base-grounder
   planners: {planner_a: acme/planner-a}
   verifiers: {verifier_a: acme/verifier-a@v1}
+  judge: acme/base-grounder
 sft: {max_steps: 1}
 grpo: {max_steps: 1}
 """

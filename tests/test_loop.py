@@ -211,6 +211,7 @@ def test_the_list_of_open_models_is_in_the_metadata(projects: list[Path]) -> Non
         "base_grounder": "models/base-grounder",
         **{f"planners/planner_{x}": f"models/planner-{x}" for x in "ab"},
         **{f"verifiers/verifier_{x}": f"models/verifier-{x}" for x in "ab"},
+        "judge": "models/base-grounder",
     }
     for row in listed:
         weights = hashlib.sha256((REPOSITORY / row["checkpoint"] / "model.safetensors").read_bytes()).digest()
