@@ -310,7 +310,7 @@ class Sft(Strict):
     """Supervised fine-tuning of π_k and ϕ_k, each from its base model, on D_{k-1} (TRL's SFTTrainer)."""
 
     epochs: float = Field(3.0, gt=0, le=10_000, description="passes over D_{k-1}")
-    max_steps: int | None = Field(None, ge=1, description="ends training earlier than `epochs`")
+    max_steps: int | None = Field(None, ge=1, description="optimizer steps, whatever `epochs` says; null: as it says")
     batch_size: int = Field(96, ge=1, description="rows per optimizer step, over all devices")
     micro_batch_size: int = Field(4, ge=1, description="rows per device and forward pass")
     learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")

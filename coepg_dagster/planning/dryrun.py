@@ -266,8 +266,7 @@ class DryRun:
     ) -> StageEstimate:
         config, batch = experiment.sft, experiment.batch_size
         answers = Graders([model], example, batch)
-        steps = round(rows * config.epochs / config.batch_size)
-        steps = min(steps, config.max_steps or steps)
+        steps = config.max_steps or round(rows * config.epochs / config.batch_size)
         seen = steps * config.batch_size
         return StageEstimate(
             asset,

@@ -339,3 +339,15 @@ def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None
         more = stage(evaluation=part)
         assert more.memory.weights == alone.memory.weights
         assert more.tokens > alone.tokens and more.gpu_seconds > alone.gpu_seconds and more.steps > alone.steps
+
+
+def test_sft_takes_its_number_of_steps_also_beyond_its_epochs() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+
+    def steps(**changed: Any) -> int:
+        sft = sandbox.sft.model_copy(update=changed)
+        stages = DryRun(sandbox.model_copy(update={"sft": sft}), ROOT).stages(Hardware(None), rates_of(CPU, Path("no")))
+        return next(one.steps for one in stages if one.asset == "planner_sft")
+
+    assert steps(epochs=2.0) == pytest.approx(2 * steps(epochs=1.0), abs=1)
+    assert steps(max_steps=7) == 7 and steps(max_steps=10_000) == 10_000
