@@ -158,9 +158,8 @@ class Screenshots:
     def __init__(self, processor: Any) -> None:
         self._processor, self._images = processor, processor.image_processor
         self.merged: int = self._images.merge_size**2  # patches in a visual token
-        self.lock = (
-            threading.RLock()
-        )  # held while the processor writes keys, for threads that share it, as those of a server do
+        # held while the processor writes keys, for threads that share it, as those of a server do
+        self.lock = threading.RLock()
         self._shown: dict[str, Callable[[], Any]] = {}
         self._shown_before: dict[str, Callable[[], Any]] = {}
 
@@ -171,9 +170,8 @@ class Screenshots:
     @contextmanager
     def keys(self) -> Iterator[None]:
         """A context in which the processor writes keys for pixels. Raises ValueError for images that it would resize."""
-        prepare = type(self._images).preprocess.__get__(
-            self._images
-        )  # the class's method, even if another writes keys now
+        # the class's method, even if another writes keys now
+        prepare = type(self._images).preprocess.__get__(self._images)
 
         def keyed(images: Any, *args: Any, **kwargs: Any) -> BatchFeature:
             flat = [image for part in images for image in (part if isinstance(part, list | tuple) else [part])]

@@ -82,9 +82,8 @@ class Counts:
     steps: Counter[str] = field(default_factory=Counter)  # by split
     rejected: Counter[str] = field(default_factory=Counter)  # rows, by reason
     noticed: Counter[str] = field(default_factory=Counter)  # by "split: fact"
-    lost: Counter[str] = field(
-        default_factory=Counter
-    )  # steps left out for a reason that is not EXPECTED, by "split: reason"
+    # steps left out for a reason that is not EXPECTED, by "split: reason"
+    lost: Counter[str] = field(default_factory=Counter)
 
     @property
     def bad(self) -> int:

@@ -136,9 +136,8 @@ def lineage_page(
     experiment, seed, records = view.experiment, view.seed, view.records
     nodes = {node.ref: node for node in _nodes(view)}
     edges = [(nodes[used], node) for node in nodes.values() for used in _drawn_inputs(experiment, node.ref)]
-    edges.sort(
-        key=lambda edge: edge[0].ref.iteration is not None
-    )  # edges of shared artifacts are drawn behind the others
+    # edges of shared artifacts are drawn behind the others
+    edges.sort(key=lambda edge: edge[0].ref.iteration is not None)
     width = max(node.x for node in nodes.values()) + WIDTH + MARGIN
     height = max(node.y for node in nodes.values()) + HEIGHT + MARGIN
     origins = _origins(models or {}, nodes[Ref("open_models")])

@@ -130,9 +130,8 @@ def main() -> None:
         for rank, failure in error.failures.items():
             how = f"process {rank} of the training {ended(failure.exitcode)}"
             print(how, file=sys.stderr)
-            if (
-                failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-            ):  # SIGTERM is how the launcher ends the others
+            # SIGTERM is how the launcher ends the others
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 leave_words(how, instead=True)
         sys.exit(1)  # the traceback is that of the failed process, in the log above
 

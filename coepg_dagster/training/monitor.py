@@ -139,9 +139,8 @@ class MemoryGrowth:
 
 def find_anomaly(log: Log) -> str | None:
     """The anomaly in the log lines so far, and what to change; None: there is none, or the log is too short."""
-    rewarded = [
-        entry for entry in log if "reward" in entry
-    ]  # GRPO: only the first update by the same rollouts logs a reward
+    # GRPO: only the first update by the same rollouts logs a reward
+    rewarded = [entry for entry in log if "reward" in entry]
     log = rewarded or log
     if len(log) < WINDOW:
         return None

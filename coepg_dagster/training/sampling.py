@@ -226,9 +226,8 @@ def generate_groups(
     ends = torch.as_tensor(generation_config.eos_token_id, device=device).view(-1)
     suppressed = torch.tensor(generation_config.suppress_tokens, device=device)
     open_ = torch.ones(rows, dtype=torch.bool, device=device)
-    computed = torch.arange(
-        rows, device=device
-    )  # the rows still computed; rows that ended are dropped once they are half
+    # the rows still computed; rows that ended are dropped once they are half
+    computed = torch.arange(rows, device=device)
     sampled: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     while True:

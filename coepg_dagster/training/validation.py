@@ -90,10 +90,8 @@ class Questions:
                 drawn = replace(sampling, seed=sampling.seed + number[steps[0]])
                 with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
                     answers = engine.generate([self._ask[step_id](step_id) for step_id in steps], drawn)
-                yield (
-                    steps,
-                    [answer.text for (answer,) in answers if not isinstance(answer, Failure)],
-                )  # this engine never fails
+                # this engine never fails
+                yield steps, [answer.text for (answer,) in answers if not isinstance(answer, Failure)]
         finally:
             model.train(training)
 
