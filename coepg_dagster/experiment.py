@@ -777,7 +777,6 @@ _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
     Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
     Models: frozenset({"judge"}),
-    Evaluation: frozenset({"base_planner", "attempts"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 
