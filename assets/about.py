@@ -8,7 +8,7 @@ import dagster as dg
 import pyarrow as pa
 from coepg_dagster.assets.ledger import Loop
 
-from coepg_dagster.provenance import SHARED, Asset, Ref
+from coepg_dagster.provenance import CONTINUED, SHARED, Asset, Ref
 from coepg_dagster.reports.site import EVOLUTION, INDEX, LINEAGE, page_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA
 
@@ -163,7 +163,9 @@ class About:
 
 def about(loop: Loop, asset: Asset) -> About:
     """The description, group, tags and columns of an asset."""
-    metadata: dict[str, Any] = {}
+    text, metadata = ABOUT[asset], dict[str, Any]()
+    if loop.experiment.init == "previous" and asset in CONTINUED:
+        text += f"\n\n`init: previous`: from partition 2 on, training starts from {CONTINUED[asset]}[k - 1], not from the base."
     if asset in COLUMNS:
         metadata["dagster/column_schema"] = table_schema(COLUMNS[asset])
     tags = {"coepg/experiment": loop.experiment.name, "coepg/role": ROLES[asset]}
@@ -171,9 +173,7 @@ def about(loop: Loop, asset: Asset) -> About:
         tags["coepg/seed"] = str(loop.seed)
     # Dagster's graph shows only the last part of a key: a group for each seed tells them apart
     group = loop.experiment.name if asset in SHARED else f"{loop.experiment.name}_s{loop.seed}"
-    return About(
-        group, f"{ABOUT[asset]}\n\n{_links(loop, asset)}", KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata
-    )
+    return About(group, f"{text}\n\n{_links(loop, asset)}", KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata)
 
 
 def _links(loop: Loop, asset: Asset) -> str:

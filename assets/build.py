@@ -14,7 +14,7 @@ from coepg_dagster.assets.stage import RESOURCES, StageFunction, materialize
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.pools.controls import BLOCKING
 from coepg_dagster.pools.trends import WARNINGS, warnings
-from coepg_dagster.provenance import CROSSING, SHARED, Asset, Ref
+from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset, Ref
 
 INPUTS_CURRENT, RECORD_CHECKS = "inputs_current", "record_checks"
 
@@ -29,7 +29,7 @@ DEPS: dict[Asset, tuple[str, ...]] = {
     "evaluation": ("planner", "grounder", "benchmark_steps", "open_models"),
     "end_to_end": ("previous/dataset", "benchmark_steps", "open_models"),
 }
-"""The edges of Dagster's asset graph. Those to the unpartitioned assets make "materialize all" run these first, then one
+"""The edges of Dagster's asset graph with `init: base` (see `_deps`). Those to the unpartitioned assets make "materialize all" run these first, then one
 whole run per iteration. What is really read is in `provenance.inputs_of`: less than this at iterations 0 and 1."""
 
 CHECKS: dict[Asset, tuple[str, ...]] = {
@@ -102,7 +102,8 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
 def _deps(loop: Loop, asset: Asset) -> tuple[str, ...]:
     if asset == "evaluation" and loop.experiment.agent == "end_to_end":
         return ("end_to_end", "benchmark_steps", "open_models")
-    return DEPS.get(asset, ())
+    continued = loop.experiment.init == "previous" and asset in CONTINUED
+    return (*DEPS.get(asset, ()), *([f"previous/{CONTINUED[asset]}"] if continued else []))
 
 
 def _dep(loop: Loop, name: str) -> dg.AssetDep:
@@ -124,7 +125,7 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
             kinds={"previous"},
         )
         for asset in CROSSING
-        if asset in loop.made and any(f"previous/{asset}" in DEPS[reader] for reader in loop.made)
+        if asset in loop.made and any(f"previous/{asset}" in _deps(loop, reader) for reader in loop.made)
     ]
 
 

@@ -47,7 +47,7 @@ from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import Regenerated
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import select
-from coepg_dagster.provenance import Asset, Record, Ref
+from coepg_dagster.provenance import CONTINUED, Asset, Record, Ref
 from coepg_dagster.training.cards import Trained, write_card
 
 CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -56,7 +56,7 @@ QUALITY = "quality.json"
 
 def planner_sft(work: StageContext) -> Outcome:
     """π_k: the planner after supervised fine-tuning on D_{k-1} (Eq. 1). Iteration 0: the base planner."""
-    return _sft(work, "planner")
+    return _sft(work, "planner_sft")
 
 
 def grounder(work: StageContext) -> Outcome:
@@ -64,18 +64,18 @@ def grounder(work: StageContext) -> Outcome:
     return _sft(work, "grounder")
 
 
-def _sft(work: StageContext, role: Literal["planner", "grounder"]) -> Outcome:
-    experiment = work.loop.experiment
+def _sft(work: StageContext, asset: Literal["planner_sft", "grounder"]) -> Outcome:
+    experiment, role = work.loop.experiment, "planner" if asset == "planner_sft" else "grounder"
     if work.k == 0:
         return register_base(work, f"base_{role}")
-    base = _models(work.folder("open_models"))[f"base_{role}"]
+    checkpoint, base = _start(work, asset, f"base_{role}")
     resource = work.context.resources.sft
     config = resource.resolve(experiment.sft)
     result = work.run_job(
         resource,
         SftJob,
         role=role,
-        init=pinned(base),
+        init=checkpoint,
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
@@ -84,7 +84,19 @@ def _sft(work: StageContext, role: Literal["planner", "grounder"]) -> Outcome:
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
-    return _trained(work, result, config, _model("base", base))
+    return _trained(work, result, config, base)
+
+
+def _start(work: StageContext, asset: Asset, base: str) -> tuple[str, Source]:
+    """The checkpoint that training of `asset` starts from, and its name for the card.
+
+    It is the model `base` of the open ones, or with `init: previous`, from iteration 2 on, the model of k - 1.
+    """
+    previous = work.inputs.get(Ref(CONTINUED[asset], work.k - 1))
+    if previous is not None:
+        return checkpoint_of(work.store.root / previous.folder), _artifact("base", previous)
+    entry = _models(work.folder("open_models"))[base]
+    return pinned(entry), _model("base", entry)
 
 
 def planner(work: StageContext) -> Outcome:
@@ -130,11 +142,11 @@ def end_to_end(work: StageContext) -> Outcome:
         return register_base(work, "base_planner")
     resource = work.context.resources.grpo_cdrem
     grpo = resource.resolve(experiment.grpo)
-    base = _models(work.folder("open_models"))["base_planner"]
+    checkpoint, base = _start(work, "end_to_end", "base_planner")
     result = work.run_job(
         resource,
         EndToEndJob,
-        init=pinned(base),
+        init=checkpoint,
         dataset=_previous_dataset(work),
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
@@ -142,7 +154,7 @@ def end_to_end(work: StageContext) -> Outcome:
         sft=experiment.sft,
         grpo=grpo,
     )
-    return _trained(work, result, grpo, _model("base", base))
+    return _trained(work, result, grpo, base)
 
 
 def candidate_plans(work: StageContext) -> Outcome:

@@ -34,7 +34,7 @@ from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import refuse_protocol
 from coepg_dagster.geometry import Space
 from coepg_dagster.prompts import Style
-from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset
+from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset, Init
 from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
 from coepg_dagster.refusal import Refusal
 
@@ -307,7 +307,7 @@ class Lora(Strict):
 
 
 class Sft(Strict):
-    """Supervised fine-tuning of π_k and ϕ_k, each from its base model, on D_{k-1} (TRL's SFTTrainer)."""
+    """Supervised fine-tuning of π_k and ϕ_k on D_{k-1} (TRL's SFTTrainer), from the models that `init` names."""
 
     epochs: float = Field(3.0, gt=0, le=10_000, description="passes over D_{k-1}")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps, whatever `epochs` says; null: as it says")
@@ -527,6 +527,10 @@ class Experiment(Strict):
     )
     take: list[Takable] = Field([], description="assets that are the parent's, at every iteration, with the same seed")
     agent: Agent = Field("decoupled", description="`end_to_end`: one model, no plan (Table 3); needs `take: [dataset]`")
+    init: Init = Field(
+        "base",
+        description="what SFT starts from: the `base` pair, or, from k = 2 on, the `previous` π'_{k-1} and ϕ_{k-1}",
+    )
     iterations: int = Field(ge=1, le=100, description="K; partitions are 0..K")
     seeds: list[int] = Field(min_length=1, max_length=100, description="one run of the whole loop each")
     pool: Pool = Field("gpu", description="the Dagster pool in which the heavy steps take turns")
@@ -800,6 +804,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
     pools, quality, input_format = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
     # the default engine is left out, as settings of _OPTIONAL are
     answers = input_format | ({"engine"} if experiment.models.engine != "transformers" else set())
+    init: list[tuple[Strict, set[str] | None]] = [(experiment, {"init"})] if experiment.init != "base" else []
     validation: list[tuple[Strict, set[str] | None]] = []
     if experiment.grpo.validate_every is not None:
         validation = [(experiment.benchmark, {"validation"})]
@@ -810,8 +815,8 @@ def code_version(experiment: Experiment, asset: str) -> str:
             *([(experiment.models, {"prompts"})] if experiment.benchmark.reader == "jsonl" else []),
         ],
         "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
-        "planner_sft": [(experiment.sft, None), (experiment.models, input_format)],
-        "grounder": [(experiment.sft, None), (experiment.models, input_format)],
+        "planner_sft": [(experiment.sft, None), (experiment.models, input_format), *init],
+        "grounder": [(experiment.sft, None), (experiment.models, input_format), *init],
         "planner": [
             (experiment.grpo, None),
             (pools, {"max_point_tokens"}),
@@ -847,6 +852,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.grpo, None),
             (experiment.models, input_format),
             *validation,
+            *init,
         ],
         "evolution_report": [],
     }

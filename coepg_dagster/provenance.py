@@ -53,8 +53,11 @@ ORDER: Final[tuple[Asset, ...]] = ("end_to_end", *LOOP)
 Agent = Literal["decoupled", "end_to_end"]
 """The agent that is evaluated: planner and grounder, or one model that answers type, value and point."""
 
-CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder")
-"""The assets of iteration k that iteration k + 1 reads, through their twins under previous/."""
+Init = Literal["base", "previous"]
+"""What SFT starts from in each iteration: the base models, or from iteration 2 on the models of the iteration before."""
+
+CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder", "end_to_end")
+"""The assets of iteration k that iteration k + 1 may read, through their twins under previous/."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ _BEFORE: Final[dict[Asset, tuple[Asset, ...]]] = {
     "data_quality": ("dataset",),
     "end_to_end": ("dataset",),
 }
+CONTINUED: Final[dict[Asset, Asset]] = {"planner_sft": "planner", "grounder": "grounder", "end_to_end": "end_to_end"}
+"""With `init: previous`: trained model → the asset of iteration k - 1 that its training starts from."""
 
 
 _UNUSED_AT_START: Final = {
@@ -103,7 +108,7 @@ _UNUSED_AT_START: Final = {
 """Iteration 0 trains nothing and its pools hold open models only."""
 
 
-def inputs_of(ref: Ref, agent: Agent = "decoupled") -> list[Ref]:
+def inputs_of(ref: Ref, agent: Agent = "decoupled", init: Init = "base") -> list[Ref]:
     """The exact inputs of `ref`: no iteration before 0 exists, and no trained model before iteration 1."""
     k = ref.iteration
     if k is None:
@@ -113,8 +118,11 @@ def inputs_of(ref: Ref, agent: Agent = "decoupled") -> list[Ref]:
     for asset in _EVALUATION_END_TO_END if one_model else _WITHIN[ref.asset]:
         if k > 0 or (ref.asset, asset) not in _UNUSED_AT_START:
             within.append(Ref(asset, None if asset in SHARED else k))
-    # iteration 0 has no trained models for the pools of iteration 1
-    before = [Ref(a, k - 1) for a in _BEFORE.get(ref.asset, ()) if k > 1 or (k == 1 and a == "dataset")]
+    read_before = _BEFORE.get(ref.asset, ())
+    if init == "previous" and ref.asset in CONTINUED:
+        read_before = (*read_before, CONTINUED[ref.asset])
+    # iteration 0 has no trained models: iteration 1 has none of them in its pools, and starts from the base models
+    before = [Ref(a, k - 1) for a in read_before if k > 1 or (k == 1 and a == "dataset")]
     return within + before
 
 
@@ -246,6 +254,7 @@ def to_make(
     through: int,
     assets: Sequence[Asset] = LOOP,
     agent: Agent = "decoupled",
+    init: Init = "base",
 ) -> dict[int, list[Asset]]:
     """Iteration → those of `assets` that are missing, stale, or follow one of these, for the iterations 0..`through`."""
     needed: set[Ref] = set()
@@ -254,7 +263,7 @@ def to_make(
         for asset in assets:
             ref = Ref(asset, k)
             why = stale.get(ref)
-            follows = any(used in needed for used in inputs_of(ref, agent))
+            follows = any(used in needed for used in inputs_of(ref, agent, init))
             if ref not in records or (why is not None and why.spreads) or follows:
                 needed.add(ref)
             if ref in needed or why is not None:
@@ -263,7 +272,11 @@ def to_make(
 
 
 def in_one_run(
-    made: Sequence[Asset], k: int, assets: Sequence[Asset] = LOOP, agent: Agent = "decoupled"
+    made: Sequence[Asset],
+    k: int,
+    assets: Sequence[Asset] = LOOP,
+    agent: Agent = "decoupled",
+    init: Init = "base",
 ) -> list[Asset]:
     """The first assets of `made`, in order, that one run can make in iteration `k`.
 
@@ -272,7 +285,7 @@ def in_one_run(
     run: list[Asset] = []
     unsure: set[Ref] = set()
     for asset in assets:
-        read = inputs_of(Ref(asset, k), agent)
+        read = inputs_of(Ref(asset, k), agent, init)
         if asset not in made:
             if any(used in unsure or (used.iteration == k and used.asset in run) for used in read):
                 unsure.add(Ref(asset, k))

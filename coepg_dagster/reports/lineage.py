@@ -180,7 +180,7 @@ def _whose(experiment: Experiment, ref: Ref) -> str:
 
 def _drawn_inputs(experiment: Experiment, ref: Ref) -> list[Ref]:
     """The artifacts from which arrows lead to this one. An artifact taken from the parent has none here."""
-    return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent)
+    return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent, experiment.init)
 
 
 ORIGIN: Final = 58
