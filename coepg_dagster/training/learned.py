@@ -141,7 +141,8 @@ def sft_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str 
     train: Change | None = probe.get("train")
     beside = f"; on {probe['steps']['train']} training steps {change_text(train)}" if train else ""
     what = "made it worse than its base" if worse else "did not make it better than its base"
-    changes = f"sft.epochs ({_now(settings['epochs'])}), sft.learning_rate ({_now(settings['learning_rate'])})"
+    length = "max_steps" if settings["max_steps"] else "epochs"
+    changes = f"sft.{length} ({_now(settings[length])}), sft.learning_rate ({_now(settings['learning_rate'])})"
     return (
         f"SFT {what}: {probe['steps']['validation']} validation steps, judged by {probe['judge']}, went {change_text(change)}"
         f"{beside}. Change {changes}, or look at data_quality of D_(k-1)"

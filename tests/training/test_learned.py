@@ -110,6 +110,9 @@ def test_sft_is_judged_on_validation() -> None:
     assert "judged by verifier_a" in worse and "sft.learning_rate (0.001)" in worse
     same = warning(train=None, validation=change(2, 2))
     assert same is not None and "did not make it better" in same and "sft.probe_steps (128)" in same
+    probe = {"train": None, "validation": change(2, 2), "steps": {"validation": 64}, "judge": "verifier_a"}
+    fixed = sft_warning({"probe": probe}, Sft(max_steps=200).model_dump())
+    assert fixed is not None and "sft.max_steps (200)" in fixed and "epochs" not in fixed
 
 
 @pytest.mark.parametrize("steps", [1, 2, 16, 40, 166])

@@ -180,7 +180,7 @@ def test_sft_is_continued_also_in_a_second_epoch(
 def test_sft_with_lora_is_continued(
     common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """Its checkpoints hold the adapters alone; the merged weights are the same bytes."""
+    """Its checkpoints hold the adapters alone; the merged weights are the same bytes. `max_steps` goes beyond its epoch."""
 
     def make(name: str) -> Job:
         return SftJob(
@@ -192,13 +192,14 @@ def test_sft_with_lora_is_continued(
             validation_split="train",
             max_plan_tokens=16,
             max_point_tokens=8,
-            config=Sft(epochs=2, batch_size=3, micro_batch_size=3, learning_rate=1e-2, lora=Lora(rank=4)),
+            config=Sft(epochs=1, max_steps=4, batch_size=3, micro_batch_size=3, learning_rate=1e-2, lora=Lora(rank=4)),
             placement=Placement(save_every=2),
         )
 
     printed = compare(make, [("step 3", signal.SIGKILL)], "model.safetensors")
     assert "continues from checkpoint-2" in printed[1]
-    assert logged(tmp_path / "killed" / "out") == logged(tmp_path / "whole" / "out")
+    log = logged(tmp_path / "killed" / "out")
+    assert log == logged(tmp_path / "whole" / "out") and [line["step"] for line in log] == [1, 2, 3, 4]
     kept = tmp_path / "killed" / "scratch" / "trainer" / "checkpoint-2"
     assert [file.name for file in kept.glob("*.safetensors")] == ["adapter_model.safetensors"]
 
