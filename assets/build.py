@@ -29,8 +29,9 @@ DEPS: dict[Asset, tuple[str, ...]] = {
     "evaluation": ("planner", "grounder", "benchmark_steps", "open_models"),
     "end_to_end": ("previous/dataset", "benchmark_steps", "open_models"),
 }
-"""The edges of Dagster's asset graph with `init: base` (see `_deps`). Those to the unpartitioned assets make "materialize all" run these first, then one
-whole run per iteration. What is really read is in `provenance.inputs_of`: less than this at iterations 0 and 1."""
+"""The edges of Dagster's asset graph with `init: base`, see `_deps`. Those to the unpartitioned assets make "materialize all"
+run these first, then one whole run per iteration. What is really read is in `provenance.inputs_of`: less than this at
+iterations 0 and 1."""
 
 CHECKS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": (WEIGHTS,),

@@ -39,7 +39,8 @@ from coepg_dagster.artifacts import (
     write_table,
 )
 from coepg_dagster.auditing.archive import MODELS
-from coepg_dagster.experiment import ExperimentError, Member, Strict
+from coepg_dagster.benchmark import reference_plans, refuse_prompts
+from coepg_dagster.experiment import ExperimentError, Grpo, Member, Strict
 from coepg_dagster.inference.weights import pinned
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
@@ -47,7 +48,7 @@ from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import Regenerated
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import select
-from coepg_dagster.provenance import CONTINUED, Asset, Record, Ref
+from coepg_dagster.provenance import CONTINUED, Asset, NotUsable, Record, Ref
 from coepg_dagster.training.cards import Trained, write_card
 
 CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -68,6 +69,10 @@ def _sft(work: StageContext, asset: Literal["planner_sft", "grounder"]) -> Outco
     experiment, role = work.loop.experiment, "planner" if asset == "planner_sft" else "grounder"
     if work.k == 0:
         return register_base(work, f"base_{role}")
+    data, steps = work.inputs[Ref("dataset", work.k - 1)], work.record("benchmark_steps")
+    of = steps.figures["steps"][experiment.benchmark.train]
+    if why := refuse_prompts(experiment, f"D_{work.k - 1}", data.figures["covered_steps"], of):
+        raise ExperimentError("; ".join(why))  # GRPO would fail after this
     checkpoint, base = _start(work, asset, f"base_{role}")
     resource = work.context.resources.sft
     config = resource.resolve(experiment.sft)
@@ -264,6 +269,8 @@ def evaluation(work: StageContext) -> Outcome:
         pairs["judge"] = judge and as_recorded(judge, models["judge"])
         if experiment.evaluation.base_planner and work.k > 0:  # at 0 it is the agent's
             pairs["base_planner"] = pinned(models["base_planner"])
+        if experiment.evaluation.oracle_plan:
+            pairs["oracle_plans"] = _reference_plans(work)
     result = work.run_job(
         resource,
         EvaluationJob,
@@ -283,6 +290,17 @@ def evaluation(work: StageContext) -> Outcome:
     outcome = _outcome(content, result, benchmark)
     outcome.plotted = headlines({split: score for split, score in figures.items() if split != PAIRS})
     return outcome
+
+
+def _reference_plans(work: StageContext) -> dict[str, str]:
+    """The reference plans of the validation steps. The sandbox has them in its snapshot, which must not have changed."""
+    benchmark, record = work.loop.experiment.benchmark, work.record("benchmark_steps")
+    if benchmark.reader == "miniwob" and work.loop.source_changed(record):
+        raise NotUsable(
+            f"{benchmark.path} has changed since benchmark_steps was made: materialize benchmark_steps again"
+        )
+    steps = steps_of(work.folder("benchmark_steps") / STEPS, benchmark.validation, benchmark.max_eval_steps)
+    return reference_plans(benchmark, work.loop.root, steps)
 
 
 MAKERS: dict[Asset, StageFunction] = {
@@ -345,6 +363,8 @@ def _trained(work: StageContext, result: dict[str, Any], config: Strict, base: S
     experiment = work.loop.experiment
     data = work.inputs[Ref("dataset", work.k - 1)]
     rows = f"data, {data.figures['rows']:,} rows of {data.figures['covered_steps']:,} steps"
+    if isinstance(config, Grpo) and config.prompts == "unseen":
+        rows += ", none of them a prompt of GRPO"
     trained = Trained(
         loop=f"{experiment.name}/s{work.loop.seed}",
         ref=work.ref,

@@ -79,7 +79,7 @@ def plain(steps: pa.Table) -> Clock:
     set_seed(SEED)
     model, processor = load_for_training(tiny.PLANNER, "cpu", "float32", CONFIG)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
-    prompts = grpo_prompts(steps.select(["step_id"]), steps, screens, "compact")
+    prompts = grpo_prompts(steps["step_id"].to_pylist(), steps, screens, "compact")
     grounders = {name: PlainGrounder(path, tiny.MAX_POINT_TOKENS) for name, path in tiny.GROUNDERS.items()}
     out = Path(tempfile.mkdtemp(prefix="coepg-bench-"))
     rollouts = CONFIG.prompts_per_step * CONFIG.group_size

@@ -122,17 +122,23 @@ def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, 
     why = _missing(benchmark, sorted(pc.unique(steps["split"]).to_pylist()))
     if why:
         return why
-    columns = [name for name in (*STEP_COLUMNS, *OPTIONAL_STEP_COLUMNS, "split") if name in steps.column_names]
-    limits = {benchmark.train: benchmark.max_train_steps}
+    plans = ("goal", "instruction") if _reads_plans(experiment) else ()
+    names = (*STEP_COLUMNS, *OPTIONAL_STEP_COLUMNS, "split", *plans)
+    columns = [name for name in names if name in steps.column_names]
+    limits, of_split = {benchmark.train: benchmark.max_train_steps}, dict[str, int]()
     for split in wanted_splits(benchmark):
         key = "benchmark.max_train_steps" if split == benchmark.train else "benchmark.max_eval_steps"
         mine = steps.select(columns).filter(pc.field("split") == split)
+        of_split[split] = mine.num_rows
         try:
             mine = limited(mine, limits.get(split, benchmark.max_eval_steps))
             if split == benchmark.train:
-                why += _too_few_prompts(experiment, {f"split {split!r}, with `max_train_steps`,": mine.num_rows})
+                least = mine.num_rows if experiment.grpo.prompts == "dataset" else 0  # that D_k covers is not known yet
+                why += refuse_prompts(experiment, f"split {split!r}, with `max_train_steps`,", least, of_split[split])
             elif not why:
                 score_steps(benchmark.protocol, mine, _right_answers(mine))
+                if split == benchmark.validation and _reads_plans(experiment):
+                    reference_plans(benchmark, Path(), mine)
             if split == benchmark.validation and experiment.grpo.validate_every is not None:
                 key = "grpo.validation_steps"
                 limited(mine, experiment.grpo.validation_steps)
@@ -140,7 +146,43 @@ def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, 
             why.append(f"key `benchmark.protocol`: {error}")
         except NoSteps as error:
             why.append(f"key `{key}`: {error}")
-    return why + _too_few_prompts(experiment, {f"D_{k}": steps for k, steps in (covered or {}).items()})
+        except ReaderError as error:
+            why.append(str(error))
+    for k, with_row in (covered or {}).items():
+        why += refuse_prompts(experiment, f"D_{k}", with_row, of_split[benchmark.train])
+    return why
+
+
+def _reads_plans(experiment: Experiment) -> bool:
+    """Whether an evaluation reads reference plans from columns of the steps."""
+    wanted = experiment.evaluation.oracle_plan and experiment.agent == "decoupled"
+    return wanted and experiment.benchmark.reader != "miniwob"
+
+
+def reference_plans(benchmark: Benchmark, root: Path, steps: pa.Table) -> dict[str, str]:
+    """Step id → a plan for the step's label that no model wrote. Raises ReaderError if a step has none.
+
+    It is a gold plan as in pretraining (miniwob), the task itself (screenspot), or the step's instruction.
+    """
+    if benchmark.reader == "miniwob":
+        from coepg_dagster.sandbox.miniwob.reader import load_targets
+        from coepg_dagster.sandbox.pretraining.wordings import gold_plan
+
+        targets, rows = (
+            load_targets(root / benchmark.path),
+            steps.select(["step_id", "boxes", "action_type"]).to_pylist(),
+        )
+        return {
+            row["step_id"]: gold_plan(*targets[row["step_id"]][:2], row["boxes"][0], row["action_type"]) for row in rows
+        }
+    column = "goal" if benchmark.reader == "screenspot" else "instruction"
+    plans = dict(zip(steps["step_id"].to_pylist(), steps[column].to_pylist(), strict=True))
+    if without := [step_id for step_id, plan in plans.items() if not plan]:
+        raise ReaderError(
+            f"key `evaluation.oracle_plan`: {len(without)} of {len(plans)} validation steps have no {column}, e.g. "
+            f"{without[0]}: add it, or leave the key out"
+        )
+    return plans
 
 
 def _missing(benchmark: Benchmark, splits: Sequence[str]) -> list[str]:
@@ -149,14 +191,20 @@ def _missing(benchmark: Benchmark, splits: Sequence[str]) -> list[str]:
     return [f"benchmark: no steps in split {', '.join(missing)} (there are: {there})"] if missing else []
 
 
-def _too_few_prompts(experiment: Experiment, steps: Mapping[str, int]) -> list[str]:
+def refuse_prompts(experiment: Experiment, source: str, covered: int, of: int) -> list[str]:
+    """Why GRPO has too few prompts, if `covered` of the `of` training steps have a row in D_k; empty: it has enough."""
     config = experiment.grpo
-    if not config.enabled or not {"planner", "end_to_end"} & set(experiment.made):
+    prompts = covered if config.prompts == "dataset" else of - covered
+    if not config.enabled or not {"planner", "end_to_end"} & set(experiment.made) or prompts >= config.prompts_per_step:
         return []
+    if config.prompts == "dataset":
+        return [
+            f"key `grpo.prompts_per_step`: it is {config.prompts_per_step}, and {source} has {prompts} training steps: lower it"
+        ]
     return [
-        f"key `grpo.prompts_per_step`: it is {config.prompts_per_step}, and {source} has {n} training steps: lower it"
-        for source, n in steps.items()
-        if n < config.prompts_per_step
+        f"key `grpo.prompts`: it is `unseen`, and {source} leaves {prompts} of {of} training steps without a row, fewer than "
+        f"`grpo.prompts_per_step` ({config.prompts_per_step}): lower `benchmark.max_train_steps`, so that steps are left for "
+        "GRPO, lower `grpo.prompts_per_step`, or set `dataset`"
     ]
 
 

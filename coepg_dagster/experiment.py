@@ -76,6 +76,14 @@ _KNOWN_SPLITS: Final[dict[str, tuple[str, ...]]] = {
 """Reader → the splits that its data can have. Data of other readers name their splits."""
 
 
+_WITHOUT_PLANS: Final = {
+    "mind2web": "Mind2Web has no plan of a step: leave it out",
+    "mind2web_blocks": "Mind2Web has no plan of a step: leave it out",
+    "android_control": "the steps hold their instruction at `benchmark.level: low` only: set that, or leave it out",
+}
+"""Reader → why its steps have no reference plan; AndroidControl's have one at the low level."""
+
+
 class Benchmark(Strict):
     """Where the labelled steps come from and how they are split and scored."""
 
@@ -356,6 +364,9 @@ class Grpo(Strict):
     """GRPO of π'_k from π_k with the C-DREM reward (Eq. 3 to 10; TRL's GRPOTrainer)."""
 
     enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
+    prompts: Literal["dataset", "unseen"] = Field(
+        "dataset", description="training steps to ask about: those of D_{k-1}, or `unseen`, those without a row in it"
+    )
     prompts_per_step: int = Field(42, ge=1, description="prompts per optimizer step")
     group_size: int = Field(7, ge=2, le=1024, description="G, rollouts per prompt")
     micro_batch_size: int = Field(
@@ -476,6 +487,9 @@ class Evaluation(Strict):
     attempts: int | None = Field(
         None, ge=2, le=64, description="n of pass@n: the steps that one of n sampled plans of π'_k solves with ϕ_k"
     )
+    oracle_plan: bool = Field(
+        False, description="a reference plan and the label's action with ϕ_k, if the data have plans"
+    )
 
 
 Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]
@@ -573,6 +587,24 @@ class Experiment(Strict):
             raise ValueError("`agent: end_to_end` writes no data: add `take: [dataset]` and a `parent` that makes it")
         if self.agent == "end_to_end" and {"planner_sft", "grounder"} & set(self.take):
             raise ValueError("`agent: end_to_end` has neither planner nor grounder: take `dataset` only")
+        return self
+
+    @model_validator(mode="after")
+    def _unseen_is_not_known_from_before(self) -> Self:
+        # other rules of carry-over keep a row of every step that an earlier D_k had
+        forgets = self.init == "previous" and self.regeneration.carry_over == "none"
+        if self.grpo.prompts == "unseen" and forgets:
+            raise ValueError(
+                "grpo.prompts: with `init: previous` and `carry_over: none` ϕ_k has seen steps that D_{k-1} lacks: change one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _oracle_has_plans(self) -> Self:
+        reader, level = self.benchmark.reader, self.benchmark.level
+        lacking = reader in _WITHOUT_PLANS and (reader, level) != ("android_control", "low")
+        if self.evaluation.oracle_plan and lacking:
+            raise ValueError(f"evaluation.oracle_plan: {_WITHOUT_PLANS[reader]}")
         return self
 
     @model_validator(mode="after")
@@ -779,8 +811,9 @@ CODE: Final[dict[str, int]] = {
 
 _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
-    Grpo: frozenset({"max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
+    Grpo: frozenset({"prompts", "max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
     Models: frozenset({"judge"}),
+    Evaluation: frozenset({"oracle_plan"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 

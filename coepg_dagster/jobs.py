@@ -159,7 +159,8 @@ class EvaluationJob(ChunkedJob):
     """Predictions of an agent on every split, and their scores.
 
     To see which model a gain comes from, other pairs are scored too: the planner with the `judge` on every split, and on the
-    first split `base_planner` with the grounder, and the best of `attempts` sampled plans of the planner with the grounder.
+    first split `base_planner` with the grounder, the best of `attempts` sampled plans of the planner with the grounder, and
+    the grounder with the plans `oracle_plans` (by step id) and the labels' actions.
     """
 
     kind: Literal["evaluation"] = "evaluation"
@@ -168,6 +169,7 @@ class EvaluationJob(ChunkedJob):
     judge: Member | None = None
     base_planner: str | None = None
     attempts: int | None = None
+    oracle_plans: dict[str, str] | None = None
     splits: list[str]
     max_steps: int | None
     protocol: str

@@ -313,6 +313,7 @@ PAIR_NAMES: Final = {
     "judge": "π'_k with the judge",
     "base_planner": "the base planner with ϕ_k",
     "attempts": "the best of several sampled plans of π'_k with ϕ_k",
+    "oracle_plan": "reference plans with ϕ_k",
 }
 
 

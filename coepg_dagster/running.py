@@ -298,9 +298,9 @@ class Verdicts(Chunked[VerdictsJob]):
         return {"rows": table.num_rows, **figures}
 
 
-AGENT, JUDGE, BASE_PLANNER, ATTEMPTS = "agent", "judge", "base_planner", "attempts"
-"""The pairs of models that an evaluation scores: π'_k with ϕ_k, π'_k with the judge, the base planner with ϕ_k, and the best
-of n sampled plans of π'_k with ϕ_k."""
+AGENT, JUDGE, BASE_PLANNER, ATTEMPTS, ORACLE_PLAN = "agent", "judge", "base_planner", "attempts", "oracle_plan"
+"""The pairs of models that an evaluation scores: π'_k with ϕ_k, π'_k with the judge, the base planner with ϕ_k, the best of n
+sampled plans of π'_k with ϕ_k, and reference plans with ϕ_k."""
 
 
 class Evaluation(Chunked[EvaluationJob]):
@@ -314,20 +314,30 @@ class Evaluation(Chunked[EvaluationJob]):
         return pa.concat_tables(self._splits(pair).values())
 
     def chunks(self) -> list[Chunk]:
-        others = {BASE_PLANNER: self.job.base_planner, ATTEMPTS: self.job.attempts}
+        job = self.job
+        others = {BASE_PLANNER: job.base_planner, ATTEMPTS: job.attempts, ORACLE_PLAN: job.oracle_plans}
         pairs = [AGENT, *(pair for pair, wanted in others.items() if wanted)]
         return [Chunk(pair, start) for pair in pairs for start in starts(self._steps(pair).num_rows)]
 
     @contextmanager
     def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
         from coepg_dagster.inference.engine import Sampling
-        from coepg_dagster.inference.predict import predict_end_to_end, predict_samples
+        from coepg_dagster.inference.predict import predict_end_to_end, predict_samples, predict_with_plans
 
         job, steps = self.job, self._steps(member)
         if job.grounder is None:
             with self.engine(Member(model=job.planner), device) as agent:
                 yield lambda start: of_pair(
                     AGENT, [predict_end_to_end(agent, steps.slice(start, CHUNK), job.models, job.max_plan_tokens)]
+                )
+            return
+        if member == ORACLE_PLAN:
+            assert job.oracle_plans is not None
+            plans, tokens = job.oracle_plans, job.max_point_tokens
+            with self.engine(Member(model=job.grounder), device) as grounder:
+                yield lambda start: of_pair(
+                    ORACLE_PLAN,
+                    [predict_with_plans(grounder, plans, steps.slice(start, CHUNK), job.models, tokens)],
                 )
             return
         grounder_of = {member: Member(model=job.grounder)}

@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
+from coepg_dagster.benchmark import is_to_be_fetched, reference_plans, refuse_files, refuse_steps
 from coepg_dagster.evaluation.protocols import PROTOCOLS, READERS
-from coepg_dagster.experiment import Experiment, load_experiment
+from coepg_dagster.experiment import Evaluation, Experiment, load_experiment
 from coepg_dagster.readers.importing import load_benchmark
+from coepg_dagster.readers.rows import ReaderError
+from coepg_dagster.sandbox.miniwob.reader import load_labels, load_targets
+from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, is_right, place, short_name
 from tests.conftest import step, step_table
 from tests.readers.samples import candidate, episode, mind2web_row, picture, write_android_control, write_mind2web
 
@@ -75,6 +81,11 @@ def test_a_look_at_the_validation_split_needs_an_episode_of_it() -> None:
 def test_a_dataset_that_covers_too_few_steps() -> None:
     why = refuse_steps(changed(), steps(**ALL), {0: 5, 1: 1})
     assert len(why) == 1 and "D_1 has 1 training steps" in why[0]
+    other = {"prompts": "unseen", "prompts_per_step": 2}
+    unseen = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update=other)})
+    assert refuse_steps(unseen, steps(**ALL)) == [], "how many of the 6 are left is not known before D_0"
+    why = refuse_steps(unseen, steps(**ALL), {0: 4, 1: 5})
+    assert len(why) == 1 and "D_1 leaves 1 of 6 training steps without a row" in why[0] and "max_train_steps" in why[0]
     without = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update={"enabled": False})})
     assert refuse_steps(without, steps(**ALL), {1: 1}) == []
 
@@ -155,3 +166,41 @@ def test_public_benchmarks_are_planned_before_they_are_fetched(tmp_path: Path) -
     assert is_to_be_fetched(web_7b, tmp_path) and not is_to_be_fetched(SANDBOX.benchmark, tmp_path)
     (tmp_path / web_7b.path).mkdir(parents=True)
     assert not is_to_be_fetched(web_7b, tmp_path)
+
+
+def test_reference_plans_of_the_sandbox_name_the_target_of_every_step() -> None:
+    steps = load_labels(ROOT / "data" / "miniwob", ("step_id", "boxes", "action_type"))
+    plans = reference_plans(SANDBOX.benchmark, ROOT, steps)
+    assert list(plans) == steps["step_id"].to_pylist()
+    targets = load_targets(ROOT / "data" / "miniwob")
+    for row in steps.to_pylist():
+        kind, name, _ = targets[row["step_id"]]
+        element = ScreenElement(kind, name, "", tuple(row["boxes"][0]))
+        plan = plans[row["step_id"]]
+        assert kind in plan and short_name(name) in plan and place(element) in plan
+        assert is_right(plan, ["C"], element, [element], row["action_type"])
+
+
+@given(st.lists(st.none() | st.just("") | st.text(min_size=1), min_size=1, max_size=6))
+def test_reference_plans_are_the_instructions_of_the_steps_or_the_first_without_is_named(
+    texts: list[str | None],
+) -> None:
+    mine = changed(reader="jsonl").benchmark
+    table = pa.table({"step_id": [f"s{i}" for i in range(len(texts))], "instruction": pa.array(texts, pa.string())})
+    lacking = [i for i, text in enumerate(texts) if not text]
+    if lacking:
+        with pytest.raises(
+            ReaderError, match=rf"{len(lacking)} of {len(texts)} validation steps .* e\.g\. s{lacking[0]}:"
+        ):
+            reference_plans(mine, Path(), table)
+    else:
+        assert list(reference_plans(mine, Path(), table).values()) == texts
+
+
+def test_steps_without_a_plan_are_refused_before_anything_runs() -> None:
+    mine = changed(reader="jsonl").model_copy(update={"evaluation": Evaluation(oracle_plan=True)})
+    table = steps(**ALL)
+    for plan, refused in (("press OK", False), (None, True)):
+        column = pa.array([plan] * table.num_rows, pa.string())
+        why = refuse_steps(mine, table.append_column("instruction", column))
+        assert bool(why) == refused and (not why or "`evaluation.oracle_plan`: 2 of 2 validation steps" in why[0])

@@ -37,6 +37,8 @@ from coepg_dagster.project import Project
 REPOSITORY = Path(__file__).parent.parent
 
 
+MIND2WEB = {"reader": "mind2web", "path": "data", "test": ["test_task"], "protocol": "mind2web/seeclick"}
+PHONE = {"reader": "android_control", "path": "data", "test": ["test"], "protocol": "android_control/os_atlas"}
 REMOTE = {"model": "x", "engine": "openai", "base_url": "http://x/v1"}
 
 
@@ -157,6 +159,17 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ({"grpo__micro_batch_size": 5}, "grpo", "does not divide the 294 rollouts"),
         ({"grpo__group_size": 1}, "grpo.group_size", "greater than or equal to 2"),
         ({"name": "other"}, "name", "named by its file; remove the key"),
+        (
+            {"evaluation": {"oracle_plan": True}, "benchmark": MIND2WEB},
+            "(whole file)",
+            "Mind2Web has no plan of a step",
+        ),
+        ({"evaluation": {"oracle_plan": True}, "benchmark": PHONE}, "(whole file)", "at `benchmark.level: low` only"),
+        (
+            {"init": "previous", "grpo__prompts": "unseen", "regeneration__carry_over": "none"},
+            "(whole file)",
+            "ϕ_k has seen",
+        ),
         ({"take": ["dataset"]}, "(whole file)", "go with `parent`"),
         ({"variant": "other"}, "(whole file)", "go with `parent`"),
     ],
@@ -353,6 +366,7 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         "k": {"rule": "k_of_n", "k": 1},
         "carry_over": {"carry_over": "none"},
         "confidence": {"confidence": "constant"},
+        "prompts": {"prompts": "unseen"},
         "max_steps": {"max_steps": 4},
         "batch_size": {"batch_size": 8},
         "micro_batch_size": {"micro_batch_size": 2},
@@ -424,6 +438,7 @@ def test_what_is_taken_brings_what_it_was_made_from(tmp_path: Path) -> None:
         ({"take": ["dataset"], "iterations": 3}, "iterations", "exp has 2 only: raise it there"),
         ({"take": ["grounder"], "sft": {"epochs": 1}}, "take", "grounder is exp's, but this file changes settings"),
         ({"take": ["open_models"], "models": {"base_planner": "z"}}, "take", "open_models is exp's, but"),
+        ({"take": ["planner_sft", "grounder"], "init": "previous"}, "take", "grounder is exp's, but this file changes"),
         ({"agent": "end_to_end"}, "(whole file)", "add `take: [dataset]`"),
         ({"agent": "end_to_end", "take": ["dataset", "grounder"]}, "(whole file)", "take `dataset` only"),
     ],
@@ -512,6 +527,7 @@ def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_on
         "no_gap": {"models.base_grounder"},
         "labels_25": {"benchmark.max_train_steps"},
         "labels_50": {"benchmark.max_train_steps"},
+        "init_previous": {"init"},
     }
     for name, expected in changes.items():
         other = load_experiment(folder / "ablations" / f"sandbox_{name}.yaml")
@@ -521,7 +537,7 @@ def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_on
             for part in ("benchmark", "models", "sft", "grpo", "regeneration")
             for key in before[part]
             if before[part][key] != after[part][key]
-        }
+        } | {key for key in ("init",) if before[key] != after[key]}
         assert different == expected
         assert all(before[key] == after[key] for key in ("iterations", "seeds", "batch_size", "pool"))
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.provenance import (
+    CONTINUED,
     CROSSING,
+    END_TO_END,
     LOOP,
     SHARED,
     Asset,
+    Init,
     NotUsable,
     Record,
     Ref,
@@ -27,14 +32,17 @@ REFS = [*(Ref(asset) for asset in SHARED), *(Ref(asset, k) for k in range(K + 1)
 CODE = dict.fromkeys((*SHARED, *LOOP), "1")
 
 
-def record(ref: Ref, records: dict[Ref, Record], version: str = "a", **changes: object) -> Record:
+INITS: list[Init] = ["base", "previous"]
+
+
+def record(ref: Ref, records: dict[Ref, Record], version: str = "a", init: Init = "base", **changes: object) -> Record:
     return Record(
         asset=ref.asset,
         iteration=ref.iteration,
         data_version=version,
         run_id="run",
         folder="folder",
-        inputs=[records[used].as_input() for used in inputs_of(ref)],
+        inputs=[records[used].as_input() for used in inputs_of(ref, init=init)],
         code_version="1",
         config={},
         seed=0,
@@ -44,27 +52,28 @@ def record(ref: Ref, records: dict[Ref, Record], version: str = "a", **changes: 
     ).model_copy(update=changes)
 
 
-def whole_loop() -> dict[Ref, Record]:
+def whole_loop(init: Init = "base") -> dict[Ref, Record]:
     """Every artifact of iterations 0..K, all of it current."""
     records: dict[Ref, Record] = {}
     for ref in REFS:
-        records[ref] = record(ref, records)
+        records[ref] = record(ref, records, init=init)
     return records
 
 
-def followers(of: set[Ref]) -> set[Ref]:
+def followers(of: set[Ref], init: Init = "base") -> set[Ref]:
     """`of` and everything that was made from it."""
     result = set(of)
     for ref in REFS:
-        if any(used in result for used in inputs_of(ref)):
+        if any(used in result for used in inputs_of(ref, init=init)):
             result.add(ref)
     return result
 
 
+@pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("ref", REFS, ids=str)
-def test_inputs_come_earlier_and_nothing_before_iteration_0_is_read(ref: Ref) -> None:
+def test_inputs_come_earlier_and_nothing_before_iteration_0_is_read(ref: Ref, init: Init) -> None:
     place = {other: i for i, other in enumerate(REFS)}
-    for used in inputs_of(ref):
+    for used in inputs_of(ref, init=init):
         assert used.iteration is None or used.iteration >= 0
         assert place[used] < place[ref]
         if used.iteration is not None and used.iteration != ref.iteration:
@@ -78,18 +87,27 @@ def test_the_pools_of_iterations_0_and_1_hold_no_model_of_iteration_0() -> None:
     assert {Ref("planner", 1), Ref("planner", 2)} <= set(inputs_of(Ref("candidate_plans", 2)))
 
 
+@pytest.mark.parametrize("agent", ["decoupled", "end_to_end"])
+def test_what_goes_on_from_the_models_before_reads_these_too_and_nothing_else_changes(agent: Any) -> None:
+    for k in range(K + 1):
+        for asset in END_TO_END if agent == "end_to_end" else LOOP:
+            ref = Ref(asset, k)
+            more = [Ref(CONTINUED[asset], k - 1)] if asset in CONTINUED and k > 1 else []
+            assert inputs_of(ref, agent, "previous") == inputs_of(ref, agent) + more
+
+
 def test_a_whole_loop_is_current() -> None:
     assert staleness(whole_loop(), CODE) == {} and to_make(whole_loop(), {}, K) == {}
 
 
-@given(st.sets(st.sampled_from(REFS), min_size=1, max_size=3))
-def test_what_follows_something_changed_is_stale_and_nothing_else(changed: set[Ref]) -> None:
-    records = whole_loop()
+@given(st.sets(st.sampled_from(REFS), min_size=1, max_size=3), st.sampled_from(INITS))
+def test_what_follows_something_changed_is_stale_and_nothing_else(changed: set[Ref], init: Init) -> None:
+    records = whole_loop(init)
     for ref in changed:
         records[ref] = records[ref].model_copy(update={"data_version": "b"})
     stale = staleness(records, CODE)
-    direct = {ref for ref in REFS if any(used in changed for used in inputs_of(ref))}
-    assert set(stale) == followers(direct)
+    direct = {ref for ref in REFS if any(used in changed for used in inputs_of(ref, init=init))}
+    assert set(stale) == followers(direct, init)
     for ref, why in stale.items():
         assert why.root in direct and "is now b, it read a" in str(why)
         assert (str(why).startswith(str(why.root))) == (why.root != ref)
@@ -103,12 +121,12 @@ def test_changed_code_makes_it_stale_with_what_follows(assets: set[str]) -> None
     assert all("code or configuration changed (1 → 2)" in stale[ref].cause for ref in changed)
 
 
-@given(st.sets(st.sampled_from(REFS[len(SHARED) :]), max_size=4), st.integers(0, K))
-def test_what_is_to_be_made_is_closed_and_in_order(missing: set[Ref], through: int) -> None:
-    records = {ref: made for ref, made in whole_loop().items() if ref not in missing}
-    plan = to_make(records, staleness(records, CODE), through)
+@given(st.sets(st.sampled_from(REFS[len(SHARED) :]), max_size=4), st.integers(0, K), st.sampled_from(INITS))
+def test_what_is_to_be_made_is_closed_and_in_order(missing: set[Ref], through: int, init: Init) -> None:
+    records = {ref: made for ref, made in whole_loop(init).items() if ref not in missing}
+    plan = to_make(records, staleness(records, CODE), through, init=init)
     chosen = {Ref(asset, k) for k, assets in plan.items() for asset in assets}
-    assert chosen == {ref for ref in followers(missing) if ref.iteration is not None and ref.iteration <= through}
+    assert chosen == {ref for ref in followers(missing, init) if ref.iteration is not None and ref.iteration <= through}
     assert list(plan) == sorted(plan) and all(plan.values())
     for assets in plan.values():
         assert assets == sorted(assets, key=LOOP.index)

@@ -14,6 +14,8 @@ from coepg_dagster import running
 from coepg_dagster.artifacts import PAIR_PREDICTIONS, PAIRS, PREDICTIONS, write_steps
 from coepg_dagster.experiment import Member, Models, Regeneration
 from coepg_dagster.inference.agents import Grounder, Planner
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, EvaluationJob, VerdictsJob
 from coepg_dagster.pools.verdicts import to_verify
 from coepg_dagster.steps import CANDIDATE_SCHEMA
@@ -138,7 +140,7 @@ def test_other_pairs_are_scored_as_if_each_were_the_agent(
     steps: pa.Table,
     tmp_path: Path,
 ) -> None:
-    """On both splits by the judge; on the first by the base planner and by several attempts."""
+    """On both splits by the judge; on the first by the base planner, by several attempts and by reference plans."""
     half = steps.num_rows // 2
     names = ["validation"] * half + ["test"] * (steps.num_rows - half)
     split = steps.schema.get_field_index("split")
@@ -160,7 +162,8 @@ def test_other_pairs_are_scored_as_if_each_were_the_agent(
         return running.run(EvaluationJob(**common | agent | {"splits": splits, "processes": 1} | change), quiet)
 
     alone, by_judge, by_base = evaluate("alone"), evaluate("judge", grounder=judge), evaluate("base", planner=base)
-    others = {"judge": Member(model=judge), "base_planner": base, "attempts": 3}
+    oracle = {name: f"click the red box {name}" for name in steps["step_id"].to_pylist()[:half]}
+    others = {"judge": Member(model=judge), "base_planner": base, "attempts": 3, "oracle_plans": oracle}
     together = evaluate("together", **others)
     pairs = together.pop(PAIRS)
     assert together == alone and pairs["judge"] == by_judge
@@ -171,6 +174,16 @@ def test_other_pairs_are_scored_as_if_each_were_the_agent(
     files = [(tmp_path / name / "out" / PREDICTIONS).read_bytes() for name in ("alone", "together", "shared")]
     assert files[0] == files[1] == files[2]
     stored = pq.read_table(tmp_path / "together" / "out" / PAIR_PREDICTIONS)
-    assert (
-        stored.num_rows == steps.num_rows + half + 3 * half and not (tmp_path / "alone/out" / PAIR_PREDICTIONS).exists()
-    )
+    assert stored.num_rows == steps.num_rows + half + 3 * half + half
+    assert not (tmp_path / "alone/out" / PAIR_PREDICTIONS).exists()
+
+    with_plans = stored.filter(pa.compute.equal(stored["pair"], "oracle_plan")).to_pylist()
+    labels = steps.slice(0, half).select(["step_id", "action_type", "value"]).to_pylist()
+    assert [{name: row[name] for name in ("step_id", "action_type", "value")} for row in with_plans] == labels
+    assert {row["step_id"]: row["plan"] for row in with_plans} == oracle
+    engine = TransformersEngine(trained("grounder", 0), dtype=models.dtype, device="cpu", batch_size=4)
+    grounder = Grounder(engine, Screens(steps, engine.resize), models.prompts, models.coordinates, 8)
+    points = [grounding.point for grounding in grounder.ground(list(oracle.items()))]
+    assert [(row["x"], row["y"]) for row in with_plans] == [(p.x, p.y) if p else (None, None) for p in points]
+    score = pairs["oracle_plan"]["validation"]["metrics"]
+    assert score["op_f1"]["micro"] == 100 and score["step_sr"] == score["ele_acc"]

@@ -201,10 +201,15 @@ def _trace(
             {**_named(archive, reader), "on": _named(archive, holder), "how": _HOW[reader.asset]}
             for holder, _ in holders
             for reader in archive.readers(holder)
-            if reader.asset in _MODELS
+            if reader.asset in _MODELS and _trained_on(reader)
         ],
         "parents": [_parent(archive, record) for record in parents],
     }
+
+
+def _trained_on(model: Record) -> bool:
+    """Whether a model that read a D_k was trained on its steps: GRPO may ask about others (`grpo.prompts: unseen`)."""
+    return model.asset != "planner" or model.config.get("prompts") != "unseen"
 
 
 def step_of(archive: Archive, benchmark: Record, step_id: str) -> dict[str, Any]:

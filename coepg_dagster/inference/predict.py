@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ from coepg_dagster.inference.agents import Grounder, Grounding, Plan, Planner, p
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.progress import Ended
-from coepg_dagster.prompts import parse_end_to_end
+from coepg_dagster.prompts import PlannerAnswer, parse_end_to_end
 
 PREDICTION_SCHEMA = pa.schema(
     [
@@ -60,16 +60,35 @@ def predict_samples(
     tasks = planner_inputs(steps)
     plans = pi.plan(tasks, sampling)
     pairs = [(task.step_id, plan) for task, answers in zip(tasks, plans, strict=True) for plan in answers]
-    queries = [(step_id, plan.answer.plan) for step_id, plan in pairs if plan.answer]
-    predictions = []
+    predictions, n = [], sampling.samples
     for engine in grounders:
-        screens = Screens(steps, engine.resize)
-        phi = Grounder(engine, screens, models.prompts, models.coordinates, max_point_tokens)
-        groundings = iter(phi.ground(queries))
-        rows = [_row(step_id, plan, next(groundings) if plan.answer else None) for step_id, plan in pairs]
-        n = sampling.samples
+        rows = _grounded(engine, pairs, steps, models, max_point_tokens)
         predictions.append([pa.Table.from_pylist(rows[i::n], PREDICTION_SCHEMA) for i in range(n)])
     return predictions
+
+
+def predict_with_plans(
+    grounder: Engine, plans: Mapping[str, str], steps: pa.Table, models: Models, max_point_tokens: int
+) -> pa.Table:
+    """One prediction per step, in order (PREDICTION_SCHEMA): the label's action, at the point of the plan given for its id.
+
+    `planner_text` is that plan. Raises Ended if the grounder gives no answer.
+    """
+    labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
+    pairs = [
+        (row["step_id"], Plan(plan := plans[row["step_id"]], PlannerAnswer(plan, row["action_type"], row["value"])))
+        for row in labels
+    ]
+    return pa.Table.from_pylist(_grounded(grounder, pairs, steps, models, max_point_tokens), PREDICTION_SCHEMA)
+
+
+def _grounded(
+    engine: Engine, pairs: Sequence[tuple[str, Plan]], steps: pa.Table, models: Models, max_point_tokens: int
+) -> list[dict[str, Any]]:
+    """The row of each (step id, plan), with the grounder's point if it is a plan."""
+    phi = Grounder(engine, Screens(steps, engine.resize), models.prompts, models.coordinates, max_point_tokens)
+    groundings = iter(phi.ground([(step_id, plan.answer.plan) for step_id, plan in pairs if plan.answer]))
+    return [_row(step_id, plan, next(groundings) if plan.answer else None) for step_id, plan in pairs]
 
 
 def _row(step_id: str, plan: Plan, grounding: Grounding | None) -> dict[str, Any]:

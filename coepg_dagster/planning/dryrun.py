@@ -172,7 +172,8 @@ class DryRun:
         benchmark = experiment.benchmark
         self.steps_from = "the imported benchmark" if steps else f"the table of known benchmarks ({benchmark.reader})"
         known = dict(steps or STEPS.get(benchmark.reader, {}))
-        self.train_steps = min(known.get(benchmark.train, 0), benchmark.max_train_steps or 10**9)
+        self.all_train_steps = known.get(benchmark.train, 0)
+        self.train_steps = min(self.all_train_steps, benchmark.max_train_steps or 10**9)
         most = benchmark.max_eval_steps or 10**9
         self.eval_steps = sum(min(known.get(split, 0), most) for split in (benchmark.validation, *benchmark.test))
         self.validation_steps = known.get(benchmark.validation, 0)
@@ -248,7 +249,9 @@ class DryRun:
 
     def exposure(self, experiment: Experiment) -> Exposure:
         """The prompts and rollouts of GRPO in one iteration."""
-        return exposure(experiment.grpo, round(COVERED * self.train_steps))
+        covered = round(COVERED * self.train_steps)
+        unseen = experiment.grpo.prompts == "unseen"
+        return exposure(experiment.grpo, self.all_train_steps - covered if unseen else covered)
 
     def _probed(self, limit: int) -> int:
         """Training and validation steps on which a model is compared before and after training."""
@@ -317,6 +320,8 @@ class DryRun:
             work += [(planner, plan, 1, validation), (grounder, point, 1, validation)]
         if n := experiment.evaluation.attempts:
             work += [(planner, plan, n, validation), (grounder, point, n, validation)]
+        if experiment.evaluation.oracle_plan:
+            work += [(grounder, point, 1, validation)]
         memory = [
             generation_memory(model, example, batch, samples, bytes_each=bytes_each)
             for model, example, samples, _ in work
@@ -433,7 +438,8 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     disk = sum(stage.disk for stage in stages)
     if experiment.grpo.enabled and dry.train_steps:
         seen = dry.exposure(experiment)
-        lines.append(seen.text())
+        unseen = f"; its prompts are the {seen.of:,} of {dry.all_train_steps:,} training steps that D_k does not cover"
+        lines.append(seen.text() + (unseen if experiment.grpo.prompts == "unseen" else ""))
         few = seen.warning(experiment.grpo)
         lines += [f"warning: {few}"] if few else []
     lines.append(

@@ -15,6 +15,7 @@ from accelerate import PartialState
 from coepg_dagster.artifacts import whole
 from coepg_dagster.jobs import EndToEndJob, GrpoJob, SftJob, TrainingJob
 from coepg_dagster.progress import Report
+from coepg_dagster.training.examples import asked_steps
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.launch import is_main
 from coepg_dagster.training.preflight import PREFLIGHT
@@ -26,6 +27,8 @@ def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
 
     The model before GRPO is in the scratch folder, and is not trained again when a killed run is continued.
     """
+    if job.grpo.enabled:
+        asked_steps(job, job.grpo)  # refused before anything is trained
     before, done = job.scratch / "before_grpo", job.scratch / "before_grpo.json"
     shared = {name: getattr(job, name) for name in TrainingJob.model_fields}
     sft = SftJob(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
+from coepg_dagster.artifacts import all_steps
+from coepg_dagster.experiment import Grpo
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.screens import Screens
+from coepg_dagster.jobs import TrainingJob
+from coepg_dagster.pools.controls import unseen_steps
 from coepg_dagster.prompts import (
     Message,
     Style,
@@ -94,18 +99,43 @@ def _centre(row: dict[str, Any], screens: Screens, space: Space) -> str:
     return grounder_answer(round(centre.x), round(centre.y))
 
 
+def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
+    """The ids of the train steps that GRPO asks about, as `config.prompts` says. Loads no model.
+
+    Raises NothingToTrainOn if they do not fill an optimizer step.
+    """
+    if config.prompts == "dataset":
+        asked = frozenset(job.rows()["step_id"].to_pylist())
+    else:
+        asked = frozenset(unseen_steps(job.rows(), all_steps(job.steps), job.train_split))
+    refuse_few(len(asked), config)
+    return asked
+
+
+def refuse_few(prompts: int, config: Grpo) -> None:
+    """Raises NothingToTrainOn if so few prompts do not fill an optimizer step: TRL would drop them and train nothing."""
+    if prompts >= config.prompts_per_step:
+        return
+    remedy = f"lower grpo.prompts_per_step ({config.prompts_per_step})"
+    if config.prompts == "unseen":
+        raise NothingToTrainOn(
+            f"grpo.prompts is `unseen`, and {prompts} training steps have no row in D_{{k-1}}, fewer than one optimizer step "
+            f"needs: lower benchmark.max_train_steps, so that steps are left for GRPO, {remedy}, or set grpo.prompts to `dataset`"
+        )
+    raise NothingToTrainOn(f"D_{{k-1}} covers {prompts} steps, fewer than one optimizer step needs: {remedy}")
+
+
 def grpo_prompts(
-    dataset: pa.Table, steps: pa.Table, screens: Screens, style: Style, agent: Agent = "decoupled"
+    asked: Collection[str], steps: pa.Table, screens: Screens, style: Style, agent: Agent = "decoupled"
 ) -> Dataset:
-    """One prompt per step that has a row in D_k, in the order of `steps`, with its step_id for the reward."""
-    covered = set(dataset["step_id"].to_pylist())
+    """One prompt for each of `steps` with an id in `asked`, in their order, with its step_id for the reward."""
     rows = [
         {
             "step_id": task.step_id,
             "prompt": _chat(task.messages(style) if agent == "decoupled" else task.end_to_end_messages(style)),
         }
         for task in planner_inputs(steps)
-        if task.step_id in covered
+        if task.step_id in asked
     ]
     return _examples(rows, screens)
 

@@ -7,7 +7,7 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from coepg_dagster.training.common import (
     load_for_training,
     write_log,
 )
-from coepg_dagster.training.examples import NothingToTrainOn, grpo_prompts
+from coepg_dagster.training.examples import asked_steps, grpo_prompts, refuse_few
 from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
@@ -301,11 +301,12 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
 
 def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
-    """Trains π'_k from π_k on the prompts of D_{k-1}, and saves it with rollouts.parquet.
+    """Trains π'_k from π_k on the steps that `grpo.prompts` names, and saves it with rollouts.parquet.
 
     Checkpoints and the rollouts so far are in the scratch folder. Returns the figures of the run; rates in per cent.
     """
     refuse_sharded(job.config, job.placement)
+    asked = asked_steps(job, job.config)
     members = {}
     if job.grounder:
         name, checkpoint = job.grounder
@@ -316,10 +317,10 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
             name: stack.enter_context(opened(member, job, logs=job.out, share=in_vllm, beside_training=True))
             for name, member in members.items()
         }
-        return _train(job, engines, report)
+        return _train(job, asked, engines, report)
 
 
-def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[str, Any]:
+def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], report: Report) -> dict[str, Any]:
     config, models, steps = job.config, job.models, job.train_steps()
     set_seed(job.seed)
     model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
@@ -347,14 +348,9 @@ def _train(job: GrpoJob, engines: Mapping[str, Engine], report: Report) -> dict[
     trained_grounder = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k; empty for an end-to-end agent
     priors = {name: config.own_prior if name in trained_grounder else config.verifier_prior for name in engines}
     screens, reward = reward_on(steps, engines)
-    prompts = grpo_prompts(job.rows(), steps, screens, models.prompts, agent)
+    prompts = grpo_prompts(asked, steps, screens, models.prompts, agent)
     prompts, checked = preflight(prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens)
-    if len(prompts) < config.prompts_per_step:
-        # TRL drops prompts that do not fill an optimizer step: training would end at once, with π_k unchanged
-        raise NothingToTrainOn(
-            f"D_{{k-1}} covers {len(prompts)} steps, fewer than one optimizer step needs: "
-            f"lower grpo.prompts_per_step ({config.prompts_per_step})"
-        )
+    refuse_few(len(prompts), config)
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations)
     monitor = TrainingMonitor(job.placement.on_anomaly)
     longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import dagster as dg
 from coepg_dagster.assets.about import COLUMN_TEXTS, COLUMNS
 from coepg_dagster.assets.build import LEFT_OUT
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
+from coepg_dagster.assets.loop import _start
+from coepg_dagster.assets.stage import StageContext
 from dagster._core.definitions.data_version import CachingStaleStatusResolver
 from dagster._core.loader import LoadingContextForTest
 
-from coepg_dagster.provenance import LOOP, SHARED, Ref
+from coepg_dagster.auditing.archive import MODELS
+from coepg_dagster.definitions import build
+from coepg_dagster.experiment import ABLATIONS
+from coepg_dagster.provenance import CONTINUED, LOOP, SHARED, Record, Ref, inputs_of
+from coepg_dagster.store import Store
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_definitions, light_project, plant
 
@@ -125,3 +134,62 @@ def test_the_definitions_load_without_model_libraries() -> None:
     command = "import sys, coepg_dagster.definitions; print(*sys.modules.keys() & {'torch', 'transformers', 'trl'})"
     loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []
+
+
+def test_what_goes_on_from_the_models_before_is_an_edge_and_makes_stale(light: InProcess) -> None:
+    file = light.project.root / "experiments" / "light.yaml"
+    file.write_text(file.read_text() + "init: previous\n")
+    graph = light.defs.resolve_asset_graph()
+    for asset, before in (("planner_sft", "planner"), ("grounder", "grounder")):
+        assert light.loop.twin(before) in graph.get(light.loop.key(asset)).parent_keys
+    light.run(None)
+    for k in range(3):
+        assert light.run(k).success
+    records = light.loop.records(light.instance)
+    assert light.loop.stale(records) == {} and stale_in_dagster(light) == {}
+    assert {str(used.ref) for used in records[Ref("planner_sft", 2)].inputs if used.iteration is not None} == {
+        "dataset[1]", "planner[1]",
+    }  # fmt: skip
+    assert Ref("grounder", 0) not in {used.ref for used in records[Ref("grounder", 1)].inputs}
+    plant(light.project, "salt", "light/s1", Ref("planner", 1))
+    light.run(1, "planner")
+    stale = light.loop.stale(light.loop.records(light.instance))
+    assert "planner[1] is now" in stale[Ref("planner_sft", 2)].cause and Ref("grounder", 2) in stale  # by D_1
+    assert "planner_sft[2]" in stale_in_dagster(light)
+
+
+def test_an_end_to_end_agent_may_go_on_from_the_one_before(light: InProcess) -> None:
+    folder = light.project.root / "experiments" / ABLATIONS
+    folder.mkdir()
+    text = "description: one model\nparent: light\nvariant: one\nagent: end_to_end\ntake: [dataset]\n"
+    for init in ("base", "previous"):
+        (folder / f"{init}.yaml").write_text(f"{text}init: {init}\n")
+    graph = build(light.project, ABLATIONS).resolve_asset_graph()
+    twins = {init: dg.AssetKey([init, "s1", "previous", "end_to_end"]) for init in ("base", "previous")}
+    assert twins["previous"] in graph.get(dg.AssetKey(["previous", "s1", "end_to_end"])).parent_keys
+    assert twins["base"] not in graph.get_all_asset_keys()
+
+
+def test_training_starts_from_the_base_or_from_the_model_before(light: InProcess, tmp_path: Path) -> None:
+    """The checkpoint, and its name on the card."""
+    store, loop = Store(tmp_path / "store"), light.loop
+    entry = {"checkpoint": "models/base", "version": "f00d"}
+    (store.root / "models").mkdir(parents=True)
+    (store.root / "models" / MODELS).write_text(json.dumps({"base_planner": entry, "base_grounder": entry}))
+    for k, init in itertools.product((1, 2), ("base", "previous")):
+        for asset in ("planner_sft", "grounder"):
+            ref = Ref(asset, k)
+            inputs = {
+                used: Record(
+                    asset=used.asset, iteration=used.iteration, data_version="beef", run_id="", inputs=[], config={}, seed=1,
+                    folder="models" if used == Ref("open_models") else str(used), code_version="", seconds=0, device="",
+                    figures={},
+                )
+                for used in inputs_of(ref, init=init)
+            }  # fmt: skip
+            start = _start(StageContext(None, loop, ref, inputs, store, tmp_path), asset, "base_planner")
+            if (k, init) == (2, "previous"):
+                before = f"{CONTINUED[asset]}[1]"
+                assert start == (str(store.root / before), ("base", before, "beef"))
+            else:
+                assert start == ("models/base", ("base", "models/base", "f00d"))

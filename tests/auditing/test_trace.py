@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster.artifacts import DATASET, STEPS, all_steps, write_steps
-from coepg_dagster.auditing.archive import NotFound
+from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.text import trace_text
 from coepg_dagster.auditing.trace import Place, find_row, parse_place, trace, trace_row
 from coepg_dagster.provenance import Asset, Ref
@@ -55,6 +55,16 @@ def test_a_carried_row_keeps_its_id_and_leads_to_where_it_was_made(hand: Hand) -
     assert datasets == [(0, 1, False), (1, 1, True)]
     assert names(first["trained"]) == ["planner_sft[1]", "grounder[1]", "planner[1]"]
     assert names(first["parents"]) == ABOVE_D0
+
+
+def test_a_planner_that_was_asked_about_other_steps_was_not_trained_on_the_row(hand: Hand) -> None:
+    records = hand.archive.records
+    unseen = [
+        record.model_copy(update={"config": {"prompts": "unseen"}}) if record.asset == "planner" else record
+        for record in records
+    ]
+    archive = Archive(unseen, hand.archive.store, hand.archive.root)
+    assert names(trace(archive, LOOP_NAME, 0, "1")["trained"]) == ["planner_sft[1]", "grounder[1]"]
 
 
 def test_ids_last_when_the_same_is_made_again(hand: Hand) -> None:

@@ -266,6 +266,8 @@ def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None
     small = lines()
     assert any("GRPO: 16 steps see 128 of 1,080 prompts in 1,024 rollouts" in line for line in small)
     assert any(line.startswith("warning: GRPO is likely to learn nothing") for line in small)
+    unseen = next(line for line in lines(prompts="unseen") if line.startswith("GRPO"))
+    assert "see 128 of 1,058 prompts" in unseen and "the 1,058 of 2,138 training steps that D_k does not" in unseen
     for enough in (lines(prompts_per_step=64, max_steps=24), lines(enabled=False)):
         assert not any(line.startswith("warning") for line in enough)
 
@@ -335,7 +337,7 @@ def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None
     alone = stage()
     judged = stage(models=sandbox.models.model_copy(update={"judge": Member(model="models/base-grounder")}))
     assert judged.memory.weights > alone.memory.weights and judged.tokens > alone.tokens
-    for part in (Evaluation(base_planner=True), Evaluation(attempts=4)):
+    for part in (Evaluation(base_planner=True), Evaluation(attempts=4), Evaluation(oracle_plan=True)):
         more = stage(evaluation=part)
         assert more.memory.weights == alone.memory.weights
         assert more.tokens > alone.tokens and more.gpu_seconds > alone.gpu_seconds and more.steps > alone.steps

@@ -312,7 +312,10 @@ def learnt(step: pa.Table, style: Style) -> Prompts:
     [label] = step.to_pylist()
     data, screens = rows(row(label["step_id"], PLAN, box=label["boxes"][0])), Screens(step, RESIZE)
     planners, agents = (
-        {text_of(example["prompt"]) for example in (*examples, *grpo_prompts(data, step, screens, style, agent))}
+        {
+            text_of(example["prompt"])
+            for example in (*examples, *grpo_prompts(data["step_id"].to_pylist(), step, screens, style, agent))
+        }
         | {text_of(ask(name).messages) for name, ask in requests_of(step, screens, style, agent).items()}
         for agent, examples in (
             ("decoupled", planner_examples(data, step, screens, style)),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer
 
-from coepg_dagster.experiment import Grpo, Member, Models
+from coepg_dagster.experiment import Grpo, Member, Models, Sft
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.engine import Failure, Generation
@@ -30,17 +30,20 @@ from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import VISION_TOKENS, vision_token_ids
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
+from coepg_dagster.jobs import EndToEndJob
 from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
 from coepg_dagster.rewards.variants import recompute, summary
 from coepg_dagster.steps import ROLLOUT_SCHEMA
 from coepg_dagster.training import grpo
 from coepg_dagster.training.cdrem_reward import CdremReward
+from coepg_dagster.training.end_to_end import train_end_to_end
 from coepg_dagster.training.examples import NothingToTrainOn
 from coepg_dagster.training.grpo import train_grpo
+from tests import conftest
 from tests.inference.openai_server import OpenAIServer, status
 from tests.inference.scripted import RESIZE, Scripted, generation, untimed
-from tests.jobs import beside, grpo_job, quiet
+from tests.jobs import beside, grpo_job, quiet, training_job
 
 CONFIG = Grpo(
     prompts_per_step=3,
@@ -553,3 +556,35 @@ def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
 def test_without_grounders_there_is_no_reward(steps: pa.Table) -> None:
     with pytest.raises(ValueError, match="at least one grounder"):
         CdremReward({}, {}, steps, Screens(steps, RESIZE), CONFIG)
+
+
+def test_prompts_are_steps_that_sft_did_not_see(
+    run: Run, trained: Callable[[str, int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    """The rollouts, the table of prompts beside the weights, and the probe's training side."""
+    config = CONFIG.model_copy(update={"max_steps": 1, "prompts": "unseen", "probe_steps": 4, "probe_between": 0})
+    seen, unseen = dataset.slice(0, 2), {"s2", "s3", "s4", "s5"}
+    validation = conftest.step_table(conftest.step("v0", screenshot=conftest.png(), goal="Click Cancel"))
+    job = grpo_job(
+        tmp_path / "out", (seen, steps, models), run.init, trained("grounder", 0), config, validation=validation
+    )
+    figures = train_grpo(job, quiet)
+    asked = [row["step_id"] for row in pq.read_table(job.out / "preflight.parquet").to_pylist()]
+    assert set(asked) == unseen and figures["prompts"] == len(asked) == 4
+    assert {row["step_id"] for row in pq.read_table(job.out / "rollouts.parquet").to_pylist()} <= unseen
+    answers = json.loads((job.scratch / "probe" / "00000000.json").read_text())["greedy"]
+    assert set(answers) - {"v0"} == unseen
+
+
+@pytest.mark.parametrize("covered", [4, 6])
+def test_too_few_unseen_steps_are_an_error_before_any_model_is_loaded(
+    dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path, covered: int
+) -> None:
+    config = CONFIG.model_copy(update={"prompts": "unseen"})
+    data = (dataset.slice(0, covered), steps, models)
+    remedy = rf"{6 - covered} training steps have no row in D_{{k-1}}.*lower benchmark.max_train_steps"
+    with pytest.raises(NothingToTrainOn, match=remedy):
+        train_grpo(grpo_job(tmp_path / "grpo", data, "no model", "no model", config), quiet)
+    job = training_job(EndToEndJob, tmp_path / "one", data, "no model", sft=Sft(), grpo=config)
+    with pytest.raises(NothingToTrainOn, match=remedy):
+        train_end_to_end(job, quiet)

@@ -59,7 +59,7 @@ def test_a_row_has_the_tokens_that_trls_collator_gives_it(
 def test_a_prompt_counts_its_tokens_and_room_for_the_longest_plan(
     processor: Any, screens: Screens, steps: pa.Table, dataset: pa.Table
 ) -> None:
-    prompts = grpo_prompts(dataset, steps, screens, "compact")
+    prompts = grpo_prompts(dataset["step_id"].to_pylist(), steps, screens, "compact")
     [row, *_] = measure(prompts, processor, screens, None, 24).to_pylist()
     messages = [
         part | {"image": screens.image("s0")} if part["type"] == "image" else part
@@ -116,7 +116,7 @@ def test_rows_with_an_image_token_without_an_image_are_dropped(
 def test_when_no_row_is_left_it_says_what_to_change(
     processor: Any, screens: Screens, steps: pa.Table, dataset: pa.Table, tmp_path: Path
 ) -> None:
-    prompts = grpo_prompts(dataset, steps, screens, "compact")
+    prompts = grpo_prompts(dataset["step_id"].to_pylist(), steps, screens, "compact")
     with pytest.raises(NothingToTrainOn, match=r"no row of 6 passed .* the shortest has \d+ tokens: raise max_tokens"):
         preflight(prompts, processor, screens, 20, tmp_path, answer=24)
     assert pq.read_table(tmp_path / PREFLIGHT)["reason"].to_pylist() == [OVER_BUDGET] * 6

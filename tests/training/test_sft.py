@@ -135,9 +135,25 @@ def test_the_planner_learns_the_plan_and_the_label(steps: pa.Table, dataset: pa.
 
 def test_grpo_prompts_are_the_covered_steps_once_without_their_labels(steps: pa.Table, dataset: pa.Table) -> None:
     twice = pa.concat_tables([dataset.slice(1, 3), dataset.slice(1, 2)])
-    prompts = grpo_prompts(twice, steps, Screens(steps, RESIZE), "compact")
+    prompts = grpo_prompts(twice["step_id"].to_pylist(), steps, Screens(steps, RESIZE), "compact")
     assert prompts["step_id"][:] == ["s1", "s2", "s3"]
     assert set(prompts[0]) == {"images", "prompt", "step_id"}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_updates_are_as_many_for_every_size_of_d_k(
+    rows: int,
+    random_checkpoint: Callable[[int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    """Fewer rows than a batch, one epoch and a half, and fewer than an epoch of them."""
+    config = Sft(epochs=1, max_steps=3, batch_size=4, micro_batch_size=2, freeze_vision=True)
+    data = (dataset.slice(0, rows), steps, models)
+    figures = train_sft(sft_job(tmp_path / "out", data, "planner", random_checkpoint(2), config), quiet)
+    assert (figures["rows"], figures["optimizer_steps"]) == (rows, 3)
 
 
 def test_nothing_to_learn_from_is_an_error(steps: pa.Table, dataset: pa.Table) -> None:

@@ -139,6 +139,11 @@ def _precise_d(verb: str, name: str, element: ScreenElement, elements: Sequence[
     return tuple(plans)
 
 
+def gold_plan(kind: str, name: str, box: tuple[float, float, float, float], action_type: str) -> str:
+    """The plan for an element with this box (px) that names it, its kind and its place: wording C, which needs no others."""
+    return precise("C", ScreenElement(kind, name, "", box), (), action_type)[0]
+
+
 def vague(wording: Wording, element: ScreenElement, action_type: str) -> tuple[str, ...]:
     """Plans of this wording that fit the element and many others: they name its kind or its place only."""
     verb = _VERBS[wording][action_type]
