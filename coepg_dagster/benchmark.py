@@ -168,10 +168,8 @@ def reference_plans(benchmark: Benchmark, root: Path, steps: pa.Table) -> dict[s
         from coepg_dagster.sandbox.miniwob.reader import load_targets
         from coepg_dagster.sandbox.pretraining.wordings import gold_plan
 
-        targets, rows = (
-            load_targets(root / benchmark.path),
-            steps.select(["step_id", "boxes", "action_type"]).to_pylist(),
-        )
+        targets = load_targets(root / benchmark.path)
+        rows = steps.select(["step_id", "boxes", "action_type"]).to_pylist()
         return {
             row["step_id"]: gold_plan(*targets[row["step_id"]][:2], row["boxes"][0], row["action_type"]) for row in rows
         }

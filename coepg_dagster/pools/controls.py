@@ -138,28 +138,6 @@ def _leak(
     )
 
 
-def unseen_steps(rows: pa.Table, steps: pa.Table, train_split: str) -> list[str]:
-    """The ids of train steps that what was trained on D_k (`rows`) has not seen, in the order of `steps`, those of all splits.
-
-    Left out are steps with a row, with goal and screenshot of a step that has one, and what would be a leak: steps with an
-    episode, or with goal and screenshot, of another split.
-    """
-    covered = set(rows["step_id"].to_pylist())
-    hashes = (short_hash(encoded.as_py()) for encoded in steps["screenshot"])
-    names = (steps[name].to_pylist() for name in ("step_id", "split", "episode_id", "goal"))
-    about = [
-        (step_id, split, episode, (goal, seen))
-        for step_id, split, episode, goal, seen in zip(*names, hashes, strict=True)
-    ]
-    episodes = {episode for _, split, episode, _ in about if split != train_split}
-    known = {shown for step_id, split, _, shown in about if split != train_split or step_id in covered}
-    return [
-        step_id
-        for step_id, split, episode, shown in about
-        if split == train_split and episode not in episodes and shown not in known
-    ]
-
-
 def _boxes_outside(rows: pa.Table, about: Mapping[str, Mapping[str, Any]], config: Quality) -> str | None:
     def outside(step_id: str, box: Sequence[float]) -> bool:
         step, (x1, y1, x2, y2) = about[step_id], box

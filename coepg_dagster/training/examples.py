@@ -14,7 +14,6 @@ from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.jobs import TrainingJob
-from coepg_dagster.pools.controls import unseen_steps
 from coepg_dagster.prompts import (
     Message,
     Style,
@@ -26,6 +25,7 @@ from coepg_dagster.prompts import (
 )
 from coepg_dagster.provenance import Agent
 from coepg_dagster.refusal import Refusal
+from coepg_dagster.steps import short_hash
 
 _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 
@@ -110,6 +110,28 @@ def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
         asked = frozenset(unseen_steps(job.rows(), all_steps(job.steps), job.train_split))
     refuse_few(len(asked), config)
     return asked
+
+
+def unseen_steps(rows: pa.Table, steps: pa.Table, train_split: str) -> list[str]:
+    """The ids of train steps that what was trained on D_k (`rows`) has not seen, in the order of `steps`, those of all splits.
+
+    Left out are steps with a row, with goal and screenshot of a step that has one, and what would be a leak: steps with an
+    episode, or with goal and screenshot, of another split.
+    """
+    covered = set(rows["step_id"].to_pylist())
+    hashes = (short_hash(encoded.as_py()) for encoded in steps["screenshot"])
+    names = (steps[name].to_pylist() for name in ("step_id", "split", "episode_id", "goal"))
+    about = [
+        (step_id, split, episode, (goal, seen))
+        for step_id, split, episode, goal, seen in zip(*names, hashes, strict=True)
+    ]
+    episodes = {episode for _, split, episode, _ in about if split != train_split}
+    known = {shown for step_id, split, _, shown in about if split != train_split or step_id in covered}
+    return [
+        step_id
+        for step_id, split, episode, shown in about
+        if split == train_split and episode not in episodes and shown not in known
+    ]
 
 
 def refuse_few(prompts: int, config: Grpo) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coepg_dagster.experiment import Quality
 from coepg_dagster.pools.candidates import jaccard, plan_tokens
-from coepg_dagster.pools.controls import BLOCKING, dataset_checks, shuffled, smallest_targets, unseen_steps
+from coepg_dagster.pools.controls import BLOCKING, dataset_checks, shuffled, smallest_targets
 from coepg_dagster.steps import short_hash
 from tests.conftest import png, step, step_table
 from tests.pools.tables import candidate, candidates, row, rows
@@ -104,37 +104,3 @@ def test_targets_are_measured_as_the_coarsest_verifier_sees_them() -> None:
     table = rows(row("s", "one", box=[0.0, 0.0, 40.0, 20.0]), row("s", "two", box=None))
     [side] = smallest_targets(table, steps, [(28, 3136, 1_000_000), (28, 3136, 280 * 140)]).values()
     assert side == 10.0
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["train", "train", "validation", "test"]),
-            st.integers(0, 4),
-            st.sampled_from(["Click OK", "Click No"]),
-            st.integers(0, 3),
-            st.booleans(),
-        ),
-        max_size=12,
-    )
-)
-def test_unseen_steps_are_all_that_neither_training_nor_another_split_has(
-    drawn: list[tuple[str, int, str, int, bool]],
-) -> None:
-    """Each is drawn as (split, episode, goal, screenshot, whether a train step has a row in D_k)."""
-    table = step_table(
-        *(
-            step(f"s{i}", split=split, episode_id=f"e{episode}", goal=goal, screenshot=bytes([screen]))
-            for i, (split, episode, goal, screen, _) in enumerate(drawn)
-        )
-    )
-    with_row = [i for i, (split, *_, has_row) in enumerate(drawn) if split == "train" and has_row]
-    others = [i for i, (split, *_) in enumerate(drawn) if split != "train"]
-    taken = {(drawn[i][2], drawn[i][3]) for i in (*with_row, *others)}
-    expected = [
-        f"s{i}"
-        for i, (split, episode, goal, screen, has_row) in enumerate(drawn)
-        if split == "train" and not has_row and (goal, screen) not in taken
-        and all(drawn[other][1] != episode for other in others)
-    ]  # fmt: skip
-    assert unseen_steps(rows(*(row(f"s{i}", "press OK") for i in (*with_row, *with_row))), table, "train") == expected

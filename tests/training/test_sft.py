@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trl import SFTTrainer
 
@@ -20,9 +22,17 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
 from coepg_dagster.inference.visual import names, screenshot_key
 from coepg_dagster.prompts import parse_grounder, parse_planner
-from coepg_dagster.training.examples import NothingToTrainOn, grounder_examples, grpo_prompts, planner_examples
+from coepg_dagster.training.examples import (
+    NothingToTrainOn,
+    grounder_examples,
+    grpo_prompts,
+    planner_examples,
+    unseen_steps,
+)
 from coepg_dagster.training.sft import train_sft
+from tests.conftest import step, step_table
 from tests.jobs import quiet, sft_job
+from tests.pools.tables import row, rows
 
 RESIZE = (28, 3136, 50176)
 CONFIG = Sft(max_steps=2, batch_size=6, micro_batch_size=3, learning_rate=1e-3, freeze_vision=True)
@@ -168,3 +178,37 @@ def test_the_resize_is_that_of_the_processor(random_checkpoint: Callable[[int], 
     folder = shutil.copytree(random_checkpoint(0), tmp_path / "copy")
     model, processor = load_checkpoint(folder, "float32", "cpu")
     assert TransformersEngine.of(model, processor, batch_size=1).resize == RESIZE
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["train", "train", "validation", "test"]),
+            st.integers(0, 4),
+            st.sampled_from(["Click OK", "Click No"]),
+            st.integers(0, 3),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_unseen_steps_are_all_that_neither_training_nor_another_split_has(
+    drawn: list[tuple[str, int, str, int, bool]],
+) -> None:
+    """Each is drawn as (split, episode, goal, screenshot, whether a train step has a row in D_k)."""
+    table = step_table(
+        *(
+            step(f"s{i}", split=split, episode_id=f"e{episode}", goal=goal, screenshot=bytes([screen]))
+            for i, (split, episode, goal, screen, _) in enumerate(drawn)
+        )
+    )
+    with_row = [i for i, (split, *_, has_row) in enumerate(drawn) if split == "train" and has_row]
+    others = [i for i, (split, *_) in enumerate(drawn) if split != "train"]
+    taken = {(drawn[i][2], drawn[i][3]) for i in (*with_row, *others)}
+    expected = [
+        f"s{i}"
+        for i, (split, episode, goal, screen, has_row) in enumerate(drawn)
+        if split == "train" and not has_row and (goal, screen) not in taken
+        and all(drawn[other][1] != episode for other in others)
+    ]  # fmt: skip
+    assert unseen_steps(rows(*(row(f"s{i}", "press OK") for i in (*with_row, *with_row))), table, "train") == expected
