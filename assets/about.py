@@ -55,7 +55,8 @@ the reason why it was dropped. D_0 comes from open models only. Iteration k + 1 
     "data_quality": """Purity, diversity and coverage of D_k (the paper's Fig. 6), the reasons of its drops, agreement of its
 verifiers, controls, and its drift since D_{k-1}.
 
-- `purity`: share of judged candidates that the current verifiers accept; `purity_open`: by the open ones, the same for every k
+- `purity_open`: share of judged candidates that the open verifiers accept, which are the same for every k (frozen purity);
+  `purity`: that the current ones accept, which grow in number
 - `diversity`: verified plans per covered step; `plans`: per step and per task, raw, distinct and verified
 - `coverage`: share of steps with at least one row
 - `verifier_agreement`: share of pairs of verifiers that agree; `verifier_kappa`: beyond chance

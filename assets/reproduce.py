@@ -22,24 +22,37 @@ import dagster as dg
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import make_inputs
-from coepg_dagster.assets.ledger import Loop
+from coepg_dagster.assets.ledger import Loop, Records, archive
 from coepg_dagster.resources.launcher import job_environment
 from coepg_dagster.resources.warm import WarmProcess
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from coepg_dagster.artifacts import CANDIDATES, DATASET, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, steps_of
+from coepg_dagster.artifacts import (
+    CANDIDATES,
+    DATASET,
+    PAIR_PREDICTIONS,
+    PAIRS,
+    PREDICTIONS,
+    ROLLOUTS,
+    STEPS,
+    VERDICTS,
+    steps_of,
+)
+from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Regeneration
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.pools.quality import Regenerated, by_episode
 from coepg_dagster.processes import LAST_WORDS, ended, words_left
 from coepg_dagster.project import Project
-from coepg_dagster.provenance import Asset, Record, Ref
+from coepg_dagster.provenance import SHARED, Asset, Record, Ref
+from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import Run, Study, findings, missing_runs, success_by_episode
+from coepg_dagster.reports.study import READ, Run, Study, made_from, missing_runs, success_by_episode
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
+from coepg_dagster.running import JUDGE
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""
@@ -335,14 +348,15 @@ def one_at_a_time(project: Project) -> Iterator[None]:
 def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, out: Path) -> Path:
     """Writes results.json, results.md and figures of a study, as far as it is made, into `out`; returns the page's path.
 
-    Stale results are shown too; the page names them with their root cause.
+    Stale results are shown too; the page and every finding on them name them with their root cause.
     """
     benchmark = study.root.benchmark
     runs, wanted = [], {}
+    versions = archive(project, instance)
     for loop in study.loops:
         experiment = loop.experiment
         wanted[loop.name] = (experiment.table, experiment.variant, loop.seed, first_of(loop))
-        runs.append(_measured(project, instance, loop))
+        runs.append(_measured(project, instance, versions, loop))
     numbers = Study(runs, study.root.name, benchmark.test, study.root.iterations)
     claims = findings(numbers)
     out.mkdir(parents=True, exist_ok=True)
@@ -353,14 +367,21 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
     return write_page(numbers, claims, missing, study.left_out, out)
 
 
-def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run:
+def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive, loop: Loop) -> Run:
     """The measurements of one loop, from its current artifacts."""
     experiment = loop.experiment
     benchmark = experiment.benchmark
     run = Run(experiment.table, experiment.variant, loop.seed, loop.name)
     records = loop.records(instance)
-    stale = loop.stale(records)
-    run.stale = sorted({str(why) for ref, why in stale.items() if ref.asset in loop.made})
+    run.stale = {ref: str(why) for ref, why in loop.stale(records).items()}
+    if changed := _changed_sources(loop, records):
+        run.stale |= {ref: changed for ref in records if ref not in run.stale}
+    for ref in records:
+        if ref.asset in READ:
+            try:
+                run.made_from[ref] = made_from(versions.lineage(records[ref]))
+            except NotFound:  # a finding that needs it says so
+                continue
 
     def folder(record: Record) -> Path:
         return project.store / record.folder
@@ -374,11 +395,16 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
         if (evaluation := made.get("evaluation")) is not None:
             predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
             steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS
+            tables = [(run.success, predictions)]
+            if JUDGE in evaluation.figures.get(PAIRS, {}):
+                pairs = pq.read_table(folder(evaluation) / PAIR_PREDICTIONS)
+                tables.append((run.judged, pairs.filter(pc.equal(pairs["pair"], JUDGE))))
             for split in benchmark.test:
                 steps = steps_of(steps_file, split, benchmark.max_eval_steps)
-                answers = predictions.filter(pc.is_in(predictions["step_id"], steps["step_id"].combine_chunks()))
-                judged = score_steps(benchmark.protocol, steps, answers).steps
-                run.success[k, split] = success_by_episode(judged, headline(evaluation.figures[split]["metrics"]))
+                for success, made_by in tables:
+                    answers = made_by.filter(pc.is_in(made_by["step_id"], steps["step_id"].combine_chunks()))
+                    judged = score_steps(benchmark.protocol, steps, answers).steps
+                    success[k, split] = success_by_episode(judged, headline(evaluation.figures[split]["metrics"]))
             calls = _calls(made, folder, predictions.num_rows)
             run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))
         if {"verdicts", "candidate_plans", "dataset"} <= set(made):
@@ -399,10 +425,39 @@ def _measured(project: Project, instance: dg.DagsterInstance, loop: Loop) -> Run
             rollouts = pq.read_table(folder(planner) / ROLLOUTS)
             run.curves[k] = grpo_progress(rollouts, f"grounder_{k}")
             run.rows.append(Row(**of, metric="rollouts", value=rollouts.num_rows, protocol="rollouts"))
-    for file in sorted((project.store / experiment.name / f"s{loop.seed}" / "play").glob("*/*/play.json")):
-        about = json.loads(file.read_text())
-        run.live[int(about["made_from"]["iteration"]), about["made_from"]["families of"]] = about
+    _read_plays(project, loop, mine, run)
     return run
+
+
+def _changed_sources(loop: Loop, records: Records) -> str | None:
+    """Why everything of a loop is stale whose benchmark or open models are made from files that have changed; None: none is."""
+    for asset in SHARED:
+        owner, record = loop, records.get(Ref(asset))
+        while asset in owner.experiment.taken and owner.parent is not None:
+            owner = owner.parent
+        if record is not None and owner.source_changed(record):
+            return f"{asset}: the files that it is made from have changed"
+    return None
+
+
+def _read_plays(project: Project, loop: Loop, records: Mapping[Ref, Record], run: Run) -> None:
+    """Live play by each iteration on each split: of the current models if they played, and there of the most episodes."""
+    best: dict[tuple[int, str], tuple[bool, int]] = {}
+    for file in sorted((project.store / loop.experiment.name / f"s{loop.seed}" / "play").glob("*/*/play.json")):
+        about = json.loads(file.read_text())
+        made = about["made_from"]
+        k = int(made["iteration"])
+        others = [
+            f"{ref} is now {records[ref].data_version if ref in records else 'gone'}, {made[ref.asset]} played"
+            for ref in (Ref("planner", k), Ref("grounder", k))
+            if ref not in records or records[ref].data_version != made[ref.asset]
+        ]
+        rank, place = (not others, about["episodes"]), (k, made["families of"])
+        if place not in best or rank > best[place]:
+            best[place], run.live[place] = rank, about
+            run.live_stale.pop(place, None)
+            if others:
+                run.live_stale[place] = "; ".join(others)
 
 
 def _calls(made: Mapping[Asset, Record], folder: Callable[[Record], Path], evaluated: int) -> int:

@@ -27,12 +27,12 @@ FULL, AVERAGE, TRAIN = "full", "average", "train"
 HEADLINES: Final = {"step_sr": "Step SR", "step_acc": "step accuracy", "acc": "accuracy"}
 """Headline metric → its name for people; a protocol has exactly one of them."""
 QUALITY: Final = {
-    "purity": "purity",
-    "purity_frozen": "purity_open",
+    "purity_frozen": "purity_open",  # by the open verifiers, the same in every iteration
+    "purity": "purity",  # by the pool of the iteration, which grows
     "diversity": "diversity",
     "coverage": "coverage",
 }
-"""Metric of a row about D_k → figure of `data_quality`, which `pools.quality` defines."""
+"""Metric of a row about D_k, the headline first → figure of `data_quality`, which `pools.quality` defines."""
 LEARNED: Final[Mapping[str, tuple[Asset, ...]]] = {
     "sft_planner": ("planner_sft",),
     "sft_grounder": ("grounder",),
@@ -267,7 +267,7 @@ def results(
                 "iteration": k,
                 "splits": {name: split(k, name) for name in benchmark.test},
                 "validation": split(k, benchmark.validation),
-                **{metric: value(k, TRAIN, metric) for metric in ("purity", "diversity", "coverage")},
+                **{metric: value(k, TRAIN, metric) for metric in QUALITY},
                 **{training: _learned(records, k, training) for training in LEARNED},
                 PAIRS: pairs(k),
                 "seconds": {
@@ -288,9 +288,14 @@ def overview(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -
     rows: list[list[str | Cell | None]] = []
     for k, seconds in cells.series(name, FULL, TRAIN, "seconds"):
         shown = [cells.cell(name, FULL, k, split, metric) for split in splits]
-        shown += [cells.cell(name, FULL, k, TRAIN, measure) for measure in ("purity", "diversity", "coverage")]
+        shown += [cells.cell(name, FULL, k, TRAIN, measure) for measure in QUALITY]
         rows.append([str(k), *shown, f"{seconds.value / 60:.1f}"])
-    heads = ["k", *(f"{split} {HEADLINES[metric]}" for split in splits), "purity", "diversity", "coverage", "minutes"]
+    heads = [
+        "k",
+        *(f"{split} {HEADLINES[metric]}" for split in splits),
+        *(metric.replace("purity_frozen", "frozen purity") for metric in QUALITY),
+        "minutes",
+    ]
     return table_of(f"{name}/s{seed}: per cent, with 95 % intervals", heads, rows), left_out
 
 

@@ -1,10 +1,11 @@
-"""Micro and macro averages of per-step values, and their bootstrap intervals clustered by task.
+"""Averages of per-step values with bootstrap intervals clustered by task, and intervals over seeds and episodes.
 
 Belongs here: arithmetic on arrays. What a value means is decided by the protocols.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +34,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class ByEpisode:
-    """A mean as sums by episode, Σ `above` / Σ `below`, so that whole episodes can be drawn again."""
+    """A mean as sums by episode, Σ `above` / Σ `below`, of which `by_seed` takes the part of each episode."""
 
     episodes: tuple[str, ...]
     above: Floats  # (episodes,)
@@ -43,6 +44,91 @@ class ByEpisode:
     def value(self) -> float | None:
         """The mean; None where nothing was counted."""
         return float(self.above.sum() / self.below.sum()) if self.below.any() else None
+
+
+@dataclass(frozen=True)
+class BySeed:
+    """A quantity measured once with each of S seeds, and what each of E episodes adds to it. In the quantity's unit."""
+
+    values: Floats  # (S,)
+    episodes: tuple[str, ...]
+    parts: Floats  # (S, E); a seed's sum of squares estimates its sampling variance over episodes; NaN: not known
+
+
+def by_seed(measured: Sequence[ByEpisode]) -> BySeed:
+    """The mean of each seed, linearised: an episode's part is (above − mean · below) / Σ below, times √(n / (n − 1)).
+
+    An episode that a seed lacks adds nothing to it. From a single episode the parts are not known. Raises ValueError if
+    nothing was counted.
+    """
+    episodes = tuple(dict.fromkeys(name for one in measured for name in one.episodes))
+    place = {name: i for i, name in enumerate(episodes)}
+    values, parts = np.zeros(len(measured)), np.zeros((len(measured), len(episodes)))
+    for seed, one in enumerate(measured):
+        if one.value is None:
+            raise ValueError("a mean over seeds needs a value of every seed; of one, nothing was counted")
+        n, values[seed] = int(np.count_nonzero(one.below)), one.value
+        unbiased = np.sqrt(n / (n - 1)) if n > 1 else np.nan
+        columns = [place[name] for name in one.episodes]
+        parts[seed, columns] = unbiased * (one.above - one.value * one.below) / one.below.sum()
+    return BySeed(values, episodes, parts)
+
+
+def weighted_sum(*terms: tuple[float, BySeed]) -> BySeed:
+    """Σ weight · quantity, seed by seed and episode by episode: a difference is paired in both.
+
+    Episodes of the same name are the same. Raises ValueError if the terms differ in their number of seeds.
+    """
+    episodes = tuple(dict.fromkeys(name for _, one in terms for name in one.episodes))
+    place = {name: i for i, name in enumerate(episodes)}
+    if len({len(one.values) for _, one in terms}) != 1:
+        raise ValueError("the terms have different numbers of seeds")
+    values = np.sum([weight * one.values for weight, one in terms], axis=0)
+    parts = np.zeros((len(values), len(episodes)))
+    for weight, one in terms:
+        parts[:, [place[name] for name in one.episodes]] += weight * one.parts
+    return BySeed(values, episodes, parts)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95 % interval (None: not known from so little), and what the interval is over."""
+
+    value: float
+    ci95: tuple[float, float] | None
+    seeds: int
+    over: str  # `seeds and episodes`, or `episodes` where there is one seed
+
+
+def over_seeds(measured: BySeed, unit: str = "episodes") -> Estimate:
+    """The mean over S seeds, and a 95 % interval for other seeds and other episodes. In the unit of `measured`.
+
+    Seeds are crossed with E episodes, both drawn at random: a value is μ + seed + episode + both together. With A the
+    variance of the mean as the seeds' means show it, B as the episodes' means show it, and C that of `both together`, which
+    is in A and in B, the half width is √(t²(S−1) · A + t²(E−1) · max(0, B − C)), t(n) being Student's 97.5 % quantile.
+    Two-way random effects: Searle, Casella & McCulloch, Variance Components, 1992, ch. 4; squared half widths of independent
+    parts, each with its own t, cover at least the nominal level: Banerjee, Sankhyā 22, 1960. A t interval with
+    Satterthwaite's degrees of freedom covers 87 % with two seeds and 93 % with three, a percentile bootstrap over three 76 %.
+
+    From one seed the interval is over episodes only and says nothing about other seeds. `unit` names what the episodes are
+    where they are something else (families). The interval is symmetric, and not cut at the ends of a scale.
+    """
+    from scipy.stats import t  # slow to import
+
+    s, e = measured.parts.shape
+    mean, over = float(measured.values.mean()), unit if s == 1 else f"seeds and {unit}"
+    quantile = (1 + LEVEL) / 2
+    of_episodes = float((measured.parts.mean(axis=0) ** 2).sum())  # B
+    if e < 2 or np.isnan(of_episodes):
+        return Estimate(mean, None, s, over)
+    squared = t.ppf(quantile, e - 1) ** 2 * of_episodes
+    if s > 1:
+        together = float(measured.parts.var(axis=0, ddof=1).sum()) / s  # C
+        of_seeds = float(measured.values.var(ddof=1)) / s  # A
+        squared = t.ppf(quantile, s - 1) ** 2 * of_seeds
+        squared += t.ppf(quantile, e - 1) ** 2 * max(0.0, of_episodes - together)
+    half = float(np.sqrt(squared))
+    return Estimate(mean, (mean - half, mean + half), s, over)
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
@@ -56,7 +142,7 @@ def _sums(per_row: Floats, codes: Ints, n_codes: int) -> Floats:
     return np.stack([np.bincount(codes, per_row[:, j], n_codes) for j in range(per_row.shape[1])], axis=1)
 
 
-def resampling_weights(n_clusters: int, resamples: int, rng: np.random.Generator) -> Floats:
+def _resampling_weights(n_clusters: int, resamples: int, rng: np.random.Generator) -> Floats:
     """(resamples, clusters): how often each cluster is drawn when n_clusters are drawn with replacement."""
     drawn = rng.integers(0, n_clusters, (resamples, n_clusters)) + n_clusters * np.arange(resamples)[:, None]
     return np.bincount(drawn.ravel(), minlength=resamples * n_clusters).reshape(resamples, n_clusters).astype(float)
@@ -108,7 +194,7 @@ def sampled_averages(
     micros, macros, left = [], [], RESAMPLES
     while left:
         batch = min(left, max(1, _CELLS_AT_ONCE // n_clusters))
-        drawn = resampling_weights(n_clusters, batch, rng)
+        drawn = _resampling_weights(n_clusters, batch, rng)
         micros.append(_ratio(drawn @ sums, drawn @ counts))
         macros.append(macro_of(drawn))
         left -= batch

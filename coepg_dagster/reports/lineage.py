@@ -100,8 +100,8 @@ def key_number(experiment: Experiment, record: Record) -> str:
         value = split["metrics"][name]["macro"]
         return "" if value is None else f"validation {HEADLINES[name]} {value:.1f} %"
     if record.asset == "data_quality":
-        value = figures.get("purity")
-        return "" if value is None else f"purity {value:.1f} %"
+        value = figures.get("purity_open")
+        return "" if value is None else f"frozen purity {value:.1f} %"
     learned = (figures.get("probe") or {}).get("train")
     if record.asset in ("planner", "end_to_end") and learned:
         return f"GRPO {learned['difference']:+.1f} on train"

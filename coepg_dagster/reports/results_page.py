@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from coepg_dagster.evaluation.tables import Cell, Table, table_of
 from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import save
+from coepg_dagster.reports.findings import Finding
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.study import Finding, Study, played_by
+from coepg_dagster.reports.study import BY_JUDGE, MEASURES, STEP_SR, Study, played_by
 from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, frame
 from coepg_dagster.training.learned import FEW_ROLLOUTS
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 FIGURES: Final = "images/results"
 """Folder of the figures, beside the page."""
 MECHANISM: Final = {
-    "purity": "purity",
     "purity_frozen": "frozen purity",
+    "purity": "purity",
     "diversity": "diversity",
     "coverage": "coverage",
     "frac_reward_zero_std": "groups without spread",
@@ -52,6 +53,7 @@ def write_page(
             last=study.last,
             reached=reached,
             claims=_claims(findings),
+            judged=_judged(study, cells),
             seen=seen,
             few=[rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS],
             enough=FEW_ROLLOUTS,
@@ -65,7 +67,7 @@ def write_page(
             mechanism=_mechanism(cells, root, study.last),
             missing=_by_experiment(missing),
             left_out=left_out,
-            causes=sorted({cause.rpartition(": ")[2] for run in study.runs for cause in run.stale}),
+            causes=sorted({cause.rpartition(": ")[2] for run in study.runs for cause in run.stale.values()}),
             stale=sum(bool(run.stale) for run in study.runs),
             runs=len(study.runs),
         )
@@ -74,10 +76,23 @@ def write_page(
 
 
 def _claims(findings: Sequence[Finding]) -> Table:
-    rows = [
-        (one.claim, f"**{one.verdict}**" if one.verdict == "confirmed" else one.verdict, one.text) for one in findings
-    ]
-    return Table("Claims", ("claim", "here", "what was measured"), tuple(rows))
+    rows = []
+    for one in findings:
+        verdict = f"**{one.verdict}**" if one.verdict == "confirmed" else one.verdict
+        rows.append((one.claim, one.test, verdict + (", on stale inputs" if one.stale else ""), one.text))
+    return Table("Claims", ("claim", "test", "here", "what was measured"), tuple(rows))
+
+
+def _judged(study: Study, cells: Cells) -> Table:
+    """Step SR of each agent by ϕ_k and by the judge; no row if no store has a judge."""
+    rows: list[list[str | Cell | None]] = []
+    for experiment, variant in sorted({(run.experiment, run.variant) for run in study.runs}):
+        for k in range(study.last + 1):
+            if (by_judge := cells.cell(experiment, variant, k, AVERAGE, BY_JUDGE)) is not None:
+                name = experiment if variant == FULL else f"{experiment} {variant}"
+                rows.append([f"{name} M_{k}", by_judge, cells.cell(experiment, variant, k, AVERAGE, STEP_SR)])
+    title = "Mean Step SR of the test splits by the judge, the primary measure, and by ϕ_k; per cent"
+    return table_of(title, ("agent", MEASURES[BY_JUDGE], MEASURES[STEP_SR]), rows)
 
 
 def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str, str]]:
@@ -109,7 +124,10 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
 
 
 def _plays(study: Study) -> list[tuple[Table, list[str]]]:
-    """Success of live play by iteration and family, a table for each split and protocol; and the commands to play again."""
+    """Success of live play by iteration and family, a table for each split and protocol; and the commands to play again.
+
+    The last columns are over the seeds of the experiment, where several played.
+    """
     played: dict[tuple[str, str], dict[tuple[str, int], Mapping[str, Any]]] = {}
     for run in sorted(study.runs, key=lambda run: run.reference):
         for (k, split), live in sorted(run.live.items()):
@@ -118,16 +136,35 @@ def _plays(study: Study) -> list[tuple[Table, list[str]]]:
     for (split, protocol), columns in sorted(
         played.items(), key=lambda item: (order.get(item[0][0], len(order)), item[0])
     ):
-        rates = [live["success"] for live in columns.values()]
-        cells = [Cell("success_rate", of["rate"], tuple(of["ci95"]) if of["ci95"] else None, protocol) for of in rates]
+        together: dict[str, Cell] = {}
+        for k in sorted({k for _, k in columns}):
+            rate = study.live_rate(k, split)
+            if rate is not None and rate[1] == protocol and rate[0].seeds > 1:
+                estimate = rate[0]
+                cell = Cell("success_rate_macro", estimate.value, estimate.ci95, protocol)
+                together[f"{study.root} M_{k}, {estimate.seeds} seeds"] = cell
+        rows: list[list[str | Cell | None]] = [
+            [f"**{name}**", *(_rate(live[of], of, protocol) for live in columns.values()), *more]
+            for name, of, more in (
+                ("all episodes", "success", [None] * len(together)),
+                ("mean of families", "macro", list(together.values())),
+            )
+        ]
         families = sorted({family for live in columns.values() for family in live["families"]})
-        rows: list[list[str | Cell | None]] = [["**all episodes**", *cells]]
-        rows += [[family, *(_solved(live["families"].get(family)) for live in columns.values())] for family in families]
+        for family in families:
+            solved = [_solved(live["families"].get(family)) for live in columns.values()]
+            rows.append([family, *solved, *([None] * len(together))])
         title = f"{split}: success by the page's own reward, in Chromium; per cent, and episodes solved"
         most = max(of["episodes"] for live in columns.values() for of in live["families"].values())
         commands = [f"coepg play {name}@{k} --split {split} --episodes {most}" for name, k in columns]
-        tables.append((table_of(title, ("family", *(f"{name} M_{k}" for name, k in columns)), rows), commands))
+        header = ("family", *(f"{name} M_{k}" for name, k in columns), *together)
+        tables.append((table_of(title, header, rows), commands))
     return tables
+
+
+def _rate(of: Mapping[str, Any], average: str, protocol: str) -> Cell:
+    metric = "success_rate_macro" if average == "macro" else "success_rate"
+    return Cell(metric, of["rate"], tuple(of["ci95"]) if of["ci95"] else None, protocol)
 
 
 def _solved(rates: Mapping[str, Any] | None) -> str | None:

@@ -3,130 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.case import ScoringError
-from coepg_dagster.evaluation.statistics import ByEpisode
+from coepg_dagster.provenance import Ref
+from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import (
-    Draws,
-    Run,
-    Study,
-    estimate,
-    findings,
-    missing_runs,
-    success_by_episode,
-)
-from coepg_dagster.results import FULL, Row
-
-SPLITS = ("test_a", "test_b")
-EPISODES = tuple(f"e{i}" for i in range(40))
-
-
-def measured(rate: float, seed: int = 0) -> ByEpisode:
-    """Forty episodes that succeed at about this rate; the same seed and a higher rate: the same successes and more."""
-    luck = np.random.default_rng(seed).random(len(EPISODES))
-    return ByEpisode(EPISODES, (luck < rate).astype(float), np.ones(len(EPISODES)))
-
-
-def measured_row(of: Run, k: int, split: str, metric: str, value: float, **more: Any) -> Row:
-    place = {"experiment": of.experiment, "variant": of.variant, "seed": of.seed, "k": k, "split": split}
-    return Row(**place, metric=metric, value=value, **{"protocol": "miniwob/point, macro"} | more)
-
-
-def run(variant: str, seed: int, rates: dict[int, float], experiment: str = "box") -> Run:
-    """A run with these success rates by iteration, on both splits."""
-    name = experiment if variant == FULL else f"{experiment}_{variant}"
-    made = Run(experiment, variant, seed, f"{name}/s{seed}")
-    for k, rate in rates.items():
-        for split in SPLITS:
-            made.success[k, split] = measured(rate, seed)
-            value = 100 * float(made.success[k, split].above.mean())
-            made.rows.append(measured_row(made, k, split, "step_sr", value, low=0.0, high=100.0))
-    return made
-
-
-def study(*runs: Run) -> Study:
-    return Study(runs, "box", SPLITS, 3)
-
-
-def by_claim(of: Study) -> dict[str, Any]:
-    return {one.claim: one for one in findings(of)}
+from coepg_dagster.reports.study import missing_runs, success_by_episode
+from coepg_dagster.results import FULL
+from tests.reports.runs import SPLITS, judge, measured, measured_row, played, run, study
 
 
 def test_success_by_episode_is_the_mean_of_its_steps() -> None:
     judged = pa.table({"episode_id": ["a", "a", "b", "b"], "step_sr": [1.0, 0.0, 1.0, None]})
     one = success_by_episode(judged, "step_sr")
     assert one.episodes == ("a", "b") and one.above.tolist() == [0.5, 1.0]
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=5))
-def test_a_difference_to_itself_is_exactly_nothing(rates: list[float]) -> None:
-    draws = Draws(50)
-    values = draws.means([measured(rate, i) for i, rate in enumerate(rates)])
-    assert estimate(draws.over_seeds(values - values)) == (0.0, (0.0, 0.0))
-
-
-def test_the_interval_is_that_of_episodes_and_seeds() -> None:
-    draws = Draws()
-    value, (low, high) = estimate(draws.over_seeds(draws.means([measured(0.5, seed) for seed in range(3)])))
-    plain = np.mean([measured(0.5, seed).above.mean() for seed in range(3)])
-    assert value == pytest.approx(plain)
-    within = 1.96 * np.sqrt(0.25 / 40 / 3)  # were episodes drawn anew for each seed, and the seeds fixed
-    assert value - low > within and high - value > within
-    assert estimate(draws.over_seeds(draws.means([measured(1.0)] * 2))) == (1.0, (1.0, 1.0))
-
-
-def test_claims_are_confirmed_where_the_interval_excludes_nothing() -> None:
-    grows = [run(FULL, seed, {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.8}) for seed in (1, 2, 3)]
-    same = [run("no_grpo", seed, {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.8}) for seed in (1, 2, 3)]
-    better = [run("literal", seed, {3: 1.0}) for seed in (1, 2, 3)]
-    worse_by_a_bit = [run("no_cdrem", seed, {3: 0.82}) for seed in (1, 2)]
-    claims = by_claim(study(*grows, *same, *better, *worse_by_a_bit))
-    first = claims["M_3 - M_1"]
-    assert first.verdict == "confirmed" and first.value == pytest.approx(30, abs=8) and first.ci95[0] > 0
-    assert (claims["full - no GRPO"].verdict, claims["full - no GRPO"].value) == ("not confirmed", 0)
-    assert (
-        claims["probability - literal"].verdict == "not confirmed"
-        and "the opposite" in claims["probability - literal"].text
-    )
-    assert "2 seeds" in claims["full - single grounder"].text
-    assert claims["full - uniform"].verdict == "not testable" and claims["full - uniform"].value is None
-    assert "`coepg evolve box_uniform --through 3`" in claims["full - uniform"].text
-    assert claims["steadier over seeds"].verdict == "not testable"
-
-
-def test_not_worse_has_a_margin_of_two_points() -> None:
-    near = [run(FULL, seed, {3: 0.5}) for seed in (1, 2)] + [run("no_cdrem", seed, {3: 0.5}) for seed in (1, 2)]
-    assert by_claim(study(*near))["full - single grounder"].verdict == "confirmed"
-    far = [run(FULL, seed, {3: 0.5}) for seed in (1, 2)] + [run("no_cdrem", seed, {3: 0.7}) for seed in (1, 2)]
-    assert by_claim(study(*far))["full - single grounder"].verdict == "not confirmed"
-
-
-def test_live_play_is_compared_over_the_families_that_both_iterations_played() -> None:
-    def played(rates: dict[str, float]) -> dict[str, Any]:
-        families = {name: {"success": rate} for name, rate in rates.items()}
-        return {"families": families, "made_from": {"episodes": "of benchmark_steps x", "step limit": 16}}
-
-    one = run(FULL, 1, {0: 0.2, 1: 0.4, 3: 0.6})
-    one.live = {
-        (0, "test_a"): played({"menus": 0.0, "tabs": 50.0, "trees": 0.0}),
-        (1, "test_a"): played({"menus": 100.0, "tabs": 75.0}),
-    }
-    claims = by_claim(study(one, run(FULL, 2, {0: 0.2, 1: 0.4, 3: 0.6})))
-    gain = claims["live play M_1 - M_0"]
-    assert gain.value == pytest.approx((100 + 25) / 2) and gain.verdict == "confirmed"
-    assert 25 <= gain.ci95[0] < gain.ci95[1] <= 100 and "1 seed;" in gain.text
-    assert claims["live play M_3 - M_1"].verdict == "not testable"
-    assert "`coepg play box@3`" in claims["live play M_3 - M_1"].text
-    one.live[1, "test_a"]["made_from"]["episodes"] = "from seed 7"  # other episodes are another measure
-    assert by_claim(study(one))["live play M_1 - M_0"].verdict == "not testable"
 
 
 def test_rows_are_one_for_each_run_split_and_metric_and_no_average() -> None:
@@ -161,7 +54,8 @@ def test_a_study_of_two_protocols_is_refused() -> None:
 
 def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: Path) -> None:
     one = study(run(FULL, 1, {0: 0.2, 1: 0.5}))
-    one.runs[0].stale = ["code or configuration changed (1 → 2)"]
+    why = "code or configuration changed (1 → 2)"
+    one.runs[0].stale = {Ref("planner", 1): why, Ref("evaluation", 1): f"planner[1]: {why}"}
     wanted = {"box/s1": ("box", FULL, 1, 0), "box_uniform/s1": ("box", "uniform", 1, 3)}
     missing = missing_runs(one, wanted, 3)
     assert missing == ["coepg evolve box/s1 --through 3", "coepg evolve box_uniform/s1 --from 3 --through 3"]
@@ -169,6 +63,8 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     page = write_page(one, findings(one), missing, {"box_large": "models/large is not there"}, tmp_path)
     text = page.read_text()
     for line in (
+        "superiority: above 0 | **confirmed**, on stale inputs | +",
+        "No run here has a judge: the measure is **Step SR by ϕ_k**",
         "- `coepg evolve box/sSEED --through 3`, SEED being 1",
         "- `coepg evolve box_uniform/sSEED --from 3 --through 3`, SEED being 1",
         "box_large: models/large is not there",
@@ -199,10 +95,8 @@ def test_the_page_says_where_grpo_was_hardly_trained(tmp_path: Path) -> None:
 
 def test_the_page_has_rows_of_both_sizes_and_a_table_of_live_play_for_each_split(tmp_path: Path) -> None:
     one, large = run(FULL, 1, {0: 0.2, 1: 0.5}), run(FULL, 1, {0: 0.3, 1: 0.6}, "box_large")
-    solved = {"solved": 1, "episodes": 4, "success": 25.0}
     for k, split in ((0, "test_a"), (1, "test_a"), (1, "test_b")):
-        played = {"success": {"rate": 25.0, "ci95": [0.0, 50.0]}, "families": {f"menus_{split}": solved}}
-        one.live[k, split] = played | {"made_from": {"episodes": "of benchmark_steps x", "step limit": 16}}
+        one.live[k, split] = played({f"menus_{split}": 25.0}, episodes=4)
     both = study(one, large)
     text = write_page(both, findings(both), [], {}, tmp_path).read_text()
     assert "| box M_1 |" in text and "| box_large M_1 |" in text and "| box_large M_2 |" not in text
@@ -211,19 +105,22 @@ def test_the_page_has_rows_of_both_sizes_and_a_table_of_live_play_for_each_split
     assert "`coepg play box/s1@1 --split test_b --episodes 4`" in by_split[1]
 
 
-def test_what_was_not_reached_is_compared_at_the_last_common_iteration_and_says_so(tmp_path: Path) -> None:
-    early = [run(FULL, seed, {0: 0.2, 1: 0.6}) for seed in (1, 2)]
-    no_grpo = [run("no_grpo", seed, {0: 0.2, 1: 0.3, 2: 0.4}) for seed in (1, 2)]
-    one = study(*early, *no_grpo)
-    assert (one.reached(("box", FULL)), one.reached(("box", "no_grpo")), one.reached(("box", "uniform"))) == (
-        1,
-        2,
-        None,
-    )
-    claims = by_claim(one)
-    assert (
-        "at k = 1, planned at k = 3" in claims["full - no GRPO"].text
-        and claims["full - no GRPO"].verdict == "confirmed"
-    )
-    assert claims["M_3 - M_1"].verdict == "not testable"
-    assert "Departure from the plan" in write_page(one, findings(one), [], {}, tmp_path).read_text()
+def test_the_page_combines_live_play_of_several_seeds(tmp_path: Path) -> None:
+    runs = [run(FULL, seed, {0: 0.2, 1: 0.5}) for seed in (1, 2, 3)]
+    for one, rate in zip(runs, (20.0, 40.0, 60.0), strict=True):
+        one.live[1, "test_a"] = played({"menus": rate, "tabs": rate})
+    both = study(*runs)
+    rate = both.live_rate(1, "test_a")
+    assert rate is not None and (rate[0].value, rate[0].seeds, rate[0].over) == (40, 3, "seeds and families")
+    text = write_page(both, findings(both), [], {}, tmp_path).read_text()
+    assert "box M_1, 3 seeds" in text
+    assert [row.value for row in both.joint_rows() if row.metric == "success_rate_macro"] == [40]
+    runs[2].live[1, "test_a"] = played({"menus": 60.0, "tabs": 60.0}, episodes=3)  # others
+    assert both.players([1], "test_a") == [1, 2]
+
+
+def test_the_page_says_who_judges(tmp_path: Path) -> None:
+    both = study(judge(run(FULL, 1, {0: 0.2, 1: 0.5}), {0: 0.3, 1: 0.4}), run("uniform", 1, {1: 0.5}))
+    text = write_page(both, findings(both), [], {}, tmp_path).read_text()
+    assert "The primary measure is **Step SR by the judge**" in text
+    assert "| box M_1 |" in text.split("## Who judges")[1].split("## Tables")[0] and "uniform M_1" not in text
