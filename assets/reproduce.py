@@ -425,7 +425,7 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
             rollouts = pq.read_table(folder(planner) / ROLLOUTS)
             run.curves[k] = grpo_progress(rollouts, f"grounder_{k}")
             run.rows.append(Row(**of, metric="rollouts", value=rollouts.num_rows, protocol="rollouts"))
-    _read_plays(project, loop, mine, run)
+    _read_plays(project, loop, records, run)
     return run
 
 

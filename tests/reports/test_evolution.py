@@ -129,6 +129,7 @@ def test_results_have_the_documented_shape(tmp_path: Path) -> None:
         "iteration": 1,
         "splits": {"test_seed": split},
         "validation": split,
+        "purity_frozen": 69.0,
         "purity": 71.0,
         "diversity": 3.0,
         "coverage": 80.0,
@@ -150,12 +151,13 @@ def test_what_another_protocol_or_rule_counted_is_left_out_and_named(tmp_path: P
     records[Ref("evaluation", 1)] = scored.model_copy(update={"figures": old})
     records[Ref("data_quality", 0)] = chosen.model_copy(update={"config": {"rule": "k_of_n", "k": 2}})
     table, left_out = overview(of.experiment, 1, records)
-    assert [row[1:5] for row in table.rows] == [
-        ("40.0 [35.0, 46.0]", "–", "–", "–"),
-        ("–", "71.0", "3.0", "80.0"),
-        ("50.0 [45.0, 56.0]", "72.0", "4.0", "80.0"),
+    assert [row[1:6] for row in table.rows] == [
+        ("40.0 [35.0, 46.0]", "–", "–", "–", "–"),
+        ("–", "69.0", "71.0", "3.0", "80.0"),
+        ("50.0 [45.0, 56.0]", "69.0", "72.0", "4.0", "80.0"),
     ]
-    assert table.protocols == ("Protocol of step_sr: miniwob/point, macro; of purity, diversity, coverage: rule any.")
+    measures = "purity_frozen, purity, diversity, coverage"
+    assert table.protocols == f"Protocol of step_sr: miniwob/point, macro; of {measures}: rule any."
     assert left_out == [
         "left out: light, k = 0: by rule k_of_n with k = 2, not by rule any, until it is made again",
         "left out: light, k = 1: by mind2web/seeact, not by miniwob/point, until it is made again",
