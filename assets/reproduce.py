@@ -22,7 +22,7 @@ import dagster as dg
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import make_inputs
-from coepg_dagster.assets.ledger import Loop, Records, archive
+from coepg_dagster.assets.ledger import Loop, archive
 from coepg_dagster.resources.launcher import job_environment
 from coepg_dagster.resources.warm import WarmProcess
 from filelock import FileLock, Timeout
@@ -46,7 +46,7 @@ from coepg_dagster.inference.weights import is_local
 from coepg_dagster.pools.quality import Regenerated, by_episode
 from coepg_dagster.processes import LAST_WORDS, ended, words_left
 from coepg_dagster.project import Project
-from coepg_dagster.provenance import SHARED, Asset, Record, Ref
+from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
@@ -374,8 +374,6 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
     run = Run(experiment.table, experiment.variant, loop.seed, loop.name)
     records = loop.records(instance)
     run.stale = {ref: str(why) for ref, why in loop.stale(records).items()}
-    if changed := _changed_sources(loop, records):
-        run.stale |= {ref: changed for ref in records if ref not in run.stale}
     for ref in records:
         if ref.asset in READ:
             try:
@@ -427,17 +425,6 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
             run.rows.append(Row(**of, metric="rollouts", value=rollouts.num_rows, protocol="rollouts"))
     _read_plays(project, loop, records, run)
     return run
-
-
-def _changed_sources(loop: Loop, records: Records) -> str | None:
-    """Why everything of a loop is stale whose benchmark or open models are made from files that have changed; None: none is."""
-    for asset in SHARED:
-        owner, record = loop, records.get(Ref(asset))
-        while asset in owner.experiment.taken and owner.parent is not None:
-            owner = owner.parent
-        if record is not None and owner.source_changed(record):
-            return f"{asset}: the files that it is made from have changed"
-    return None
 
 
 def _read_plays(project: Project, loop: Loop, records: Mapping[Ref, Record], run: Run) -> None:

@@ -286,7 +286,8 @@ def _missing(claim: str, sides: Sequence[Side]) -> Finding:
 
 def _rise(study: Study, measure: str) -> Finding:
     claim = f"{'frozen purity' if measure == 'purity_frozen' else measure} D_{study.last} - D_0"
-    seeds, figure = sorted(study.find(study.root)), QUALITY[measure]
+    figure = QUALITY[measure]
+    seeds = [seed for seed in sorted(study.find(study.root)) if study.has_data(study.root, seed, 0, figure)]
     made = [
         k
         for k in range(1, study.last + 1)
