@@ -17,7 +17,7 @@ from coepg_dagster.jobs import EndToEndJob, GrpoJob, SftJob, TrainingJob
 from coepg_dagster.progress import Report
 from coepg_dagster.training.examples import asked_steps
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.launch import is_main
+from coepg_dagster.training.launch import is_main, refuse
 from coepg_dagster.training.preflight import PREFLIGHT
 from coepg_dagster.training.sft import train_sft
 
@@ -27,8 +27,9 @@ def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
 
     The model before GRPO is in the scratch folder, and is not trained again when a killed run is continued.
     """
-    if job.grpo.enabled:
-        asked_steps(job, job.grpo)  # refused before anything is trained
+    if job.grpo.enabled:  # refused before anything is trained
+        refuse(job.grpo, job.placement)
+        asked_steps(job, job.grpo)
     before, done = job.scratch / "before_grpo", job.scratch / "before_grpo.json"
     shared = {name: getattr(job, name) for name in TrainingJob.model_fields}
     sft = SftJob(

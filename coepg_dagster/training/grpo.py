@@ -48,7 +48,7 @@ from coepg_dagster.training.common import (
     write_log,
 )
 from coepg_dagster.training.examples import asked_steps, grpo_prompts, refuse_few
-from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
+from coepg_dagster.training.launch import accumulation, is_main, refuse
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
 from coepg_dagster.training.point_reward import PointReward
@@ -305,7 +305,7 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
 
     Checkpoints and the rollouts so far are in the scratch folder. Returns the figures of the run; rates in per cent.
     """
-    refuse_sharded(job.config, job.placement)
+    refuse(job.config, job.placement)
     asked = asked_steps(job, job.config)
     members = {}
     if job.grounder:
@@ -446,7 +446,9 @@ def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, An
         max_steps=config.max_steps or -1,
         num_generations=config.group_size,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=accumulation(config.prompts_per_step * config.group_size, micro, "grpo"),
+        gradient_accumulation_steps=accumulation(
+            config.prompts_per_step * config.group_size, micro, job.placement.processes
+        ),
         num_iterations=config.num_iterations,
         max_completion_length=config.max_plan_tokens,
         temperature=config.temperature,

@@ -32,19 +32,87 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def refuse_sharded(config: Sft | Grpo, placement: Placement) -> None:
-    """Raises Ended if no process holds the whole model, and `config` has settings that need one."""
-    if not placement.sharded:
-        return
-    if config.lora is not None:
-        raise Ended(
-            f"`lora` with strategy {placement.strategy}: adapters cannot be merged into weights that no process holds whole. "
-            "Use `ddp` or `zero2`: with LoRA gradients and optimizer take little memory"
+def refusals(config: Sft | Grpo, placement: Placement, resource: str) -> list[str]:
+    """Why training with `config` cannot run in `placement`, each with the nearest settings that can; empty: it can.
+
+    Needs no model and no GPU: `coepg plan`, `coepg evolve`, the steps of a run and the processes of training all ask here.
+
+    Args:
+        resource: of the placement, as messages name it: `sft` or `grpo_cdrem`.
+    """
+    part, why = "grpo" if isinstance(config, Grpo) else "sft", []
+    if placement.sharded and config.lora is not None:
+        why.append(
+            f"{part}: `lora` with strategy {placement.strategy}: adapters cannot be merged into weights that no process holds "
+            f"whole. Use `ddp` or `zero2`: with LoRA gradients and optimizer take little memory (`strategy: zero2` of {resource})"
         )
-    if isinstance(config, Grpo) and config.validate_every is not None:
-        raise Ended(
-            f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2`"
+    if placement.sharded and isinstance(config, Grpo) and config.validate_every is not None:
+        why.append(
+            f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2` "
+            f"(`strategy: zero2` of {resource})"
         )
+    if not divides(config, placement.processes):
+        rows, of = _rows(config)
+        why.append(
+            f"{part}: the {rows} {of} of an optimizer step cannot be shared by {placement.processes} processes in passes of "
+            f"micro_batch_size {config.micro_batch_size}: set {_nearest(config, placement.processes, resource)}"
+        )
+    return why
+
+
+def refuse(config: Sft | Grpo, placement: Placement) -> None:
+    """Raises Ended with all `refusals`."""
+    if why := refusals(config, placement, "grpo_cdrem" if isinstance(config, Grpo) else "sft"):
+        raise Ended("\n".join(why))
+
+
+def _rows(config: Sft | Grpo) -> tuple[int, str]:
+    """The rows of an optimizer step over all processes, and what they are."""
+    if isinstance(config, Sft):
+        return config.batch_size, "rows (batch_size)"
+    rollouts = config.prompts_per_step * config.group_size
+    return rollouts, f"rollouts (prompts_per_step {config.prompts_per_step} x group_size {config.group_size})"
+
+
+def divides(config: Sft | Grpo, processes: int) -> bool:
+    """Whether every process gets as many passes as each other, each of as many rows."""
+    rows, _ = _rows(config)
+    micro = config.micro_batch_size
+    if isinstance(config, Grpo):
+        micro = config.pass_size(packs=config.attention != "flash_attention_2", processes=processes)
+    return rows % (micro * processes) == 0
+
+
+def _nearest(config: Sft | Grpo, processes: int, resource: str) -> str:
+    """The nearest settings with which `config` can be shared: of the processes, of the passes, of the batch."""
+    part = "grpo" if isinstance(config, Grpo) else "sft"
+    # one process takes any batch: its passes divide it
+    fewer = next(n for n in range(processes - 1, 0, -1) if divides(config, n))
+    found = [f"`training_processes: {fewer}` of {resource}, which changes no result"]
+    for name in ("micro_batch_size", "prompts_per_step" if isinstance(config, Grpo) else "batch_size"):
+        now: int = getattr(config, name)
+        for value in sorted(
+            range(1, 2 * max(now, processes * config.micro_batch_size) + 1), key=lambda n: abs(n - now)
+        ):
+            other = config.model_copy(update={name: value})
+            rows, _ = _rows(other)
+            if rows % other.micro_batch_size == 0 and divides(other, processes):
+                found.append(f"`{part}.{name}: {value}` in the experiment file")
+                break
+    return ", or ".join(found)
+
+
+def hardware_refusals(placement: Placement, gpus: int, resource: str) -> list[str]:
+    """Why `placement` cannot run on a machine with so many GPUs (0: on its CPU); empty: it can."""
+    if not gpus:
+        needs_gpu = placement.strategy != "ddp"  # accelerate would silently ignore it
+        return [f"strategy {placement.strategy} needs GPUs: use `ddp` on a CPU ({resource})"] if needs_gpu else []
+    if placement.processes > gpus:
+        return [
+            f"{resource}: {placement.processes} processes need one GPU each, and there are {gpus}: set "
+            f"`training_processes: {gpus}`"
+        ]
+    return []
 
 
 def see_one_gpu() -> None:
@@ -55,18 +123,22 @@ def see_one_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def accumulation(rows: int, micro: int, what: str) -> int:
-    """The number of passes of `micro` rows in each process for an optimizer step of `rows` rows over all processes.
-
-    Raises Ended if `rows` cannot be divided so; `what` (`sft` or `grpo`) begins the message.
-    """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if rows % (micro * processes):
+def accumulation(rows: int, micro: int, processes: int) -> int:
+    """The number of passes of `micro` rows in each process for an optimizer step of `rows` rows, which `divides` allows."""
+    passes, left = divmod(rows, micro * processes)
+    if left:
         raise Ended(
-            f"{what}: {rows} rows per optimizer step cannot be shared by {processes} processes with micro_batch_size "
-            f"{micro}: lower micro_batch_size, or change `training_processes`, so that their product divides {rows}"
+            f"{rows} rows of an optimizer step cannot be shared by {processes} processes in passes of {micro}: the attention in "
+            "use takes no groups of rollouts; set `attention: sdpa`"
         )
-    return rows // (micro * processes)
+    return passes
+
+
+def _gpus() -> int:
+    """The GPUs that this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
@@ -105,8 +177,8 @@ def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
 
 def launch_ranks(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
     """Runs `module` in the processes of `placement`. Returns the exit code of `accelerate launch`."""
-    if placement.strategy != "ddp" and not on_gpu:  # accelerate would silently ignore it
-        raise Ended(f"strategy {placement.strategy} needs GPUs: use `ddp` on a CPU")
+    if why := hardware_refusals(placement, _gpus() if on_gpu else 0, "this resource"):
+        raise Ended("\n".join(why))
     config = scratch / "accelerate.yaml"
     config.write_text(yaml.safe_dump(accelerate_config(placement, on_gpu=on_gpu)))
 

@@ -26,7 +26,7 @@ from coepg_dagster.training.common import (
     write_log,
 )
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
-from coepg_dagster.training.launch import accumulation, is_main, refuse_sharded
+from coepg_dagster.training.launch import accumulation, is_main, refuse
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import probe_sft
@@ -74,7 +74,7 @@ def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
 
     Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints are in the scratch folder.
     """
-    refuse_sharded(job.config, job.placement)
+    refuse(job.config, job.placement)
     dataset, steps = job.rows(), job.train_steps()
     figures = _train(job, dataset, steps, report)
     if job.role == "end_to_end" or not job.config.probe_steps or not is_main():
@@ -122,7 +122,9 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             num_train_epochs=config.epochs,
             max_steps=config.max_steps or -1,
             per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=accumulation(config.batch_size, config.micro_batch_size, "sft"),
+            gradient_accumulation_steps=accumulation(
+                config.batch_size, config.micro_batch_size, job.placement.processes
+            ),
             learning_rate=config.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=config.warmup_ratio,

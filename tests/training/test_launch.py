@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from coepg_dagster.experiment import Grpo, Lora, Models, Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.running import run
-from coepg_dagster.training.launch import launch_ranks, refuse_sharded, see_one_gpu
+from coepg_dagster.training.launch import divides, hardware_refusals, launch_ranks, refusals, see_one_gpu
 from tests.jobs import grpo_job, quiet, sft_job
 
 
@@ -52,7 +55,54 @@ def test_what_needs_the_whole_model_is_refused_where_no_process_has_it(
     )
     with pytest.raises(Ended, match=why.format(strategy)):
         run(job, quiet)
-    refuse_sharded(config, Placement(processes=2, strategy="zero2"))
+    assert refusals(config, Placement(processes=2, strategy="zero2"), "sft") == []
+
+
+@settings(max_examples=150)
+@given(
+    rows=st.integers(1, 64),
+    micro=st.integers(1, 16),
+    group=st.integers(2, 12),
+    processes=st.integers(1, 16),
+    attention=st.sampled_from(["sdpa", "flash_attention_2"]),
+    grpo=st.booleans(),
+)
+def test_a_batch_that_does_not_divide_is_refused_with_settings_that_do(
+    rows: int, micro: int, group: int, processes: int, attention: Any, grpo: bool
+) -> None:
+    config: Sft | Grpo
+    try:
+        config = (
+            Grpo(prompts_per_step=rows, group_size=group, micro_batch_size=micro, attention=attention)
+            if grpo
+            else Sft(batch_size=rows, micro_batch_size=micro)
+        )
+    except ValueError:
+        assume(False)
+    why = refusals(config, Placement(processes=processes), "mine")
+    assert bool(why) != divides(config, processes)
+    for line in why:
+        others = re.findall(r"`(\w+)\.(\w+): (\d+)`", line)
+        assert ("prompts_per_step" if grpo else "batch_size") in {name for _, name, _ in others}
+        for _, name, value in others:
+            other = type(config).model_validate(config.model_dump() | {name: int(value)})
+            assert refusals(other, Placement(processes=processes), "mine") == []
+        (fewer,) = re.findall(r"`training_processes: (\d+)` of mine", line)
+        assert int(fewer) < processes and refusals(config, Placement(processes=int(fewer)), "mine") == []
+
+
+def test_the_papers_batch_on_eight_cards() -> None:
+    (why,) = refusals(Grpo(), Placement(processes=8, strategy="zero3"), "grpo_cdrem")
+    assert "the 294 rollouts (prompts_per_step 42 x group_size 7)" in why
+    assert "`training_processes: 7` of grpo_cdrem" in why and "`grpo.prompts_per_step: 40`" in why
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    assert (
+        hardware_refusals(Placement(processes=8), 8, "sft") == hardware_refusals(Placement(processes=8), 0, "sft") == []
+    )
+    (why,) = hardware_refusals(Placement(processes=8), 4, "sft")
+    assert "`training_processes: 4`" in why
 
 
 @pytest.mark.parametrize(
