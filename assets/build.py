@@ -9,7 +9,7 @@ from coepg_dagster.assets.about import about
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.shared import WEIGHTS
-from coepg_dagster.assets.stage import RESOURCES, StageFunction, materialize
+from coepg_dagster.assets.stage import StageFunction, materialize, needed_resources
 
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.pools.controls import BLOCKING
@@ -84,7 +84,7 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
         deps=[_dep(loop, dep) for dep in _deps(loop, asset)],
         code_version=code_version(loop.experiment, asset),
         check_specs=[dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())],
-        required_resource_keys={"store"} | ({RESOURCES[asset], "engines"} if asset in RESOURCES else set()),
+        required_resource_keys={"store", "engines", *needed_resources(asset)},
         pool=loop.experiment.pool if heavy else None,
         output_required=True,
         group_name=page.group,

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags, why_failed
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
-from coepg_dagster.resources.training import Processes, Training, default_resources
+from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.execution.api import execute_run
 from dagster._core.execution.context.system import PlanOrchestrationContext
@@ -25,6 +25,8 @@ from dagster._core.utils import make_new_run_id
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from coepg_dagster.experiment import checked
+from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.project import Project
 from coepg_dagster.refusal import Refusal
 
@@ -211,22 +213,35 @@ def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:
 
 
 def place_of(
-    device: str | None, train_device: str | None = None, processes: int | None = None, ray: str | None = None
+    device: str | None,
+    train_device: str | None = None,
+    processes: int | None = None,
+    ray: str | None = None,
+    machine: Machine | None = None,
 ) -> Place:
-    """Where the heavy steps run, by resource; None: the default of the resource.
+    """Where the heavy steps run, by resource; None: as `machine` says, and without one the default of the resource.
 
     Args:
         device: `cpu` or `cuda`; `train_device` the same for training alone.
         processes: number that share inference.
         ray: address of a Ray cluster.
     """
-    place = {}
+    place: dict[str, dict[str, Any]] = resource_config(machine) if machine else {}
     for key, resource in default_resources().items():
         if isinstance(resource, Processes):
             on = (train_device or device) if isinstance(resource, Training) else device
             fields = {"device": on, "processes": processes, "launcher": "ray" if ray else None, "ray_address": ray}
-            place[key] = {name: value for name, value in fields.items() if value is not None}
+            place[key] = place.get(key, {}) | {name: value for name, value in fields.items() if value is not None}
     return place
+
+
+def placed_machine(place: Place, machine: Machine | None = None) -> Machine:
+    """`machine` with the fields of `place`; None: a machine without a profile. Raises ExperimentError."""
+    known = machine or Machine(name="this_machine")
+    sections = {
+        key: getattr(known, key).model_dump() | dict(fields) for key, fields in place.items() if key in PROCESS_SECTIONS
+    }
+    return checked(Machine, known.model_dump() | sections, f"machine {known.name}")
 
 
 def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> str:

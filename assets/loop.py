@@ -117,7 +117,7 @@ def planner(work: StageContext) -> Outcome:
     if not config.enabled:
         return same_model(work, "planner_sft", config)
     models = _models(work.read_by("planner_sft", "open_models"))
-    verifiers = _recorded(_chosen(experiment.models.verifiers, resource.verifiers), "verifiers", models)
+    verifiers = _recorded(_chosen(work.models.verifiers, resource.verifiers), "verifiers", models)
     result = work.run_job(
         resource,
         GrpoJob,
@@ -167,7 +167,7 @@ def candidate_plans(work: StageContext) -> Outcome:
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
-    open_planners = _recorded(experiment.models.planners, "planners", _models(work.folder("open_models")))
+    open_planners = _recorded(work.models.planners, "planners", _models(work.folder("open_models")))
     result = work.run_job(
         resource,
         CandidatesJob,
@@ -185,7 +185,7 @@ def verdicts(work: StageContext) -> Outcome:
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
-    chosen = _chosen(experiment.models.verifiers, resource.verifiers)
+    chosen = _chosen(work.models.verifiers, resource.verifiers)
     open_verifiers = _recorded(chosen, "verifiers", _models(work.folder("open_models")))
     result = work.run_job(
         resource,
@@ -264,7 +264,7 @@ def evaluation(work: StageContext) -> Outcome:
     config = resource.resolve(experiment.regeneration)
     pairs: dict[str, Any] = {}
     if decoupled:
-        models, judge = _models(work.folder("open_models")), experiment.models.judge
+        models, judge = _models(work.folder("open_models")), work.models.judge
         pairs["attempts"] = experiment.evaluation.attempts
         pairs["judge"] = judge and as_recorded(judge, models["judge"])
         if experiment.evaluation.base_planner and work.k > 0:  # at 0 it is the agent's

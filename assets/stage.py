@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.ledger import RECORD, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
-from coepg_dagster.resources.training import Processes
+from coepg_dagster.resources.training import EnginesResource, Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 from coepg_dagster.benchmark import SOURCE
-from coepg_dagster.experiment import Member, Models, code_version, fingerprint
-from coepg_dagster.jobs import Job, seed_of
+from coepg_dagster.experiment import ExperimentError, Member, Models, code_version, fingerprint
+from coepg_dagster.jobs import Job, TrainingJob, seed_of
+from coepg_dagster.planning.machine import training_refusals, trainings
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.store import UNPARTITIONED, Store
@@ -37,6 +38,12 @@ RESOURCES: dict[Asset, str] = {
     "evaluation": "regeneration",
 }
 """The resource that gives an asset its process and hyper-parameters; assets that are not listed start no process."""
+
+
+def needed_resources(asset: Asset) -> tuple[str, ...]:
+    """The resources that say where an asset is made; SFT asks whether GRPO can run where it is to run after it."""
+    before = ("grpo_cdrem",) if RESOURCES.get(asset) == "sft" else ()
+    return (*before, RESOURCES[asset]) if asset in RESOURCES else ()
 
 
 @dataclass
@@ -71,7 +78,9 @@ class StageContext:
 
     @property
     def models(self) -> Models:
-        return self.loop.experiment.models
+        """The models of the experiment, asked at the endpoints of this machine."""
+        placed: Models = self.context.resources.engines.placed(self.loop.experiment.models)
+        return placed
 
     def record(self, asset: Asset) -> Record:
         """The record of the input `asset` of this iteration."""
@@ -103,6 +112,8 @@ class StageContext:
         A re-run with the same inputs and settings uses the same scratch folder, which is deleted when the job is done.
         """
         experiment = self.loop.experiment
+        if issubclass(kind, TrainingJob):
+            self._refuse_training()
         common: dict[str, Any] = {
             "models": self.models.model_dump(mode="json"),
             "device": resource.device,
@@ -120,6 +131,18 @@ class StageContext:
         result = resource.launch(self.context, job, self.loop.root)
         shutil.rmtree(scratch)
         return result
+
+    def _refuse_training(self) -> None:
+        """Raises ExperimentError if this training, or GRPO after it, cannot run where the resources say."""
+        resources = {name: getattr(self.context.resources, name) for name in needed_resources(self.ref.asset)}
+        why = [
+            line
+            for config, name in trainings(self.loop.experiment)
+            if name in resources
+            for line in training_refusals(resources[name].resolve(config), resources[name].settings(), name)
+        ]
+        if why:
+            raise ExperimentError("\n".join(why))
 
 
 StageFunction = Callable[[StageContext], Outcome]
@@ -185,6 +208,7 @@ def materialize(
         sizes=artifact.sizes,
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
         accepted_stale_input=context.resources.store.accept_stale_input,
+        place=_place(context, asset) if outcome.seconds is not None else {},
     )
     if asset in CROSSING and is_read_next(loop, work.ref):  # after the last iteration too: K may be raised later
         hand_over(context, loop, record)
@@ -192,6 +216,7 @@ def materialize(
         data_version=dg.DataVersion(artifact.version),
         metadata={
             **_overrides(context, asset),
+            **({"place": dg.MetadataValue.json(record.place)} if record.place else {}),
             **outcome.metadata,
             **(numbers(outcome.figures) if outcome.plotted is None else outcome.plotted),
             **_row_count(artifact.folder, outcome.content),
@@ -231,6 +256,18 @@ def _overrides(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, dg.
     resource: Processes | None = getattr(context.resources, RESOURCES[asset]) if asset in RESOURCES else None
     overrides = resource.overrides() if resource is not None else {}
     return {"overrides": dg.MetadataValue.json(overrides)} if overrides else {}
+
+
+def _place(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, Any]:
+    """Where a worker of this run was: the machine's profile, and every setting as it was used."""
+    engines: EnginesResource = context.resources.engines
+    resource: Processes = getattr(context.resources, RESOURCES[asset])
+    return {
+        "machine": engines.machine,
+        **resource.settings().model_dump(mode="json"),
+        "vllm": engines.serving().model_dump(mode="json"),
+        "endpoints": engines.endpoints,
+    }
 
 
 def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> None:

@@ -13,6 +13,7 @@ from coepg_dagster.assets.build import left_out, loop_assets, record_checks, sha
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
 from coepg_dagster.assets.stage import StageFunction
+from coepg_dagster.planning.machine import machine_named
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.provenance import Asset
 from coepg_dagster.resources.store import StoreResource
@@ -30,7 +31,8 @@ def build(
 ) -> dg.Definitions:
     """Every experiment below `experiments/FOLDER` of the project, with all its seeds.
 
-    A file that cannot be used leaves out only its experiment; the group LEFT_OUT of the asset graph shows the reason.
+    The defaults of the resources are those of the machine that COEPG_MACHINE names. A file that cannot be used leaves out only
+    its experiment; the group LEFT_OUT of the asset graph shows the reason.
 
     Args:
         makers: the functions that make the artifacts of the loop.
@@ -51,7 +53,7 @@ def build(
         ],
         asset_checks=[record_checks(loop) for loop in loops],
         sensors=[alert(seconds)],
-        resources={"store": StoreResource(), **default_resources(), **(resources or {})},
+        resources={"store": StoreResource(), **default_resources(machine_named(project.root)), **(resources or {})},
     )
     return dg.Definitions.merge(artifacts, *(automation(loop, nightly, weekly, seconds) for loop in loops))
 

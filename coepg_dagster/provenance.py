@@ -164,6 +164,7 @@ class Record(BaseModel):
     sizes: dict[str, int] = {}  # name → bytes of each
     failed_checks: list[str] = []  # blocking ones
     accepted_stale_input: bool = False
+    place: dict[str, Any] = {}  # where its worker ran; changes no result
 
     @property
     def ref(self) -> Ref:

@@ -1,7 +1,8 @@
 """The resources of the loop: `sft`, `grpo_cdrem`, `regeneration`, and `engines` for vLLM.
 
-The first three say where processes run (launcher, device, limits) and may replace hyper-parameters of the experiment file
-for one run, from the Launchpad. An empty field is as in the experiment file; the metadata show what was used.
+The first three say where processes run (launcher, device, limits; the defaults are those of a machine's profile) and may
+replace hyper-parameters of the experiment file for one run, from the Launchpad. An empty field is as in the experiment file;
+the metadata show what was used.
 """
 
 from __future__ import annotations
@@ -15,40 +16,34 @@ from coepg_dagster.resources import ray_worker, worker
 from coepg_dagster.resources.launcher import job_environment, run_process
 from pydantic import Field, create_model, model_validator
 
-from coepg_dagster.experiment import Grpo, Regeneration, Serving, Sft, Strict, checked
-from coepg_dagster.jobs import ChunkedJob, Job, OnAnomaly, Placement, Strategy, TrainingJob
+from coepg_dagster.experiment import Grpo, Models, Regeneration, Serving, Sft, Strict, checked
+from coepg_dagster.jobs import ChunkedJob, Job, TrainingJob
+from coepg_dagster.planning.machine import (
+    PROCESS_SECTIONS,
+    EndpointSettings,
+    Machine,
+    ProcessSettings,
+    TrainingSettings,
+    place_models,
+    refuse_ray_with_ranks,
+)
 
 Config = TypeVar("Config", bound=Strict)
 AS_WRITTEN: Final = "Empty: as in the experiment file."
 
 
-class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
+def _resource(config: type[Strict]) -> Any:
+    """A resource with the fields of `config`."""
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in config.model_fields.items()}
+    return create_model(config.__name__, __base__=dg.ConfigurableResource, **fields)
+
+
+class Processes(_resource(ProcessSettings)):  # type: ignore[misc]
     """Where the heavy steps run."""
 
-    launcher: Literal["subprocess", "ray"] = Field(
-        default="subprocess",
-        description="Where a job's process is started: on this machine, or on a Ray cluster that sees the same paths.",
-    )
-    ray_address: str = Field(
-        default="auto",
-        description="For `ray`: the cluster, as `host:6379`, `ray://host:10001`, or `auto` on a node of it.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one."
-    )
-    threads: int = Field(
-        default=1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores."
-    )
-    processes: int = Field(
-        default=2, ge=1, description="Processes that share inference over many rows on a CPU; with GPUs, one per GPU."
-    )
-    timeout_minutes: float = Field(default=7 * 24 * 60, gt=0, description="A job that takes longer is ended.")
-    grace_seconds: float = Field(
-        default=20,
-        gt=0,
-        description="How long a cancelled job has to save and end, first after SIGINT, then after SIGTERM. Give training "
-        "of a large model the time of an optimizer step and of a checkpoint.",
-    )
+    def settings(self) -> ProcessSettings:
+        """Where they run, as in a machine's profile."""
+        return ProcessSettings(**{name: getattr(self, name) for name in ProcessSettings.model_fields})
 
     def placement(self, kind: type[Job]) -> dict[str, Any]:
         """The fields of a job of `kind` that say where it runs; they do not change its result."""
@@ -76,49 +71,24 @@ class Processes(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     def overrides(self) -> dict[str, Any]:
         """Field → value that this resource replaces in the experiment file."""
-        settings = sorted(set(type(self).model_fields) - set(Training.model_fields))
+        settings = sorted(set(type(self).model_fields) - set(TrainingSettings.model_fields))
         return {name: getattr(self, name) for name in settings if getattr(self, name) is not None}
 
 
-class Training(Processes):
+class Training(_resource(TrainingSettings), Processes):  # type: ignore[misc]
     """Training in one process, or through `accelerate launch` in several of one machine."""
 
-    training_processes: int = Field(
-        default=1,
-        ge=1,
-        description="Processes that share an optimizer step, one per GPU. Batch sizes stay those of a step.",
-    )
-    strategy: Strategy = Field(
-        default="ddp",
-        description="What each process holds. `ddp`: everything; `zero2`: a part of the optimizer's state (DeepSpeed); `zero3`: "
-        "a part of the weights too; `fsdp`: as `zero3`, by torch.",
-    )
-    save_every: int = Field(
-        default=50,
-        ge=0,
-        description="Optimizer steps between two checkpoints, from which a killed run continues. 0: only when it is "
-        "cancelled.",
-    )
-    on_anomaly: OnAnomaly = Field(
-        default="stop",
-        description="When groups have no spread, reward, KL or loss run away, or memory grows steadily. `stop`: saves, ends, and "
-        "says what to change; `warn`: logs that and continues. A loss that is not a number always ends training.",
-    )
-
     @model_validator(mode="after")
-    def _ray_trains_in_one_process(self) -> Self:
-        if self.launcher == "ray" and (self.training_processes > 1 or self.strategy != "ddp"):
-            raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
+    def _can_be(self) -> Self:
+        refuse_ray_with_ranks(self)
         return self
 
+    def settings(self) -> TrainingSettings:
+        return TrainingSettings(**{name: getattr(self, name) for name in TrainingSettings.model_fields})
+
     def placement(self, kind: type[Job]) -> dict[str, Any]:
-        placed = Placement(
-            processes=self.training_processes,
-            strategy=self.strategy,
-            save_every=self.save_every,
-            on_anomaly=self.on_anomaly,
-        )
-        return {"placement": placed} if issubclass(kind, TrainingJob) else super().placement(kind)
+        trains = issubclass(kind, TrainingJob)
+        return {"placement": self.settings().placement} if trains else super().placement(kind)
 
 
 def _overridable(base: type[Processes], config: type[Strict], *decided: str) -> Any:
@@ -178,18 +148,39 @@ def _engine_field(name: str) -> str:
 
 
 class EnginesResource(_engines()):  # type: ignore[misc]
-    """How vLLM runs on this machine, if an experiment uses it (`models.engine`, or a pool member's `engine`)."""
+    """How vLLM runs on this machine, if an experiment uses it (`models.engine`, or a pool member's `engine`), and endpoints."""
+
+    machine: str | None = Field(default=None, description="The profile below `machines/` that the defaults are from.")
+    endpoints: dict[str, Any] = Field(default={}, description=f"{Machine.model_fields['endpoints'].description}")
 
     def serving(self) -> Serving:
         """The settings as jobs take them."""
         return Serving(**{name: getattr(self, _engine_field(name)) for name in Serving.model_fields})
 
+    def placed(self, models: Models) -> Models:
+        """The models, asked at the endpoints of this machine. Raises ExperimentError."""
+        return place_models(
+            models,
+            {name: checked(EndpointSettings, given, f"endpoints: {name}") for name, given in self.endpoints.items()},
+        )
 
-def default_resources() -> dict[str, Any]:
-    """The resources of a code location, by key."""
-    return {
-        "sft": SftResource(),
-        "grpo_cdrem": GrpoCdremResource(),
-        "regeneration": RegenerationResource(),
-        "engines": EnginesResource(),
+
+def resource_config(machine: Machine) -> dict[str, dict[str, Any]]:
+    """A machine's profile as the configuration of the resources: every setting, but those that are empty."""
+    config = {key: getattr(machine, key).model_dump() for key in PROCESS_SECTIONS}
+    serving = {_engine_field(name): value for name, value in machine.vllm.model_dump().items()}
+    endpoints = {name: where.model_dump(exclude_none=True) for name, where in machine.endpoints.items()}
+    config["engines"] = serving | {"machine": machine.name, "endpoints": endpoints}
+    return {key: {name: value for name, value in fields.items() if value is not None} for key, fields in config.items()}
+
+
+def default_resources(machine: Machine | None = None) -> dict[str, Any]:
+    """The resources of a code location, by key, with the settings of `machine`."""
+    config = resource_config(machine) if machine else {}
+    kinds = {
+        "sft": SftResource,
+        "grpo_cdrem": GrpoCdremResource,
+        "regeneration": RegenerationResource,
+        "engines": EnginesResource,
     }
+    return {key: kind(**config.get(key, {})) for key, kind in kinds.items()}

@@ -25,7 +25,7 @@ def make_project(folder: Path, *experiments: Path) -> Path:
     (folder / "experiments").mkdir(parents=True)
     for file in experiments:
         shutil.copy(file, folder / "experiments")
-    for name in ("data", "models", "dagster.yaml", "workspace.yaml"):
+    for name in ("data", "models", "machines", "dagster.yaml", "workspace.yaml"):
         (folder / name).symlink_to(REPOSITORY / name)
     return folder
 
