@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from coepg_dagster.artifacts import steps_of
 from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
+from coepg_dagster.progress import Ended
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 OnAnomaly = Literal["stop", "warn"]
@@ -196,10 +197,16 @@ def parse_job(text: str) -> Job:
 
 
 def read_job(path: Path) -> Job:
-    """The job in a file; device `auto` becomes `cuda` if there is a GPU, else `cpu`."""
+    """The job in a file; device `auto` becomes `cuda` if there is a GPU, else `cpu`. Raises Ended if it is `cuda` without one."""
     job = parse_job(path.read_text())
-    if job.device != "auto":
+    if job.device not in ("auto", "cuda"):
         return job
     import torch
 
-    return job.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
+    if torch.cuda.is_available():
+        return job.model_copy(update={"device": "cuda"})
+    if job.device == "cuda":
+        raise Ended(
+            "device: cuda: torch sees no GPU here: use `auto` or `cpu`, or look at the driver and CUDA_VISIBLE_DEVICES"
+        )
+    return job.model_copy(update={"device": "cpu"})

@@ -28,7 +28,10 @@ def main(job_file: Path, result_file: Path) -> None:
     Training in several processes starts this module again in each; the first of them reports and writes the figures.
     """
     end_with_parent()
-    job = read_job(job_file)
+    try:
+        job = read_job(job_file)
+    except Refusal as why:
+        sys.exit(str(why))
     from coepg_dagster.inference.visual import keep_in  # torch: the definitions name this module, and must load fast
 
     keep_in(job.visual)

@@ -32,7 +32,9 @@ from coepg_dagster.cli.common import (
     two_decimals,
 )
 from coepg_dagster.experiment import ABLATIONS, Experiment
-from coepg_dagster.planning.estimates import CARDS, Strategy
+from coepg_dagster.jobs import Strategy
+from coepg_dagster.planning.estimates import CARDS
+from coepg_dagster.planning.machine import MACHINE, Machine, TrainingSettings, machine_named
 from coepg_dagster.project import Project, find_project
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
     from coepg_dagster.provenance import Asset, Record, Ref, Stale
+
+On = Annotated[
+    str | None, typer.Option("--on", metavar="NAME", help=f"the profile machines/NAME.yaml; else that in {MACHINE}")
+]
 
 app = typer.Typer()
 rewards = typer.Typer(
@@ -77,6 +83,7 @@ def evolve(
         int | None, typer.Option(help="processes that share inference on a CPU", min=1, max=1024)
     ] = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
+    on: On = None,
 ) -> None:
     """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
 
@@ -89,15 +96,31 @@ def evolve(
         refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
     if ray is None:
         require_device(device, train_device)
+    machine = machine_named(project.root, on)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.evolve import evolve_through, place_of
+    from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
 
     loop = Loop(experiment, seed, project.root)
-    place = place_of(device, train_device, processes, ray)
+    place = place_of(device, train_device, processes, ray, machine)
+    if through:
+        refuse_all(experiment, placed_machine(place, machine).refusals(experiment, _gpus()))
     made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
     err.print(f"{made} runs" if made else "everything is there and current")
+
+
+def refuse_all(experiment: Experiment, why: list[str]) -> None:
+    """Ends with the reasons, if there are any."""
+    if why:
+        refuse("\n".join(f"{experiment.name}: {line}" for line in why))
+
+
+def _gpus() -> int:
+    """The GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 @app.command()
@@ -147,43 +170,118 @@ def results(
 @app.command()
 def plan(
     reference: Reference,
-    gpu: Annotated[
-        str | None, typer.Option(help="card, e.g. H100-80GB; default: this machine's, A100-80GB if none")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(help="cards on one machine; default: this machine's", min=1)] = None,
-    strategy: Annotated[Strategy, typer.Option(help="how several cards share the training")] = "zero3",
+    on: On = None,
+    gpu: Annotated[str | None, typer.Option(help="a card without a profile, e.g. H100-80GB")] = None,
+    gpus: Annotated[int | None, typer.Option(help="with --gpu: cards on one machine", min=1, max=1024)] = None,
+    strategy: Annotated[Strategy, typer.Option(help="with --gpus: how they share the training")] = "zero3",
+    probe: Annotated[bool, typer.Option("--probe", help="ask every endpoint for its model")] = False,
+    resolved: Annotated[bool, typer.Option("--resolved", help="print the resolved file and nothing else")] = False,
 ) -> None:
-    """Validates an experiment, prints its resolved configuration, what `evolve` would run and what that would take.
+    """Says whether an experiment can run and fits, what `evolve` would run, how long that takes, and what is missing.
 
     Touches no model: memory per GPU, main memory, disk, steps, tokens and GPU-hours of each stage are computed from sizes
-    and from measured rates. Ends with code 1 where a later step would fail on the data or on a failed check; with code 3
-    where a stage cannot fit, and names three settings that would help.
+    and from measured rates. Ends with code 1 where a later step would fail on the data, on a failed check or on this machine;
+    with code 3 where a stage cannot fit, and names three settings that would help.
     """
     project, experiment, seed = open_experiment(reference)
-    if gpu is not None and gpu not in CARDS:
-        refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
+    if resolved:
+        typer.echo(yaml_files.dump(experiment.model_dump(mode="json")))
+        return
+    machine = _planned_machine(project, experiment, on, gpu, gpus, strategy)
     from coepg_dagster.assets.automation import failed_inputs
     from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.benchmark import is_to_be_fetched
+    from coepg_dagster.planning import dryrun
+    from coepg_dagster.planning.estimates import rates_of
+    from coepg_dagster.provenance import Ref
 
     instance = open_instance(project)
     loop = Loop(experiment, seed, project.root)
-    typer.echo(yaml_files.dump(experiment.model_dump(mode="json")))
     records = loop.records(instance)
     stale = loop.stale(records)
     why = [*_bad_steps(loop, records, stale), *failed_inputs(instance, loop)]
-    if why:
-        refuse("\n".join(f"{experiment.name}: {line}" for line in why))
+    why += [*machine.refusals(experiment), *dryrun.broken(experiment.models, project.root)]
+    if probe and not why:
+        why += _silent_endpoints(experiment, machine)
+    refuse_all(experiment, why)
+    imported = records.get(Ref("benchmark_steps"))
+    dry = dryrun.DryRun(experiment, project.root, imported.figures["steps"] if imported else None)
+    hardware = dryrun.Hardware.of(machine)
+    report = dryrun.report(
+        dry, hardware, rates_of(hardware.card or dryrun.CPU, project.root / "benchmarks" / "baselines")
+    )
+    fits = "does not fit" if report.refused else "can run and fits" if hardware.card else "can run"
+    typer.echo(f"{loop.name} on {machine.name} ({hardware.text()}): {fits}")
+    for line in _would_run(loop, records, stale, loop.report_is_current(instance, records)):
+        typer.echo(line)
+    typer.echo(f"takes: {report.summary}")
+    missing = is_to_be_fetched(experiment.benchmark, project.root) and imported is None
+    typer.echo(
+        f"missing: {f'{experiment.benchmark.path}: fetch the data before `coepg evolve`' if missing else 'nothing'}"
+    )
     for ref, cause in stale.items():
-        typer.echo(f"# stale: {ref}: {cause}")
+        typer.echo(f"stale: {ref}: {cause}")
+    typer.echo("")
+    for line in report.lines:
+        typer.echo(line)
+    for line in report.refused:
+        say(line, "red")
+    if report.refused:
+        raise typer.Exit(3)
+
+
+def _planned_machine(
+    project: Project, experiment: Experiment, on: str | None, gpu: str | None, gpus: int | None, strategy: Strategy
+) -> Machine:
+    """The machine to plan for: a profile, a card without one, or what `coepg evolve` would use here."""
+    from coepg_dagster.planning.dryrun import detect_card
+
+    if gpu is None and gpus is not None:
+        refuse("--gpus counts cards of a kind: add --gpu, e.g. --gpu H100-80GB, or name a profile with --on")
+    if gpu is not None:
+        if on is not None:
+            refuse(f"--on {on} has its cards in its profile: leave out --gpu")
+        if gpu not in CARDS:
+            refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
+        spread = TrainingSettings(training_processes=gpus or 1, strategy=strategy if (gpus or 1) > 1 else "ddp")
+        return Machine(name="this_machine", card=gpu, gpus=gpus or 1, sft=spread, grpo_cdrem=spread)
+    if (machine := machine_named(project.root, on)) is not None:
+        return machine
+    here = detect_card()
+    if here is None and experiment.pool != "cpu":
+        say("no GPU is known here: --on NAME plans another machine, see machines/", "yellow")
+    if here is None:
+        return Machine(name="this_machine")
+    if here[1] > 1:
+        say(f"training takes one of {here[1]} GPUs: --on NAME spreads it, see machines/", "yellow")
+    return Machine(name="this_machine", card=here[0].name, gpus=here[1])
+
+
+def _would_run(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale], reported: bool) -> list[str]:
+    """What `coepg evolve` would make, the unpartitioned steps too."""
     shared = loop.shared_to_make(records, stale)
-    if shared:
-        typer.echo(f"# would make {', '.join(shared)}")
-    todo = loop.to_make(records, stale, experiment.iterations)
-    for k, assets in todo.items():
-        typer.echo(f"# would run iteration {k}: {', '.join(assets)}")
-    if not todo and not shared:
-        typer.echo("# everything is there and current")
-    _dry_run(project, experiment, records, gpu, gpus, strategy)
+    todo = loop.to_make(records, stale, loop.experiment.iterations)
+    lines = [f"would run first: {', '.join(shared)}"] if shared else []
+    lines += [f"would run iteration {k}: {', '.join(assets)}" for k, assets in todo.items()]
+    if lines or not reported:
+        lines.append("would run last: evolution_report")
+    return lines or ["would run: nothing, everything is there and current"]
+
+
+def _silent_endpoints(experiment: Experiment, machine: Machine) -> list[str]:
+    """Why the endpoints of an experiment would refuse its requests, a line for each."""
+    from coepg_dagster.inference.endpoint import endpoint_of, served_model
+    from coepg_dagster.inference.engine import EngineRefused
+    from coepg_dagster.planning.machine import place_models
+
+    why = []
+    for name, member in place_models(experiment.models, machine.endpoints).named().items():
+        if member.engine == "openai":
+            try:
+                served_model(endpoint_of(member))
+            except EngineRefused as error:
+                why.append(f"models: {name}: {error}")
+    return why
 
 
 def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]) -> list[str]:
@@ -205,41 +303,8 @@ def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, St
         }
         return refuse_steps(experiment, all_steps(file), covered)
     if is_to_be_fetched(experiment.benchmark, loop.root):
-        say(f"{experiment.benchmark.path} is not there yet: fetch the data before `coepg evolve`", "yellow")
-        return []
+        return []  # what a run takes can be estimated all the same
     return refuse_files(experiment, loop.root)
-
-
-def _dry_run(
-    project: Project,
-    experiment: Experiment,
-    records: Mapping[Ref, Record],
-    gpu: str | None,
-    gpus: int | None,
-    strategy: Strategy,
-) -> None:
-    """The part of `plan` that estimates what a run would take."""
-    from coepg_dagster.planning import dryrun
-    from coepg_dagster.planning.estimates import rates_of
-    from coepg_dagster.provenance import Ref
-
-    here = dryrun.detect_card() if gpu is None else (CARDS[gpu], gpus or 1)
-    if here is None and experiment.pool != "cpu":
-        here = CARDS["A100-80GB"], gpus or 8  # the paper's machine
-    card, count = here or (None, 1)
-    hardware = dryrun.Hardware(card, gpus or count, strategy)
-    benchmark = records.get(Ref("benchmark_steps"))
-    if wrong := dryrun.broken(experiment.models, project.root):
-        refuse("\n".join(wrong))
-    dry = dryrun.DryRun(experiment, project.root, benchmark.figures["steps"] if benchmark else None)
-    rates = rates_of(card or dryrun.CPU, project.root / "benchmarks" / "baselines")
-    report = dryrun.report(dry, hardware, rates)
-    for line in report.lines:
-        typer.echo(f"# {line}")
-    for line in report.refused:
-        say(line, "red")
-    if report.refused:
-        raise typer.Exit(3)
 
 
 @app.command()
@@ -406,11 +471,13 @@ def ui(
     pages_port: Annotated[
         int, typer.Option(help="of lineage maps and reports, on the loopback address", min=1, max=65535)
     ] = 3001,
+    on: On = None,
 ) -> None:
     """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
     project = find_project()
     if port == pages_port:
         refuse(f"--port and --pages-port are both {port}: choose two")
+    machine = machine_named(project.root, on)  # for the Launchpad and for sensors and schedules
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     instance = open_instance(project)
@@ -434,6 +501,7 @@ def ui(
     ]
     # a code location takes its time to load while training keeps every core busy
     env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
+    env |= {MACHINE: machine.name} if machine else {}
     processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
     err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C

@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from coepg_dagster.experiment import Experiment, Lora, Models
+from coepg_dagster.experiment import Experiment, Grpo, Lora, Models, Serving, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, read
 from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
 from coepg_dagster.inference.hub import described, split
 from coepg_dagster.inference.weights import is_local
+from coepg_dagster.jobs import ALONE, Placement
 from coepg_dagster.planning.estimates import (
     CARDS,
     CONTEXT,
-    GB,
+    DEFAULT_SERVING,
+    GIB,
     Card,
     Example,
     Graders,
@@ -29,7 +31,6 @@ from coepg_dagster.planning.estimates import (
     Rates,
     Spread,
     StageEstimate,
-    Strategy,
     generation_memory,
     generation_seconds,
     grpo_memory,
@@ -40,6 +41,8 @@ from coepg_dagster.planning.estimates import (
     sft_seconds,
     validations,
 )
+from coepg_dagster.planning.machine import Machine
+from coepg_dagster.training.launch import refusals
 from coepg_dagster.training.learned import Exposure, exposure
 
 STEPS: Final[dict[str, dict[str, int]]] = {
@@ -68,17 +71,35 @@ class Hardware:
 
     card: Card | None
     gpus: int = 1
-    strategy: Strategy = "ddp"
+    sft: Placement = ALONE
+    grpo: Placement = ALONE
+    serving: Serving = DEFAULT_SERVING
 
-    @property
-    def spread(self) -> Spread:
-        """How training is spread over the GPUs; on a CPU: one process."""
-        return Spread(self.strategy, self.gpus, self.card.memory) if self.card else Spread(self.strategy)
+    @classmethod
+    def of(cls, machine: Machine) -> Hardware:
+        """The hardware that a profile describes."""
+        placements = machine.sft.placement, machine.grpo_cdrem.placement
+        return cls(CARDS[machine.card] if machine.card else None, machine.gpus or 1, *placements, machine.vllm)
+
+    def spread(self, placement: Placement) -> Spread:
+        """How training in `placement` is spread over the GPUs; on a CPU: one process."""
+        if self.card is None:
+            return Spread(placement.strategy)
+        return Spread(placement.strategy, placement.processes, self.card.memory)
+
+    def processes(self, asset: str) -> int:
+        """The GPUs that work on an asset at a time; on a CPU its time is that of two cores, however many processes."""
+        if self.card is None:
+            return 1
+        placement = {"planner_sft": self.sft, "grounder": self.sft, "planner": self.grpo}.get(asset)
+        return placement.processes if placement else self.gpus
 
     def text(self) -> str:
         if self.card is None:
             return "CPU"
-        return f"{self.gpus} × {self.card.name}" + (f", {self.strategy}" if self.gpus > 1 else "")
+        parts = ((self.sft, "SFT"), (self.grpo, "GRPO"))
+        spread = (f"{name} in {of.processes} × {of.strategy}" for of, name in parts if of.spread)
+        return ", ".join([f"{self.gpus} × {self.card.name}", *spread])
 
 
 @dataclass(frozen=True)
@@ -178,6 +199,10 @@ class DryRun:
         self.eval_steps = sum(min(known.get(split, 0), most) for split in (benchmark.validation, *benchmark.test))
         self.validation_steps = known.get(benchmark.validation, 0)
 
+    def knows(self, asset: str) -> bool:
+        """Whether the number of rows that `asset` handles is known."""
+        return (self.eval_steps if asset == "evaluation" else self.train_steps) > 0
+
     @staticmethod
     def _loaded(experiment: Experiment) -> list[str]:
         return [experiment.models.base_planner, experiment.models.base_grounder]
@@ -219,9 +244,15 @@ class DryRun:
                 StageEstimate(
                     "planner",
                     grpo_memory(
-                        planner, graders, changed.grpo, plan, hardware.spread, bytes_each=stored_bytes(changed)
+                        planner,
+                        graders,
+                        changed.grpo,
+                        plan,
+                        hardware.spread(hardware.grpo),
+                        bytes_each=stored_bytes(changed),
+                        serving=hardware.serving,
                     ),
-                    host=hardware.spread.gpus * 4.0 * planner.parameters,
+                    host=hardware.processes("planner") * 4.0 * planner.parameters,
                     disk=2.0 * planner.parameters,
                     steps=steps,
                     tokens=float((prompts * changed.grpo.group_size + seen * validated) * plan.tokens(planner)),
@@ -273,8 +304,8 @@ class DryRun:
         seen = steps * config.batch_size
         return StageEstimate(
             asset,
-            sft_memory(model, config, example, hardware.spread, bytes_each=stored_bytes(experiment)),
-            host=hardware.spread.gpus * 4.0 * model.parameters,
+            sft_memory(model, config, example, hardware.spread(hardware.sft), bytes_each=stored_bytes(experiment)),
+            host=hardware.processes(asset) * 4.0 * model.parameters,
             disk=2.0 * model.parameters,
             steps=steps,
             tokens=float(seen * example.tokens(model)),
@@ -299,7 +330,7 @@ class DryRun:
         return StageEstimate(
             asset,
             max(needs, key=lambda need: need.total),
-            host=hardware.spread.gpus * float(bytes_each * largest.parameters),
+            host=hardware.gpus * float(bytes_each * largest.parameters),
             disk=0.0,
             steps=sum(-(-screenshots // max(1, batch // samples)) for _ in members),
             tokens=float(sum(screenshots * samples * example.tokens(m) for m in members.values())),
@@ -333,7 +364,7 @@ class DryRun:
                 activations=max(of.activations for of in memory),
                 cache=max(of.cache for of in memory),
             ),
-            host=hardware.spread.gpus * float(bytes_each * max(model.parameters for model, *_ in work)),
+            host=hardware.gpus * float(bytes_each * max(model.parameters for model, *_ in work)),
             disk=0.0,
             steps=sum(-(-count // max(1, batch // samples)) for _, _, samples, count in work),
             tokens=float(sum(count * samples * example.tokens(model) for model, example, samples, count in work)),
@@ -373,8 +404,14 @@ class DryRun:
             changes["grpo.ensemble: false (ϕ_k rewards alone)"] = with_("grpo", ensemble=False)
             changes["grpo.prompts_per_step: 8"] = with_("grpo", prompts_per_step=8)
         if asset in ("planner_sft", "grounder", "planner"):
-            eight = Hardware(card, max(8, hardware.gpus), "zero3")
-            changes[f"strategy zero3 over {eight.gpus} GPUs"] = lambda: (experiment, eight)
+            part = "grpo" if asset == "planner" else "sft"
+            config: Sft | Grpo = getattr(experiment, part)
+            # as many of eight as can share a batch
+            wide = (Placement(processes=n, strategy="zero3") for n in range(max(8, hardware.gpus), 0, -1))
+            placed = next((one for one in wide if not refusals(config, one, "")), None)
+            if placed is not None and placed.processes > 1:
+                more = replace(hardware, gpus=max(hardware.gpus, placed.processes), **{part: placed})
+                changes[f"strategy zero3 over {placed.processes} GPUs"] = lambda: (experiment, more)
         else:
             changes["batch_size: 8"] = lambda: (experiment.model_copy(update={"batch_size": 8}), hardware)
         pool = {"candidate_plans": "planners", "verdicts": "verifiers", "planner": "verifiers"}.get(asset, "")
@@ -392,6 +429,10 @@ class DryRun:
         needs = []
         for text, change in changes.items():
             other, place = change()
+            if asset in ("planner_sft", "grounder", "planner"):
+                config, placement = (other.grpo, place.grpo) if asset == "planner" else (other.sft, place.sft)
+                if refusals(config, placement, ""):  # a remedy that would itself be refused
+                    continue
             stage = next(s for s in self.stages(place, rates, other) if s.asset == asset)
             needs.append((text, stage.memory.total))
         now = next(s for s in self.stages(hardware, rates) if s.asset == asset).memory.total
@@ -400,10 +441,14 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Report:
-    """The lines that `coepg plan` prints, and the reasons why the experiment is refused (empty: it fits)."""
+    """What `coepg plan` prints of the dry run."""
 
-    lines: list[str]
-    refused: list[str]
+    summary: str  # how long and how large, in one line
+    lines: list[str]  # the table and what it is computed from
+    refused: list[str]  # why the experiment does not fit; empty: it fits
+
+
+UNKNOWN: Final = "unknown"
 
 
 def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
@@ -413,40 +458,50 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     for name, sized in dry.models.items():
         model = sized.architecture
         lines.append(f"model {name}: {model.parameters / 1e6:,.1f} million parameters ({sized.source})")
-    if not dry.train_steps:
+    if dry.train_steps:
+        lines.append(f"{dry.train_steps} training steps, {dry.eval_steps} to evaluate, from {dry.steps_from}")
+    else:
         lines.append(
             "the benchmark is not imported and its size is not known: steps, tokens and hours are not estimated"
         )
-    lines.append(f"{dry.train_steps} training steps, {dry.eval_steps} to evaluate, from {dry.steps_from}")
     stages = dry.stages(hardware, rates)
-    memory, time = ("GB per GPU", "GPU-hours") if hardware.card else ("GB", "hours")
-    head = ("asset", memory, "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GB", "disk GB")
+    memory, time = ("GiB per GPU", "GPU-hours") if hardware.card else ("GiB", "hours")
+    head = ("asset", memory, "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GiB", "disk GiB")
     rows: list[tuple[str, ...]] = [(*head, "steps", "M tokens", time)]
     for stage in stages:
         need = stage.memory
         parts = (need.total, need.weights, need.gradients, need.optimizer, need.activations, need.cache, need.vllm)
-        sizes = [f"{part / GB:.1f}" for part in (*parts, stage.host, stage.disk)]
-        rows.append(
-            (stage.asset, *sizes, str(stage.steps), f"{stage.tokens / 1e6:.1f}", f"{stage.gpu_seconds / 3600:.2f}")
-        )
+        sizes = [f"{part / GIB:.1f}" for part in (*parts, stage.host, stage.disk)]
+        work = (str(stage.steps), f"{stage.tokens / 1e6:.1f}", f"{stage.gpu_seconds / 3600:.2f}")
+        rows.append((stage.asset, *sizes, *(work if dry.knows(stage.asset) else (UNKNOWN,) * 3)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
         lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-    hours = sum(stage.gpu_seconds for stage in stages) / 3600
-    times = experiment.iterations * len(experiment.seeds)
-    disk = sum(stage.disk for stage in stages)
     if experiment.grpo.enabled and dry.train_steps:
         seen = dry.exposure(experiment)
         unseen = f"; its prompts are the {seen.of:,} of {dry.all_train_steps:,} training steps that D_k does not cover"
         lines.append(seen.text() + (unseen if experiment.grpo.prompts == "unseen" else ""))
         few = seen.warning(experiment.grpo)
         lines += [f"warning: {few}"] if few else []
-    lines.append(
-        f"an iteration: {hours:.1f} {time}, {disk / GB:.1f} GB; {experiment.iterations} iterations and "
-        f"{len(experiment.seeds)} seeds: {times * hours:.0f} {time}, {times * disk / GB:.0f} GB"
-    )
-    return Report(lines, _refusal(dry, hardware, rates, stages))
+    return Report(_summary(dry, hardware, stages), lines, _refusal(dry, hardware, rates, stages))
+
+
+def _summary(dry: DryRun, hardware: Hardware, stages: list[StageEstimate]) -> str:
+    experiment = dry.experiment
+    gpu_hours = sum(stage.gpu_seconds for stage in stages) / 3600
+    hours = sum(stage.gpu_seconds / hardware.processes(stage.asset) for stage in stages) / 3600
+    disk = sum(stage.disk for stage in stages) / GIB
+    times = experiment.iterations * len(experiment.seeds)
+    whole = f"{experiment.iterations} iterations and {len(experiment.seeds)} seeds"
+    if not all(dry.knows(stage.asset) for stage in stages):
+        return f"time unknown, {disk:.1f} GiB an iteration; {whole}: time unknown, {times * disk:.0f} GiB"
+
+    def text(n: int) -> str:
+        gpu = f" ({n * gpu_hours:.1f} GPU-hours)" if hardware.card else ""
+        return f"{n * hours:.1f} hours{gpu}, {n * disk:.1f} GiB"
+
+    return f"an iteration {text(1)}; {whole} {text(times)}"
 
 
 def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[StageEstimate]) -> list[str]:
@@ -459,10 +514,10 @@ def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[StageEs
     lines = []
     for stage in too_large:
         lines.append(
-            f"{stage.asset} cannot fit: it needs {stage.memory.total / GB:.0f} GB per GPU, {card.name} has "
-            f"{room / GB:.0f} GB for it. What would help most:"
+            f"{stage.asset} cannot fit: it needs {stage.memory.total / GIB:.1f} GiB per GPU, {card.name} has "
+            f"{card.memory / GIB:.1f} GiB, {room / GIB:.1f} of them beside CUDA. What would help most:"
         )
         for setting, need in dry.remedies(stage.asset, hardware, rates):
             fits = "fits" if need <= room else "still too much, together with others it helps"
-            lines.append(f"  {setting}: {need / GB:.0f} GB, {fits}")
+            lines.append(f"  {setting}: {need / GIB:.1f} GiB, {fits}")
     return lines

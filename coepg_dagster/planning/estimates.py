@@ -20,6 +20,8 @@ from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Archi
 from coepg_dagster.refusal import Refusal
 
 GB: Final = 1e9
+GIB: Final = 2.0**30
+"""What a card's name calls GB."""
 DEFAULT_SERVING: Final = Serving()
 CONTEXT: Final = 1.5 * GB
 """Bytes per process in addition to its tensors: CUDA context, libraries, fragmentation."""
