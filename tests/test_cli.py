@@ -94,6 +94,12 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["evolve", "sandbox", "--through", "1", "--processes", "100000"], "Invalid value for"),
     (["plan", "sandbox", "--gpu", "Voodoo"], "known: "),
     (["plan", "sandbox", "--gpus", "0"], "Invalid value for"),
+    (["plan", "sandbox", "--gpus", "2"], "add --gpu"),
+    (["plan", "sandbox", "--on", "nowhere"], "there is no machine 'nowhere'; known: h100x1"),
+    (["plan", "sandbox", "--on", "laptop", "--gpu", "H100-80GB"], "leave out --gpu"),
+    (["evolve", "sandbox", "--through", "1", "--on", "nowhere"], "there is no machine 'nowhere'"),
+    (["evolve", "sandbox", "--through", "1", "--on", "h100x8"], "`training_processes: 1` of sft"),
+    (["ui", "--on", "nowhere"], "there is no machine 'nowhere'"),
     (["plan", "sandbox", "--strategy", "zero9"], "'zero9' is not one of"),
     *((["trace", row], "names no row") for row in ("", "x", "sandbox@1", "sandbox@1#", "#", "@#")),
     *((["trace", f"{name}#1"], message) for name, message in ITERATIONS.items()),
@@ -255,7 +261,7 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
     others[2].write_text("parent: sandbox\ndescription: x\niterations: yes\nseeds: [-1]\n")
     try:
         code, out, err = tell(project, "plan", "sandbox")
-        assert code == 0 and yaml_files.parse(out.split("# would run")[0])["name"] == "sandbox"
+        assert code == 0 and out.startswith("sandbox/s13 on this_machine") and "would run first: benchmark_steps" in out
         assert [line.split(":")[0] for line in err.splitlines()] == ["left out", "left out"]
         assert "draft.yaml: key `iterations`: Input should be a valid integer (got 'yes') (and 1 more)" in err
         code, out, err = tell(project, "plan", "draft")
@@ -287,6 +293,11 @@ def test_plan_refuses_what_a_later_step_would(change: str, message: str, project
     finally:
         file.unlink()
     assert code == 1 and message in err, err
+
+
+def test_the_resolved_file_is_printed_alone(project: Path) -> None:
+    code, out, _ = tell(project, "plan", "sandbox", "--resolved")
+    assert code == 0 and yaml_files.parse(out)["name"] == "sandbox"
 
 
 INTERNAL = {"BadPicture", "NotJson", "OracleError", "RejectedRow", "SpaceMismatch", "SplitError", "_Unreachable"}

@@ -45,7 +45,7 @@ def test_a_mended_screenshot_and_a_missing_split(mine: InProcess) -> None:
     assert next_todo(mine.instance, mine.loop, 0) == Todo(None, ("benchmark_steps", "open_models"))
     assert mine.run(None).success
     first = mine.version("benchmark_steps", None)
-    changed = "# would make benchmark_steps"
+    changed = "would run first: benchmark_steps"
     assert (todo := next_todo(mine.instance, mine.loop, 0)) is not None and todo.iteration == 0
     assert changed not in tell(root, "plan", "light")[1]
 

@@ -230,6 +230,7 @@ def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:
     dry = DryRun(experiment, ROOT)
     result = report(dry, hardware, RATES)
     text = "\n".join(result.refused)
+    assert "H100-80GB has 79.2 GiB" in text
     assert "planner_sft cannot fit" in text and "strategy zero3 over 8 GPUs" in text
     for stage in dry.too_large(hardware, dry.stages(hardware, RATES)):
         remedies = dry.remedies(stage.asset, hardware, RATES)
@@ -245,6 +246,23 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "would run iteration 0" in refused.stdout and "GPU-hours" in refused.stdout
     assert CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "RTX-4090-24GB"]).exit_code == 0
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
+
+
+def test_what_is_not_known_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    monkeypatch.setattr("coepg_dagster.planning.dryrun.STEPS", {})
+    unknown = report(DryRun(experiment, ROOT), Hardware(None), rates_of(CPU, Path("nowhere")))
+    rows = [line.split() for line in unknown.lines if line.split()[-1] == "unknown"]
+    assert [row[0] for row in rows] == [
+        "planner_sft",
+        "grounder",
+        "planner",
+        "candidate_plans",
+        "verdicts",
+        "evaluation",
+    ]
+    assert all(row[-3:] == ["unknown"] * 3 for row in rows) and "0.0 hours" not in unknown.summary
+    assert unknown.summary.count("time unknown") == 2
 
 
 def test_on_a_cpu_no_gpu_is_mentioned() -> None:
@@ -315,7 +333,7 @@ def test_validations_take_time() -> None:
 @pytest.mark.parametrize("name", ["web_3b", "web_7b", "mobile_3b", "mobile_7b"])
 def test_the_papers_experiments_fit_one_box_of_eight_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    planned = CliRunner().invoke(app, ["plan", name])
+    planned = CliRunner().invoke(app, ["plan", name, "--on", "h100x8"])
     assert planned.exit_code == 0, planned.stderr
 
 
