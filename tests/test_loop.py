@@ -8,6 +8,7 @@ import math
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pandas as pd
@@ -27,21 +28,30 @@ THROUGH, SECOND_THROUGH = 2, 1
 
 pytestmark = pytest.mark.slow
 
+PROFILE = """
+sft: {device: cpu, save_every: 1, on_anomaly: warn, grace_seconds: 40}
+grpo_cdrem: {device: cpu, save_every: 3, timeout_minutes: 100}
+regeneration: {device: cpu, processes: 2}
+vllm: {memory: 0.5}
+endpoints: {of_another_experiment: {base_url: "http://10.0.0.7:8000/v1"}}
+"""
+
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two fresh projects in which the same experiment with the same seed was evolved, side by side.
 
-    The first by the installed command, with another hash seed (that of jobs is 0) and inference in two processes; the second
-    by a fork, as `coepg reproduce` does, in one, and an iteration less.
+    The first by the installed command on a machine with a profile, with another hash seed (that of jobs is 0) and inference in
+    two processes; the second by a fork, as `coepg reproduce` does, in one, and an iteration less.
     """
     both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
 
-    def arguments(through: int, processes: int) -> tuple[str, ...]:
-        return "evolve", "tiny", "--through", str(through), "--processes", str(processes)
-
-    first = coepg(both[0], *arguments(THROUGH, 2), PYTHONHASHSEED="1")
-    for process in (first, Forked(both[1], *arguments(SECOND_THROUGH, 1))):
+    (both[0] / "machines").unlink()
+    (both[0] / "machines").mkdir()
+    (both[0] / "machines" / "mine.yaml").write_text(PROFILE)
+    first = coepg(both[0], "evolve", "tiny", "--through", str(THROUGH), "--on", "mine", PYTHONHASHSEED="1")
+    second = Forked(both[1], "evolve", "tiny", "--through", str(SECOND_THROUGH), "--processes", "1")
+    for process in (first, second):
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, f"{out}\n{err}"
     return both
@@ -84,6 +94,28 @@ def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:
     both = [sorted((project / "store/tiny/s7").glob("*/[01]/*")) for project in projects]
     made = [[(*folder.parts[-3:-1], folder.name) for folder in folders] for folders in both]
     assert made[0] == made[1] and len(made[0]) == len(LOOP) * (SECOND_THROUGH + 1)
+
+
+def test_where_it_ran_is_in_the_record_and_changes_no_version(projects: list[Path]) -> None:
+    def shown(project: Path, asset: str) -> dict[str, Any]:
+        instance = dg.DagsterInstance.from_config(str(project / ".dagster"))
+        filters = dg.AssetRecordsFilter(dg.AssetKey(["tiny", "s7", asset]), asset_partitions=["1"])
+        event = instance.fetch_materializations(filters, limit=1).records[0].asset_materialization
+        assert event is not None
+        record: Any = event.metadata["record"].value
+        assert event.metadata["place"].value == record["place"]
+        return dict(record)
+
+    for asset, used in (
+        ("planner", {"save_every": 3}),
+        ("verdicts", {"processes": 2}),
+        ("grounder", {"save_every": 1}),
+    ):
+        one, two = (shown(project, asset) for project in projects)
+        assert used.items() <= one["place"].items() and not used.items() <= two["place"].items()
+        assert (one["place"]["machine"], two["place"]["machine"]) == ("mine", None)
+        assert one["place"]["vllm"]["memory"] == 0.5 and "of_another_experiment" in one["place"]["endpoints"]
+        assert (one["data_version"], one["code_version"]) == (two["data_version"], two["code_version"])
 
 
 def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: list[Path]) -> None:

@@ -40,7 +40,7 @@ from coepg_dagster.project import Project, find_project
 if TYPE_CHECKING:
     import dagster as dg
 
-    from coepg_dagster.assets.ledger import Loop
+    from coepg_dagster.assets.ledger import Loop, Records
     from coepg_dagster.auditing.archive import Archive
     from coepg_dagster.evaluation.result import Result
     from coepg_dagster.provenance import Asset, Record, Ref, Stale
@@ -257,7 +257,7 @@ def _planned_machine(
     return Machine(name="this_machine", card=here[0].name, gpus=here[1])
 
 
-def _would_run(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale], reported: bool) -> list[str]:
+def _would_run(loop: Loop, records: Records, stale: Mapping[Ref, Stale], reported: bool) -> list[str]:
     """What `coepg evolve` would make, the unpartitioned steps too."""
     shared = loop.shared_to_make(records, stale)
     todo = loop.to_make(records, stale, loop.experiment.iterations)

@@ -410,7 +410,8 @@ class DryRun:
             wide = (Placement(processes=n, strategy="zero3") for n in range(max(8, hardware.gpus), 0, -1))
             placed = next((one for one in wide if not refusals(config, one, "")), None)
             if placed is not None and placed.processes > 1:
-                more = replace(hardware, gpus=max(hardware.gpus, placed.processes), **{part: placed})
+                cards = replace(hardware, gpus=max(hardware.gpus, placed.processes))
+                more = replace(cards, grpo=placed) if part == "grpo" else replace(cards, sft=placed)
                 changes[f"strategy zero3 over {placed.processes} GPUs"] = lambda: (experiment, more)
         else:
             changes["batch_size: 8"] = lambda: (experiment.model_copy(update={"batch_size": 8}), hardware)

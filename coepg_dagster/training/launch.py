@@ -88,7 +88,7 @@ def _nearest(config: Sft | Grpo, processes: int, resource: str) -> str:
     part = "grpo" if isinstance(config, Grpo) else "sft"
     # one process takes any batch: its passes divide it
     fewer = next(n for n in range(processes - 1, 0, -1) if divides(config, n))
-    found = [f"`training_processes: {fewer}` of {resource}, which changes no result"]
+    found = [f"`training_processes: {fewer}` of {resource} (the same batch)"]
     for name in ("micro_batch_size", "prompts_per_step" if isinstance(config, Grpo) else "batch_size"):
         now: int = getattr(config, name)
         for value in sorted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from coepg_dagster.assets.stage import RESOURCES
+from coepg_dagster.assets.stage import RESOURCES, Outcome, StageContext
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import (
     AS_WRITTEN,
@@ -17,7 +17,9 @@ from coepg_dagster.resources.training import (
 )
 
 from coepg_dagster.experiment import ExperimentError, Grpo, Regeneration, Serving, Sft
+from coepg_dagster.jobs import SftJob
 from tests.assets.conftest import InProcess
+from tests.assets.light import LIGHT_MAKERS
 
 
 def test_what_is_left_empty_is_as_in_the_experiment_file() -> None:
@@ -114,3 +116,18 @@ def test_one_resource_is_swapped_and_one_is_overridden_at_launch(light: InProces
 
     assert overrides("planner_sft") == {"max_steps": 5, "queue": "night"}
     assert overrides("candidate_plans") == {"plans_per_planner": 3, "rule": "all"}
+
+
+def test_a_run_refuses_sft_where_grpo_could_not_follow(light: InProcess) -> None:
+    """Hours of SFT would be for nothing."""
+
+    def trains(work: StageContext) -> Outcome:
+        return Outcome([], work.run_job(work.context.resources.sft, SftJob))
+
+    light.settings["makers"] = LIGHT_MAKERS | {"planner_sft": trains}
+    assert light.run(None).success
+    config = {"resources": {"grpo_cdrem": {"config": {"training_processes": 8}}}}
+    why = light.why(light.run(0, "planner_sft", config=config))
+    assert "cannot be shared by 8 processes" in why and "`training_processes: 7` of grpo_cdrem" in why
+    config = {"resources": {"grpo_cdrem": {"config": {"device": "cpu", "strategy": "zero2"}}}}
+    assert "strategy zero2 needs GPUs" in light.why(light.run(0, "planner_sft", config=config))
