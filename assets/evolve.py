@@ -7,11 +7,14 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags, why_failed
+from coepg_dagster.assets.build import RECORD_CHECKS
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
 from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
 from dagster._core.definitions.job_base import InMemoryJob
@@ -23,10 +26,11 @@ from dagster._core.executor.in_process import InProcessExecutor
 from dagster._core.storage.tags import PARTITION_NAME_TAG
 from dagster._core.utils import make_new_run_id
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coepg_dagster.experiment import checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
+from coepg_dagster.progress import Pace, local_time, span_text
 from coepg_dagster.project import Project
 from coepg_dagster.refusal import Refusal
 
@@ -252,26 +256,105 @@ def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> st
     return f"run {run_id[:8]} of iteration {iteration} failed before any step: see the run in `make ui`"
 
 
-class Watch:
-    """A progress bar per step of a run, read from the instance's event log while the run goes on."""
+class Bars:
+    """The steps of a run as bars in a terminal."""
 
-    def __init__(self, instance: dg.DagsterInstance, run_id: str, title: str, console: Console) -> None:
-        self._instance, self._run_id, self._title = instance, run_id, title
+    def __init__(self, title: str, console: Console) -> None:
+        self._title, self._tasks = title, dict[str, TaskID]()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[figures]}"),
             console=console,
         )
-        self._bars: dict[str, TaskID] = {}
+        self.open, self.close = self._progress.start, self._progress.stop
+
+    def started(self, step: str, now: float) -> None:
+        self._tasks[step] = self._progress.add_task(f"{self._title} {step}", total=1, count="", figures="")
+
+    def advanced(self, step: str, done: int, of: int, figures: str, now: float) -> None:
+        self._progress.update(self._tasks[step], completed=done, total=of, count=f"{done}/{of}", figures=figures)
+
+    def ended(self, step: str, now: float, failed: bool) -> None:
+        """The count of a step that failed is not shown: it may be complete, for a result that is not there."""
+        task = self._tasks[step]
+        if failed:
+            self._progress.update(task, completed=0, count="failed")
+            self._progress.stop_task(task)
+        else:
+            whole = self._progress.tasks[task].total
+            self._progress.update(task, completed=whole, count=self._progress.tasks[task].fields["count"] or "done")
+
+    def tick(self, now: float) -> None:
+        """Bars are drawn anew by their own thread."""
+
+
+@dataclass
+class _Line:
+    """What is known of a step that goes on."""
+
+    started: float
+    printed: float
+    pace: Pace = field(default_factory=Pace)
+    text: str = ""
+
+
+class Lines:
+    """The steps of a run as lines of a log file: where each starts and ends, and every half minute how far it is."""
+
+    EVERY_SECONDS: Final = 30.0
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title, self._console = title, console
+        self._steps: dict[str, _Line] = {}
+
+    def open(self) -> None:
+        """A line needs no preparation."""
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def started(self, step: str, now: float) -> None:
+        self._steps[step] = _Line(now, now)
+        self._print(step, now, "started")
+
+    def advanced(self, step: str, done: int, of: int, figures: str, now: float) -> None:
+        line = self._steps[step]
+        line.text = line.pace.text(done, of, now) + (f", {figures}" if figures else "")
+
+    def ended(self, step: str, now: float, failed: bool) -> None:
+        line = self._steps.pop(step)
+        self._print(step, now, f"{'failed after' if failed else 'done in'} {span_text(now - line.started)}")
+
+    def tick(self, now: float) -> None:
+        """Prints how far the steps are of which nothing was printed for a while."""
+        for step, line in self._steps.items():
+            if now - line.printed >= self.EVERY_SECONDS:
+                line.printed = now
+                self._print(step, now, line.text or f"at work for {span_text(now - line.started)}")
+
+    def _print(self, step: str, now: float, text: str) -> None:
+        self._console.print(
+            f"{local_time(now)} {self._title} {step}: {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+class Watch:
+    """Shows the steps of a run while it goes on, from the instance's event log: bars in a terminal, else lines."""
+
+    def __init__(self, instance: dg.DagsterInstance, run_id: str, title: str, console: Console) -> None:
+        self._instance, self._run_id = instance, run_id
+        live = console.is_interactive and console.file.isatty()
+        self._view = Bars(title, console) if live else Lines(title, console)
+        self._names: dict[str, str] = {}  # key → name of the steps that go on
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._cursor: str | None = None
 
     def __enter__(self) -> Watch:
-        self._progress.start()
+        self._view.open()
         self._thread.start()
         return self
 
@@ -279,11 +362,12 @@ class Watch:
         self._stop.set()
         self._thread.join()
         self._read()
-        self._progress.stop()
+        self._view.close()
 
     def _follow(self) -> None:
         while not self._stop.wait(1.0):
             self._read()
+            self._view.tick(time.time())
 
     def _read(self) -> None:
         if not self._instance.has_run(self._run_id):
@@ -291,19 +375,15 @@ class Watch:
         news = self._instance.get_records_for_run(self._run_id, self._cursor)
         self._cursor = news.cursor
         for entry in (record.event_log_entry for record in news.records):
-            step = entry.step_key
-            if step is None or step.endswith("record_checks"):
+            step, event, now = entry.step_key, entry.dagster_event, entry.timestamp
+            if step is None or step.endswith(RECORD_CHECKS):
                 continue
-            event = entry.dagster_event
             if event is None:
                 match = _PROGRESS.fullmatch(entry.user_message)
-                if match and step in self._bars:
-                    self._progress.update(
-                        self._bars[step], completed=int(match[1]), total=int(match[2]), figures=match[3]
-                    )
+                if match and step in self._names:
+                    self._view.advanced(self._names[step], int(match[1]), int(match[2]), match[3], now)
             elif event.is_step_start:
-                name = step.rpartition("__")[2]
-                self._bars[step] = self._progress.add_task(f"{self._title} {name}", total=1, figures="")
-            elif event.is_step_success and step in self._bars:
-                task = self._progress.tasks[self._bars[step]]
-                self._progress.update(self._bars[step], completed=task.total)
+                self._names[step] = step.rpartition("__")[2]
+                self._view.started(self._names[step], now)
+            elif (event.is_step_success or event.is_step_failure) and step in self._names:
+                self._view.ended(self._names.pop(step), now, event.is_step_failure)

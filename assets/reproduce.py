@@ -45,6 +45,7 @@ from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Reg
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.pools.quality import Regenerated, by_episode
 from coepg_dagster.processes import LAST_WORDS, ended, words_left
+from coepg_dagster.progress import Pace, local_time, span_text
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.findings import findings
@@ -191,7 +192,8 @@ class Reproduction:
         of, done = len(waiting), 0
         failed: list[LoopTask] = []
         self.console.print(f"{of} iterations to make, {self.jobs} at a time", highlight=False)
-        started = time.monotonic()
+        started, pace = time.monotonic(), Pace()
+        pace.text(0, of, time.time())
         try:
             with pool_slots(self.instance, {loop.experiment.pool for loop in study.loops}, self.jobs):
                 while waiting or self.running:
@@ -199,10 +201,12 @@ class Reproduction:
                     for task, code in self._ended():
                         if code == 0:
                             done += 1
-                            took = time.monotonic() - task.started
+                            took, now = time.monotonic() - task.started, time.time()
                             self.console.print(
-                                f"{done}/{of} {task.loop.name} k={task.k} {took:.0f} s{self._score(task)}",
+                                f"{local_time(now)} {task.loop.name} k={task.k} made in {span_text(took)}"
+                                f"{self._score(task)}; {pace.text(done, of, now)}",
                                 highlight=False,
+                                soft_wrap=True,
                             )
                         elif task.attempts < ATTEMPTS:
                             waiting.insert(0, task)

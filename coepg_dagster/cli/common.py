@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import time
+from collections.abc import Sequence
+from textwrap import fill
 from typing import Annotated, Any, Literal, NoReturn
 
 import pyarrow as pa
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from coepg_dagster.experiment import Experiment, Experiments, split_iteration, split_reference
 from coepg_dagster.processes import leave_words
+from coepg_dagster.progress import local_time
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.refusal import Refusal
 
@@ -88,11 +95,54 @@ def say(text: str, style: str) -> None:
     err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def log_line(text: str) -> None:
+    """Prints a line of long work with the time, for people who read it in a file."""
+    err.print(f"{local_time(time.time())} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 def refuse(message: str) -> NoReturn:
     """Prints why a command cannot go on, and exits with status 1."""
     say(message, "red")
     leave_words(message)
     raise typer.Exit(1) from None
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    caption: str | None = None,
+    width: int | None = None,
+) -> None:
+    """Prints a table on a terminal of `width` columns (None: this one's). No cell is cut and no word of its header.
+
+    Columns that do not fit stand in another table below, with the first column again.
+    """
+    console = Console(width=width)
+    columns = list(zip(header, *rows, strict=True))
+    needed = [max(map(cell_len, [*head.split(), *cells]), default=0) for head, *cells in columns]
+    parts = _columns_that_fit(needed, console.width)
+    for part in parts:
+        view = Table(title=title if part is parts[0] else None, caption=caption if part is parts[-1] else None)
+        for i in part:
+            # Rich would break cells rather than heads
+            view.add_column(
+                Text(fill(header[i], max(needed[i], 1), break_long_words=False, break_on_hyphens=False)),
+                overflow="fold",
+            )
+        for row in rows:
+            view.add_row(*(Text(row[i]) for i in part))
+        console.print(view)
+
+
+def _columns_that_fit(widths: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each table, the first column in all; a column takes three more for its borders, a table one."""
+    parts: list[list[int]] = []
+    for i in range(1, len(widths)):
+        if not parts or 1 + sum(widths[j] + 3 for j in (*parts[-1], i)) > width:
+            parts.append([0])
+        parts[-1].append(i)
+    return parts or [[0]]
 
 
 def two_decimals(value: float | None) -> str:

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from coepg_dagster.cli.common import open_experiment, two_decimals
+from coepg_dagster.cli.common import open_experiment, print_table, two_decimals
 
 app = typer.Typer()
 
@@ -32,15 +30,16 @@ def score(
         typer.echo(result.to_json())
         return
     lacking = {what: result.notes[what] for what in (NO_PREDICTION, UNREADABLE) if what in result.notes}
-    view = Table(
-        *("metric", "micro", "macro", "95 % of macro", "n"),
-        title=f"{protocol}: {result.scored} scored",
-        caption="\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,
-    )
+    rows = []
     for name, metric in result.metrics.items():
         interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
-        view.add_row(name, two_decimals(metric.micro), two_decimals(metric.macro), interval, str(metric.n))
-    Console().print(view)
+        rows.append([name, two_decimals(metric.micro), two_decimals(metric.macro), interval, str(metric.n)])
+    print_table(
+        f"{protocol}: {result.scored} scored",
+        ("metric", "micro", "macro", "95 % of macro", "n"),
+        rows,
+        "\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,
+    )
     for reason, count in (*result.skipped.items(), *result.notes.items()):
         if reason not in lacking:
             typer.echo(f"{reason}: {count}")

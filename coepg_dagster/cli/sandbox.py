@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from coepg_dagster import yaml_files
-from coepg_dagster.cli.common import Device, err, open_iteration, refuse, require_device, say
+from coepg_dagster.cli.common import Device, log_line, open_iteration, print_table, refuse, require_device, say
+from coepg_dagster.progress import Pace
 
 app = typer.Typer()
 
@@ -42,9 +43,11 @@ def collect(
     if screens_per_family:
         shards += plan("pretrain", -(-screens_per_family // STEPS_PER_SHARD["pretrain"]))
 
+    pace = Pace()
+
     def show(state: Progress) -> None:
         done = state.skipped + state.shards
-        err.print(f"{done}/{state.of_shards} shards, {state.steps} steps, {state.seconds:.0f} s", highlight=False)
+        log_line(f"shards: {pace.text(done, state.of_shards, time.time())}, {state.steps} steps")
 
     collect_shards(out, shards, processes, show)
     if snapshot is not None:
@@ -78,9 +81,11 @@ def pretrain(
     from coepg_dagster.sandbox.pretraining import recipe as recipes
     from coepg_dagster.sandbox.pretraining.train import Machine, run
 
+    paces: defaultdict[str, Pace] = defaultdict(Pace)
+
     def show(stage: str, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         numbers = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
-        err.print(f"{stage} {step}/{steps} {numbers}", highlight=False)
+        log_line(f"{stage}: {paces[stage].text(step, steps, time.time())}, {numbers}")
 
     settings = recipes.read(recipe)
     if unknown := sorted(set(only or ()) - settings.checkpoints.keys()):
@@ -122,9 +127,11 @@ def play(
     from coepg_dagster.assets.live import Games, play_iteration
     from coepg_dagster.sandbox.miniwob.play_page import rate, why
 
+    pace = Pace()
+
     def show(done: int, of: int, figures: Mapping[str, float]) -> None:
         if done % 10 == 0 or done == of:
-            err.print(f"{done}/{of} episodes, {figures['solved']:g} solved", highlight=False)
+            log_line(f"episodes: {pace.text(done, of, time.time())}, {figures['solved']:g} solved")
 
     games = Games(split, episodes, family, first_seed, max_steps, shown, device, threads)
     about = play_iteration(Loop(experiment, seed, project.root), open_instance(project), k, games, out, show)
@@ -133,11 +140,11 @@ def play(
     if as_json:
         typer.echo(json.dumps(about))
         return
-    view = Table("family", "solved", "episodes", "steps", "why not", title=f"{agent}, live on MiniWoB++")
-    for name, row in about["families"].items():
-        view.add_row(name, *(str(row[key]) for key in ("solved", "episodes", "steps")), why(row["failures"]))
-    console = Console()
-    console.print(view)
+    rows = [
+        [name, *(str(row[key]) for key in ("solved", "episodes", "steps")), why(row["failures"])]
+        for name, row in about["families"].items()
+    ]
+    print_table(f"{agent}, live on MiniWoB++", ("family", "solved", "episodes", "steps", "why not"), rows)
     typer.echo(f"solved: {about['solved']} of {about['episodes']}, {rate(about['success'])} (95 % over episodes)")
     typer.echo(f"macro over families: {rate(about['macro'])} (95 % over families)")
-    console.print(f"page: {about['page']}", highlight=False, soft_wrap=True)
+    typer.echo(f"page: {about['page']}")

@@ -2,8 +2,9 @@
 
 The graph, twins, ledger, claims, checks, pools, job, sensors and schedules are the real ones. Files in the project's folder
 `control/` plant what a test needs, each named KIND-LOOP-ASSET-PARTITION: `salt` changes the content, `fail` fails the step,
-`check` fails its blocking checks, `worker` runs a real worker process that has a child and hangs, `meet` waits until the loop
-that the file names has made something of the same iteration. `control/seconds` is how long each step takes.
+`check` fails its blocking checks, `progress` reports that all is done, `worker` runs a real worker process that has a child and
+hangs, `meet` waits until the loop that the file names has made something of the same iteration. `control/seconds` is how long
+each step takes.
 """
 
 import json
@@ -80,6 +81,8 @@ def _maker(asset: Asset) -> StageFunction:
         if (meets := _planted(root, "meet", loop, ref)).exists():
             _meet(work, meets.read_text())
         time.sleep(float((root / "control" / "seconds").read_text()))
+        if _planted(root, "progress", loop, ref).exists():
+            work.context.log.info("3/3")
         if _planted(root, "fail", loop, ref).exists():
             raise RuntimeError("planted failure")
         salt = _planted(root, "salt", loop, ref)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.evolve import RunFailed, evolve_through, place_of
+from coepg_dagster.assets.evolve import Lines, RunFailed, evolve_through, place_of
 from rich.console import Console
 
+from coepg_dagster.progress import local_time
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_project, plant
@@ -70,3 +73,59 @@ def test_evolve_refuses_an_iteration_that_another_run_writes(light: InProcess) -
         evolve(light, 0)
     light.instance.report_run_canceled(other)
     assert evolve(light, 0) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(light: InProcess, file: io.StringIO) -> str:
+    """What `coepg evolve` prints of iteration 0, whose candidates report their progress to the end and then fail."""
+    plant(light.project, "progress", "light/s1", Ref("candidate_plans", 0))
+    plant(light.project, "fail", "light/s1", Ref("candidate_plans", 0))
+    with pytest.raises(RunFailed, match="planted failure"):
+        console = Console(file=file, force_terminal=file.isatty(), width=80)
+        evolve_through(light.defs, light.instance, light.loop, 0, console)
+    return file.getvalue()
+
+
+def test_a_log_file_has_a_line_where_a_step_starts_and_where_it_ends(light: InProcess) -> None:
+    lines = shown(light, io.StringIO()).splitlines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert all(
+        re.fullmatch(rf"{time} light/s1 k=[–0] \w+: (started|(done in|failed after) [\d.]+ s)", x) for x in lines
+    )
+    steps = [line.split()[4:6] for line in lines]
+    assert ["benchmark_steps:", "done"] in steps and ["candidate_plans:", "failed"] in steps
+    assert not any("1/1" in line or "3/3" in line for line in lines)
+
+
+def test_a_failed_step_has_no_count_in_a_terminal(light: InProcess) -> None:
+    last = [line for line in shown(light, Terminal()).splitlines() if "candidate_plans" in line][-1]
+    assert "failed" in last and "1/1" not in last and "3/3" not in last
+
+
+def test_long_steps_say_every_half_minute_how_far_they_are() -> None:
+    file = io.StringIO()
+    lines = Lines("light/s1 k=1", Console(file=file, width=40))
+    lines.started("planner", 0.0)
+    lines.tick(20.0)
+    lines.tick(31.0)
+    lines.advanced("planner", 10, 40, "reward=0.5", 60.0)  # an earlier attempt had made ten
+    lines.tick(61.5)
+    lines.advanced("planner", 20, 40, "reward=0.6", 180.0)
+    lines.tick(180.5)
+    lines.tick(190.0)
+    lines.ended("planner", 1000.0, failed=False)
+    start = local_time(0.0)[:11]
+    assert [line.removeprefix(start) for line in file.getvalue().splitlines()] == [
+        f"{local_time(at)[11:]} light/s1 k=1 planner: {text}"
+        for at, text in (
+            (0.0, "started"),
+            (31.0, "at work for 31 s"),
+            (61.5, "10/40, reward=0.5"),
+            (180.5, f"20/40, 5/min, ends about {local_time(420.0)[:-3]}, reward=0.6"),
+            (1000.0, "done in 16 min 40 s"),
+        )
+    ]
