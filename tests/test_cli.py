@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import ast
 import builtins
+import io
+import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from coepg_dagster import yaml_files
 from coepg_dagster.cli import app
+from coepg_dagster.cli.common import print_table
 from tests.project import REPOSITORY, make_project, tell
 
 FILE, FOLDER, NOTHING, LONG = "a-file", "a-folder", "nothing", "x" * 5000
@@ -322,3 +330,51 @@ def test_every_error_that_a_user_reads_has_one_base() -> None:
     errors = {name for name in bases if derives(name, builtin)}
     assert {"Refusal", "Ended", "NotUsable"} <= errors
     assert {name for name in errors if not derives(name, INTERNAL | {"Refusal"})} == set()
+
+
+@given(
+    cells=st.lists(
+        st.lists(
+            st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=17),
+            min_size=6,
+            max_size=6,
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    width=st.integers(45, 130),
+)
+def test_a_table_is_whole_at_any_width(cells: list[list[str]], width: int) -> None:
+    """No cell is cut or broken, no word of a header either, and every table names its rows."""
+    header = [f"{cell[:6]}_h Step SR" for cell in cells[0]]
+    with redirect_stdout(io.StringIO()) as out:
+        print_table("title", header, cells, "caption", width)
+    lines = out.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= width
+    shown = [part.strip() for line in lines for part in re.split("[│┃]", line)]
+    for row in cells:
+        assert set(row) <= set(shown)
+    assert all(any(word in part.split() for part in shown) for head in header for word in head.split())
+    assert "…" not in out.getvalue()
+    tables = sum(line.startswith("┏") for line in lines)
+    assert shown.count(cells[0][0]) >= tables
+
+
+def test_two_files_are_compared_in_a_table_and_as_json(project: Path) -> None:
+    for name, x in (("hit", 5.0), ("miss", 90.0)):
+        label = {"action_type": "click", "value": "", "point": [5, 5], "boxes": [[0, 0, 10, 10]]}
+        rows = [
+            {
+                **{"step_id": f"{i}", "episode_id": f"{i // 2}", "step_index": i % 2, "width": 100, "height": 100},
+                "label": label,
+                "prediction": {"action_type": "click", "value": "", "point": [x if i % 3 else 5.0, 5.0]},
+            }
+            for i in range(12)
+        ]
+        (project / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = ["compare", "miss.jsonl", "hit.jsonl", "--protocol", "android_control/strict14"]
+    code, out, _ = tell(project, *both)
+    assert code == 0 and "all steps: 12 steps" in out and "yes" in out and "100.00" in out
+    code, out, _ = tell(project, *both, "--json")
+    of = json.loads(out)["splits"]["all steps"]["differences"]["step_acc"]
+    assert code == 0 and of["b"] == 100 and of["a"] + of["macro"] == pytest.approx(100) and of["differs"] is True

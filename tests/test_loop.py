@@ -262,6 +262,19 @@ def test_two_iterations_differ_and_nothing_is_left_over(projects: list[Path]) ->
     assert run(projects[0], "gc").endswith("removed 0 folders, 0 bytes\n")
 
 
+def test_iterations_are_compared_on_each_test_split_alone(projects: list[Path]) -> None:
+    splits = json.loads(run(projects[0], "compare", "tiny@0", "tiny@1", "--json"))["splits"]
+    assert set(splits) == {"test_seed", "test_text", "test_family"}
+    rows = {one["iteration"]: one for one in json.loads(run(projects[0], "results", "tiny", "--json"))["iterations"]}
+    for split, compared in splits.items():
+        of = compared["differences"]["step_sr"]
+        scores = [rows[k]["splits"][split] for k in (0, 1)]
+        assert compared["steps"] == scores[0]["steps"]
+        assert [of["a"], of["b"]] == pytest.approx([score["step_sr"]["macro"] for score in scores])
+    table = run(projects[0], "compare", "tiny@0", "tiny@1")
+    assert all(f"{split}: " in table for split in splits) and "differs" in table
+
+
 def test_a_model_that_was_tampered_with_is_named_by_the_command(projects: list[Path]) -> None:
     [weights] = (projects[1] / "store" / "tiny" / "s7" / "grounder" / "1").glob("*/model.safetensors")
     before = weights.read_bytes()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 from tests.project import REPOSITORY
 
@@ -25,3 +28,14 @@ def test_every_file_of_a_package_is_in_the_wheel() -> None:
     files = {file for file in (REPOSITORY / "coepg_dagster").rglob("*") if file.is_file()}
     others = {file for file in files if file.suffix not in (".py", ".pyc")}
     assert others and others == data
+
+
+def test_a_build_warns_of_nothing_and_holds_the_templates(tmp_path: Path) -> None:
+    """setuptools takes folders of data for packages that somebody forgot, where it collects data on its own."""
+    build = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q"]
+    places = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
+    ended = subprocess.run([*build, *places], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "absent from" not in ended.stderr + ended.stdout
+    shipped = REPOSITORY / "coepg_dagster" / "reports" / "templates"
+    built = tmp_path / "lib" / "coepg_dagster" / "reports" / "templates"
+    assert {file.name for file in built.iterdir()} == {file.name for file in shipped.iterdir()}

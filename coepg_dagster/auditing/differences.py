@@ -216,7 +216,7 @@ def _results(archive: Archive, a: Record | None, b: Record | None) -> dict[str, 
     scored_a, scored_b = (_scored(archive, record) for record in (a, b))
     for split in sorted(scored_a.keys() & scored_b.keys()):
         try:
-            results[split] = json.loads(compare(scored_a[split], scored_b[split]).to_json())
+            results[split] = compare(scored_a[split], scored_b[split]).as_dict()
         except ScoringError as error:
             results[split] = {"not_comparable": str(error)}
     return results

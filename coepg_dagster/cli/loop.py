@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import pyarrow as pa
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from coepg_dagster import yaml_files
 from coepg_dagster.cli.common import (
@@ -26,6 +25,7 @@ from coepg_dagster.cli.common import (
     err,
     open_experiment,
     open_iteration,
+    print_table,
     refuse,
     require_device,
     say,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from coepg_dagster.assets.ledger import Loop, Records
     from coepg_dagster.auditing.archive import Archive
-    from coepg_dagster.evaluation.result import Result
+    from coepg_dagster.evaluation.result import Comparison, Result
     from coepg_dagster.provenance import Asset, Record, Ref, Stale
 
 On = Annotated[
@@ -145,11 +145,8 @@ def results(
         typer.echo(json.dumps(table | {"stale": inputs}))
         return
     numbers, left_out = overview(experiment, seed, records)
-    view = Table(*numbers.header, title=numbers.title, caption=numbers.protocols)
-    for row in numbers.rows:
-        view.add_row(*row)
+    print_table(numbers.title, numbers.header, numbers.rows, numbers.protocols)
     console = Console()
-    console.print(view)
     for asset, why in inputs.items():
         console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:
@@ -575,12 +572,39 @@ def compare(
     b: Annotated[str, typer.Argument(help="another one, of the same steps")],
     protocol: Annotated[str, typer.Option(help="for files; experiments have their own")] = "miniwob/point",
     format: Annotated[str, typer.Option(help="of the files: coepg (our own), gui_r1, ui_genie or uground")] = "coepg",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Says whether two results differ: paired by step, with a 95 % interval clustered by task."""
+    """Says whether two results differ: paired by step, with a 95 % interval clustered by task.
+
+    Iterations are compared on each test split alone. A file names no splits: its steps are compared as one.
+    """
     from coepg_dagster.evaluation.score import compare as compare_results
 
-    first, second = (_result_of(name, protocol, format) for name in (a, b))
-    typer.echo(compare_results(first, second).to_json())
+    apart = all(_is_iteration(name) for name in (a, b))
+    first, second = (_results_of(name, protocol, format, apart) for name in (a, b))
+    if first.keys() != second.keys():
+        refuse(
+            f"{a} has the test splits {', '.join(first)}, {b} has {', '.join(second)}: compare results of the same splits"
+        )
+    compared = {split: compare_results(first[split], second[split]) for split in first}
+    if as_json:
+        typer.echo(json.dumps({"splits": {split: one.as_dict() for split, one in compared.items()}}, indent=2))
+        return
+    for split, one in compared.items():
+        title = f"{one.protocol}, {split}: {one.steps} steps; per cent, macro"
+        print_table(
+            title, ("metric", "A", "B", "B - A", "differs"), [_difference_row(name, one) for name in one.differences]
+        )
+    typer.echo(f"A: {a}, B: {b}. Differences in points, with 95 % intervals; `--json` has the averages over steps too.")
+
+
+def _difference_row(name: str, compared: Comparison) -> list[str]:
+    of = compared.differences[name]
+    inside = "–" if of.macro is None else f"{of.macro:+.2f}"
+    if of.ci95 is not None:
+        inside += f" [{of.ci95[0]:+.2f}, {of.ci95[1]:+.2f}]"
+    differs = {None: "–", True: "yes", False: "no"}[of.differs]
+    return [name, two_decimals(of.macro_a), two_decimals(of.macro_b), inside, differs]
 
 
 @rewards.command("recompute")
@@ -610,10 +634,11 @@ def rewards_recompute(
     if as_json:
         typer.echo(json.dumps(facts))
         return
-    view = Table("", variant, f"as trained ({logged})", title=f"{reference}: {facts['rollouts']} rollouts")
-    for label, name in (("mean reward", "mean_reward"), ("share of groups without spread", "frac_reward_zero_std")):
-        view.add_row(label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}")
-    Console().print(view)
+    rows = [
+        [label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}"]
+        for label, name in (("mean reward", "mean_reward"), ("share of groups without spread", "frac_reward_zero_std"))
+    ]
+    print_table(f"{reference}: {facts['rollouts']} rollouts", ("", variant, f"as trained ({logged})"), rows)
     for name in ("same_reward", "same_advantage", "same_sign"):
         typer.echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
     typer.echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
@@ -651,11 +676,11 @@ def rewards_calibration(
         return
     heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
     for source, calibrations in by_source.items():
-        view = Table(*heads, title=f"{reference}: confidence against hits, {source}")
+        rows = []
         for name, one in calibrations.items():
             rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))
-            view.add_row(name, str(one.n), *rates, f"{one.brier:.3f}", two_decimals(one.auroc))
-        Console().print(view)
+            rows.append([name, str(one.n), *rates, f"{one.brier:.3f}", two_decimals(one.auroc)])
+        print_table(f"{reference}: confidence against hits, {source}", heads, rows)
 
 
 def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
@@ -679,13 +704,19 @@ def _whole(loop: Loop, *records: Record) -> None:
             refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
 
 
-def _result_of(name: str, protocol: str, format: str) -> Result:
-    """The result of a prediction file, or of an experiment's test splits at iteration k."""
+def _is_iteration(name: str) -> bool:
+    """Whether a result is that of `EXPERIMENT@k`, and not a file."""
+    return "@" in name and not Path(name).exists()
+
+
+def _results_of(name: str, protocol: str, format: str, apart: bool) -> dict[str, Result]:
+    """The results of `EXPERIMENT@k` by test split, or as one if they are not wanted `apart`; or the one of a file."""
     from coepg_dagster.evaluation.score import score_file, score_steps
 
-    if "@" not in name or Path(name).exists():
-        return score_file(Path(name), format, protocol)
+    if not _is_iteration(name):
+        return {ALL_STEPS: score_file(Path(name), format, protocol)}
     project, experiment, seed, k = open_iteration(name)
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     from coepg_dagster.artifacts import PREDICTIONS, STEPS, all_steps
@@ -700,9 +731,16 @@ def _result_of(name: str, protocol: str, format: str) -> Result:
     _whole(loop, *[record, steps_made] if steps_made else [record])
     predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
     steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
-    tests = [split in experiment.benchmark.test for split in steps["split"].to_pylist()]
-    scored = set(predictions["step_id"].to_pylist())
-    steps = steps.filter(pa.array(t and s in scored for t, s in zip(tests, steps["step_id"].to_pylist(), strict=True)))
-    wanted = set(steps["step_id"].to_pylist())
-    predictions = predictions.filter(pa.array(s in wanted for s in predictions["step_id"].to_pylist()))
-    return score_steps(experiment.benchmark.protocol, steps, predictions)
+    steps = steps.filter(pc.is_in(steps["step_id"], predictions["step_id"].combine_chunks()))
+    tests = experiment.benchmark.test
+    parts = {split: [split] for split in tests} if apart else {ALL_STEPS: tests}
+    results = {}
+    for part, splits in parts.items():
+        of_part = steps.filter(pc.is_in(steps["split"], pa.array(splits, pa.string())))
+        answers = predictions.filter(pc.is_in(predictions["step_id"], of_part["step_id"].combine_chunks()))
+        results[part] = score_steps(experiment.benchmark.protocol, of_part, answers)
+    return results
+
+
+ALL_STEPS: Final = "all steps"
+"""What `coepg compare` calls the steps of a file, which names no splits."""

@@ -214,6 +214,8 @@ class Difference:
     ci95: Interval | None  # of `macro`, paired bootstrap clustered by task
     micro: float | None
     ci95_micro: Interval | None
+    macro_a: float | None  # the two values that `macro` is the difference of
+    macro_b: float | None
 
     @property
     def differs(self) -> bool | None:
@@ -227,9 +229,12 @@ class Comparison:
     steps: int
     differences: Mapping[str, Difference]
 
-    def to_json(self) -> str:
+    def as_dict(self) -> dict[str, Any]:
+        """What `coepg compare --json` prints of it."""
         differences = {
             name: {
+                "a": d.macro_a,
+                "b": d.macro_b,
                 "macro": d.macro,
                 "ci95": d.ci95,
                 "micro": d.micro,
@@ -238,7 +243,7 @@ class Comparison:
             }
             for name, d in self.differences.items()
         }
-        return json.dumps({"protocol": self.protocol, "steps": self.steps, "differences": differences}, indent=2)
+        return {"protocol": self.protocol, "steps": self.steps, "differences": differences}
 
 
 def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) -> Comparison:
@@ -273,6 +278,8 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
                 ci95=_percent_pair(macro_ci[:, j]),
                 micro=_percent(two.micro[j] - one.micro[j]),
                 ci95_micro=_percent_pair(micro_ci[:, j]),
+                macro_a=_percent(one.macro[j]),
+                macro_b=_percent(two.macro[j]),
             )
             for j, name in enumerate(protocol.metrics)
         },

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.quality import unreadable_by_verifier
@@ -143,6 +144,7 @@ def write_audit(
             iteration=about.iteration,
             rows=dataset.num_rows,
             candidates=candidates.num_rows,
+            carried=pc.sum(pc.not_equal(dataset["made_in"], about.iteration)).as_py() or 0,
             steps=shown,
             made_from=about.made_from,
             members=about.members,

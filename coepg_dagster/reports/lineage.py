@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.experiment import Experiment
+from coepg_dagster.progress import span_text
 from coepg_dagster.provenance import ORDER, SHARED, Asset, Record, Ref, Stale, inputs_of
 from coepg_dagster.reports.html import render
 from coepg_dagster.results import HEADLINES, headline
@@ -90,7 +92,7 @@ def subscript(iteration: int | None) -> str:
 
 
 def key_number(experiment: Experiment, record: Record) -> str:
-    """The most telling number of an artifact, as text: a score, rows, loss, steps or seconds."""
+    """The most telling number of an artifact, as text: a score, rows, loss, steps or time."""
     figures = record.figures
     if record.asset == "evaluation":
         split = figures.get(experiment.benchmark.validation)
@@ -113,7 +115,11 @@ def key_number(experiment: Experiment, record: Record) -> str:
         if isinstance(figures.get(name), int | float):
             return text.format(figures[name])
     steps = figures.get("steps")
-    return f"{sum(steps.values()):,} steps" if isinstance(steps, dict) else f"{record.seconds:.0f} s"
+    if isinstance(steps, dict):
+        return f"{sum(steps.values()):,} steps"
+    if BASE in record.files:
+        return "an open model as it is" if record.iteration == 0 else "the model before, as it is"
+    return f"made in {span_text(record.seconds)}"
 
 
 def lineage_page(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ def test_every_candidate_is_in_the_data_with_its_reason(page: Path) -> None:
     assert by_candidate["s02#planner_2#1"]["votes"] == by_candidate["s02#open#0"]["votes"]
     assert by_candidate["s02#open#0"]["why"] == "1 of 1 verifiers hit"
     assert next(entry for entry in entries if entry["madeIn"] == 1)["row"] == f"light/s1@2#{STEPS}"
+
+
+def test_the_page_says_how_many_of_its_cards_are_no_candidates(page: Path) -> None:
+    lead = " ".join(re.sub("<[^>]+>", "", page.read_text().partition('"lead"')[2].partition("</p>")[0]).split())
+    assert f"chosen from {3 * STEPS} candidate plans and from 1 row that D1 held and no new plan replaced" in lead
+    assert f"for {STEPS} steps: {3 * STEPS + 1} cards" in lead
 
 
 def test_a_verifier_is_listed_with_the_share_of_its_answers_that_name_no_point(page: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.experiment import Experiment, load_experiment
 from coepg_dagster.provenance import LOOP, SHARED, Record, Ref, inputs_of, staleness
-from coepg_dagster.reports.lineage import LineageView, lineage_page
+from coepg_dagster.reports.lineage import LineageView, key_number, lineage_page
 from tests.assets.light import EXPERIMENT
 from tests.test_provenance import CODE, REFS, K, whole_loop
 
@@ -84,3 +85,23 @@ def test_overlays_are_drawn_under_their_parent_with_what_they_take(tmp_path: Pat
     assert places["light"] < places["child"] and "takes grounder" in html
     assert 'href="../../child/s7"' in html and "Experiments and seeds" in html
     assert "Experiments and seeds" not in lineage_page(LineageView(light, 1, whole_loop(), {}, {}), experiments=[light])
+
+
+def test_a_model_that_nobody_trained_has_no_time_but_says_so(tmp_path: Path) -> None:
+    light = experiment(tmp_path)
+    records = whole_loop()
+    for asset in LOOP:
+        text = key_number(light, records[Ref(asset, 0)].model_copy(update={"seconds": 0.004, "files": {BASE: "0"}}))
+        assert text == ("" if asset in ("evaluation", "data_quality") else "an open model as it is")
+    same = records[Ref("planner", 2)].model_copy(update={"files": {BASE: "0"}})  # GRPO is off
+    assert key_number(light, same) == "the model before, as it is"
+    assert key_number(light, records[Ref("dataset", 1)].model_copy(update={"seconds": 0.31})) == "made in 0.3 s"
+
+
+def test_a_drawing_shrinks_to_its_window(tmp_path: Path) -> None:
+    html = page(tmp_path, whole_loop())
+    (drawing,) = re.findall(r'<svg style="([^"]*)" viewBox="0 0 (\d+)', html)
+    width = int(drawing[1])
+    assert f"width:100%;max-width:{width}px;min-width:{width * 3 // 4}px" in drawing[0]
+    # the four iterations of the demo in a window of 1400 pixels, less the margins of the page and a scroll bar
+    assert width * 3 // 4 <= 1400 - 48 - 2 - 15
