@@ -261,8 +261,9 @@ class Loop:
             except NotUsable as why:
                 more = []
                 if self.parent is not None and ref.asset in self.experiment.taken:
-                    through = f" --through {max(iteration, 0)}"
-                    more.append(f"it is taken from {self.parent.name}: run `coepg evolve {self.parent.name}{through}`")
+                    more.append(
+                        f"it is taken from {self.parent.name}: run `coepg evolve {self.parent.name} --through {iteration}`"
+                    )
                 if record is None:
                     more += self._about_the_instance(context.instance, ref)
                 raise NotUsable(f"{why} ({'; '.join(more)})" if more else str(why)) from None

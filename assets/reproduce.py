@@ -359,7 +359,12 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
     versions = archive(project, instance)
     for loop in study.loops:
         experiment = loop.experiment
-        wanted[loop.name] = (experiment.table, experiment.variant, loop.seed, first_of(loop))
+        wanted[loop.name] = (
+            experiment.table,
+            experiment.variant,
+            loop.seed,
+            range(first_of(loop), experiment.iterations + 1),
+        )
         runs.append(_measured(project, instance, versions, loop))
     numbers = Study(runs, study.root.name, benchmark.test, study.root.iterations)
     claims = findings(numbers)
@@ -367,7 +372,7 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
     content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [claim.to_json() for claim in claims]}
     lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in content.items()]
     (out / "results.json").write_text("{" + ",\n".join(lists) + "}\n")  # a row per line
-    missing = missing_runs(numbers, wanted, study.root.iterations)
+    missing = missing_runs(numbers, wanted)
     return write_page(numbers, claims, missing, study.left_out, out)
 
 

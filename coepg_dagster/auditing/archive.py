@@ -56,7 +56,7 @@ class Archive:
         place = f"{loop}/{asset}/{iteration}"
         if place not in self.current:
             raise NotFound(
-                f"{loop} has no {Ref(asset, iteration)}: run `coepg evolve {loop} --through {iteration}` first"
+                f"{loop} has no {Ref(asset, iteration)}: run `coepg evolve {loop} --through {iteration or 0}` first"
             )
         return self.current[place]
 

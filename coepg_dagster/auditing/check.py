@@ -22,7 +22,7 @@ def check(archive: Archive, loop: str) -> dict[str, Any]:
     """
     current = [record for place, record in archive.current.items() if place.startswith(f"{loop}/")]
     if not current:
-        raise NotFound(f"{loop} has no artifacts yet: run `coepg evolve {loop}` first")
+        raise NotFound(f"{loop} has no artifacts yet: run `coepg evolve {loop} --through 0` first")
     checked = {record.folder: record for one in current for record in archive.lineage(one)}
     tampered = [line for record in checked.values() for line in archive.damage(record)]
     rows = 0

@@ -271,13 +271,12 @@ class Study:
         return measured is not None and measured.value is not None
 
 
-def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int, int]], iterations: int) -> list[str]:
-    """The commands for missing iterations of `wanted`: reference → (experiment, variant, seed, first iteration)."""
+def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int, range]]) -> list[str]:
+    """The commands for missing iterations of `wanted`: reference → (experiment, variant, seed, its iterations)."""
     lacking = []
-    for reference, (experiment, variant, seed, first) in wanted.items():
+    for reference, (experiment, variant, seed, needed) in wanted.items():
         run = study.find(experiment, variant).get(seed)
-        needed = range(first, iterations + 1)
         if not all(run and (k, split) in run.success for k in needed for split in study.splits):
-            since = f" --from {first}" if first else ""
-            lacking.append(f"coepg evolve {reference}{since} --through {iterations}")
+            since = f" --from {needed[0]}" if needed[0] else ""
+            lacking.append(f"coepg evolve {reference}{since} --through {needed[-1]}")
     return lacking

@@ -56,10 +56,12 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     one = study(run(FULL, 1, {0: 0.2, 1: 0.5}))
     why = "code or configuration changed (1 → 2)"
     one.runs[0].stale = {Ref("planner", 1): why, Ref("evaluation", 1): f"planner[1]: {why}"}
-    wanted = {"box/s1": ("box", FULL, 1, 0), "box_uniform/s1": ("box", "uniform", 1, 3)}
-    missing = missing_runs(one, wanted, 3)
+    wanted = {"box/s1": ("box", FULL, 1, range(4)), "box_uniform/s1": ("box", "uniform", 1, range(3, 4))}
+    missing = missing_runs(one, wanted)
     assert missing == ["coepg evolve box/s1 --through 3", "coepg evolve box_uniform/s1 --from 3 --through 3"]
-    assert missing_runs(one, {"box/s1": ("box", FULL, 1, 1)}, 1) == []
+    assert missing_runs(one, {"box/s1": ("box", FULL, 1, range(1, 2))}) == []
+    # an overlay of fewer iterations than the study: no command goes beyond them
+    assert missing_runs(one, {"box_no/s1": ("box", "no", 1, range(3))}) == ["coepg evolve box_no/s1 --through 2"]
     page = write_page(one, findings(one), missing, {"box_large": "models/large is not there"}, tmp_path)
     text = page.read_text()
     for line in (
