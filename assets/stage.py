@@ -127,7 +127,9 @@ class StageContext:
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
         settings |= resource.placement(kind)  # not in the key: the number of processes changes no result
         serving = self.context.resources.engines.serving()
-        job = kind(**common, **settings, serving=serving, visual=self.store.visual, out=self.draft, scratch=scratch)
+        tracked = self.store.tracked(self.loop.experiment.name, self.loop.seed, str(self.ref.asset), self.k)
+        places = {"visual": self.store.visual, "tracked": tracked, "out": self.draft, "scratch": scratch}
+        job = kind(**common, **settings, serving=serving, **places)
         result = resource.launch(self.context, job, self.loop.root)
         shutil.rmtree(scratch)
         return result

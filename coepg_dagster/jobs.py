@@ -19,6 +19,7 @@ from coepg_dagster.progress import Ended
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 OnAnomaly = Literal["stop", "warn"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class Placement(Strict):
@@ -28,6 +29,7 @@ class Placement(Strict):
     strategy: Strategy = "ddp"
     save_every: int = Field(0, ge=0, description="optimizer steps between two checkpoints; 0: only on a signal")
     on_anomaly: OnAnomaly = Field("stop", description="what happens when training goes wrong, see training/monitor.py")
+    tracking: list[Tracker] = Field([], description="trackers that show the log, see training/tracking.py")
 
     @property
     def spread(self) -> bool:
@@ -56,6 +58,7 @@ class Job(Strict):
     seed: int
     serving: Serving = Serving()
     visual: Path | None = None  # folder of the embeddings of screenshots shared with other jobs; None: not shared
+    tracked: Path | None = None  # folder of TensorBoard's files, which outlive the job; None: in the scratch folder
 
     def device_name(self) -> str:
         """The name of the device for people, such as that of the GPU."""

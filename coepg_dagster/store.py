@@ -109,6 +109,10 @@ class Store:
         """The folder of visual embeddings (see `inference.visual`); deleted ones are computed again."""
         return self.root / ".visual"
 
+    def tracked(self, experiment: str, seed: int, asset: str, k: int) -> Path:
+        """The folder of the log of a training for TensorBoard; nothing reads it but people."""
+        return self.root / ".tracking" / f"{experiment}-s{seed}-{asset}-{k}"
+
     def scratch(self, key: str) -> Path:
         """A folder that outlives a killed run, for work whose inputs and configuration have the hash `key`."""
         folder = self.root / ".scratch" / key

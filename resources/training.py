@@ -26,6 +26,7 @@ from coepg_dagster.planning.machine import (
     TrainingSettings,
     place_models,
     refuse_ray_with_ranks,
+    refuse_unknown_trackers,
 )
 
 Config = TypeVar("Config", bound=Strict)
@@ -81,6 +82,7 @@ class Training(_resource(TrainingSettings), Processes):  # type: ignore[misc]
     @model_validator(mode="after")
     def _can_be(self) -> Self:
         refuse_ray_with_ranks(self)
+        refuse_unknown_trackers(self.tracking)
         return self
 
     def settings(self) -> TrainingSettings:

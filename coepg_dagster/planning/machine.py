@@ -7,9 +7,9 @@ defaults of the Launchpad, and of all runs of sensors and schedules.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,7 +28,7 @@ from coepg_dagster.experiment import (
     Strict,
     checked,
 )
-from coepg_dagster.jobs import OnAnomaly, Placement, Strategy
+from coepg_dagster.jobs import OnAnomaly, Placement, Strategy, Tracker
 from coepg_dagster.planning.estimates import CARDS
 from coepg_dagster.training.launch import hardware_refusals, refusals
 
@@ -89,10 +89,16 @@ class TrainingSettings(ProcessSettings):
         description="When groups have no spread, reward, KL or loss run away, or memory grows steadily. `stop`: saves, ends, and "
         "says what to change; `warn`: logs that and continues. A loss that is not a number always ends training.",
     )
+    tracking: list[str] = Field(  # Dagster's configuration has no lists of literals
+        [],
+        description="Trackers that show the log of a training: `tensorboard`, `wandb`, `mlflow`, `trackio`. They read addresses "
+        "and keys from the environment.",
+    )
 
     @model_validator(mode="after")
-    def _ray_trains_in_one_process(self) -> Self:
+    def _can_be(self) -> Self:
         refuse_ray_with_ranks(self)
+        refuse_unknown_trackers(self.tracking)
         return self
 
     @property
@@ -103,6 +109,7 @@ class TrainingSettings(ProcessSettings):
             strategy=self.strategy,
             save_every=self.save_every,
             on_anomaly=self.on_anomaly,
+            tracking=[tracker for tracker in get_args(Tracker) if tracker in self.tracking],
         )
 
 
@@ -110,6 +117,13 @@ def refuse_ray_with_ranks(settings: Any) -> None:
     """Raises ValueError if training is to run on Ray in several processes; `settings` has the fields of TrainingSettings."""
     if settings.launcher == "ray" and (settings.training_processes > 1 or settings.strategy != "ddp"):
         raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
+
+
+def refuse_unknown_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that is no tracker."""
+    for name in names:
+        if name not in get_args(Tracker):
+            raise ValueError(f"{name!r} is no tracker: choose from {', '.join(get_args(Tracker))}")
 
 
 class EndpointSettings(Strict):

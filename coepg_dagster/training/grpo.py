@@ -71,6 +71,7 @@ from coepg_dagster.training.speed import (
     half_activations,
     vision_to_bfloat16,
 )
+from coepg_dagster.training.tracking import refuse_missing, tracker_callbacks, tracker_settings
 from coepg_dagster.training.validation import KeepBest, Questions, requests_of
 from coepg_dagster.training.verified import save_trained
 
@@ -306,6 +307,7 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
     Checkpoints and the rollouts so far are in the scratch folder. Returns the figures of the run; rates in per cent.
     """
     refuse(job.config, job.placement)
+    refuse_missing(job.placement)
     asked = asked_steps(job, job.config)
     members = {}
     if job.grounder:
@@ -395,6 +397,7 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
             checkpoints,
             monitor,
             *(evaluation for evaluation in (best, probe) if evaluation),
+            *tracker_callbacks(job),
         ],
         args=_arguments(job, checkpoints.folder, micro, sampling),
     )
@@ -473,7 +476,7 @@ def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, An
         logging_nan_inf_filter=False,  # TrainingMonitor checks for them
         save_strategy="no",  # Checkpoints decides
         save_total_limit=KEPT,
-        report_to="none",
+        **tracker_settings(job),
         disable_tqdm=True,
         seed=job.seed,
         data_seed=job.seed,

@@ -39,6 +39,7 @@ from coepg_dagster.training.speed import (
     recompute,
     vision_to_bfloat16,
 )
+from coepg_dagster.training.tracking import refuse_missing, tracker_callbacks, tracker_settings
 from coepg_dagster.training.verified import save_trained
 
 LOADERS: Final = 4
@@ -75,6 +76,7 @@ def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
     Only the answer's tokens carry loss. Returns the figures of the run. Checkpoints are in the scratch folder.
     """
     refuse(job.config, job.placement)
+    refuse_missing(job.placement)
     dataset, steps = job.rows(), job.train_steps()
     figures = _train(job, dataset, steps, report)
     if job.role == "end_to_end" or not job.config.probe_steps or not is_main():
@@ -116,7 +118,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         train_dataset=examples,
-        callbacks=[ReportProgress(report), checkpoints, monitor, Forget(shown)],
+        callbacks=[ReportProgress(report), checkpoints, monitor, Forget(shown), *tracker_callbacks(job)],
         args=SFTConfig(
             output_dir=str(checkpoints.folder),
             num_train_epochs=config.epochs,
@@ -136,7 +138,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             logging_nan_inf_filter=False,  # TrainingMonitor checks for them
             save_strategy="no",  # Checkpoints decides
             save_total_limit=KEPT,
-            report_to="none",
+            **tracker_settings(job),
             remove_unused_columns=False,  # the examples find their images by step_id
             disable_tqdm=True,
             seed=job.seed,
