@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -32,6 +32,7 @@ from coepg_dagster.experiment import checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.progress import Pace, local_time, span_text
 from coepg_dagster.project import Project
+from coepg_dagster.provenance import SHARED
 from coepg_dagster.refusal import Refusal
 
 _PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
@@ -76,11 +77,18 @@ def evolve_through(
     return runs
 
 
-def make_inputs(defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, console: Console) -> None:
-    """Makes the unpartitioned inputs of an experiment, which its seeds share, if they are missing or stale."""
+def make_inputs(
+    defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, console: Console, only: Sequence[str] = SHARED
+) -> bool:
+    """Makes the unpartitioned inputs of an experiment, which its seeds share, if they are missing or stale.
+
+    Returns whether something was made. `only` names the inputs that are wanted.
+    """
     todo = next_todo(instance, loop, -1)
-    if todo is not None and (shared := tuple(asset for asset in todo.assets if asset in loop.shared)):
+    shared = tuple(asset for asset in todo.assets if asset in loop.shared and asset in only) if todo else ()
+    if shared:
         _run(defs, instance, loop, Todo(None, shared), console)
+    return bool(shared)
 
 
 def _run(

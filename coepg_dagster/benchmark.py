@@ -82,6 +82,12 @@ def files_version(root: Path, paths: list[Path]) -> str:
     return fingerprint(entries)
 
 
+def source_size(place: Path) -> tuple[int, int]:
+    """The number and the bytes of the files of a benchmark, a folder or one file; an import reads all of them or fewer."""
+    sizes = [file.stat().st_size for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()]
+    return len(sizes), sum(sizes)
+
+
 def wanted_splits(benchmark: Benchmark) -> tuple[str, ...]:
     """Every split that an experiment reads."""
     return (benchmark.train, benchmark.validation, *benchmark.test)

@@ -70,6 +70,7 @@ ITERATIONS = {
 }
 NOT_MADE = {"sandbox@1": "run `coepg evolve sandbox/s13 --through 1` first"}
 OF_EXPERIMENTS = [
+    ["import"],
     ["results"],
     ["plan"],
     ["lineage"],
@@ -159,6 +160,7 @@ MISTYPED: list[tuple[list[str], str]] = [
 
 REFUSED: dict[str, list[str]] = {
     "evolve": ["nothing", "--through", "1"],
+    "import": ["nothing"],
     "results": ["nothing"],
     "plan": ["nothing"],
     "lineage": ["nothing"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -121,6 +122,43 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+@app.command("import")
+def import_steps(reference: Reference) -> None:
+    """Imports the labelled steps of an experiment, which `evolve` would do first; says before how much it reads.
+
+    What is there and current is not imported again. A row that cannot be used is left out, with its reason.
+    """
+    project, experiment, seed = open_experiment(reference)
+    benchmark = experiment.benchmark
+    from coepg_dagster.assets.ledger import Loop, open_instance
+    from coepg_dagster.benchmark import refuse_files, source_size
+    from coepg_dagster.provenance import Ref
+
+    loop, ref = Loop(experiment, seed, project.root), Ref("benchmark_steps")
+    if ref.asset not in loop.shared:
+        refuse(f"{experiment.name} takes its steps from {experiment.parent}: run `coepg import {experiment.parent}`")
+    if why := refuse_files(experiment, project.root):
+        refuse("\n".join(why))
+    instance = open_instance(project)
+    files, size = source_size(project.root / benchmark.path)
+    free = shutil.disk_usage(project.root).free
+    err.print(
+        f"reads up to {files:,} files with {size / 1e9:,.3g} GB in {benchmark.path}; its screenshots are kept in the store as "
+        f"models see them: {free / 1e9:,.3g} GB are free there",
+        highlight=False,
+        soft_wrap=True,
+    )
+    from coepg_dagster.assets.evolve import make_inputs
+
+    made = make_inputs(_definitions(experiment), instance, loop, err, [ref.asset])
+    record = loop.record(instance, ref)
+    assert record is not None
+    for split, steps in record.figures["steps"].items():
+        typer.echo(f"{steps:,} steps in split {split}")
+    kept = sum(record.sizes.values())
+    typer.echo(f"{'made' if made else 'is there and current'}: {project.store / record.folder}, {kept / 1e9:,.3g} GB")
 
 
 @app.command()
