@@ -1,0 +1,162 @@
+"""A stranger's walk through docs/your-own.md: its files and commands, as they stand on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coepg_dagster.prompts import grounder_messages, planner_messages
+from tests.project import REPOSITORY, Forked, make_project, tell
+from tests.readers.samples import write_user_rows
+
+PAGE = (REPOSITORY / "docs" / "your-own.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def blocks(title: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", section(title), re.S)
+
+
+def commands(title: str) -> list[list[str]]:
+    """The `coepg` commands of a section's shell blocks, without their comments and redirections."""
+    lines = [line for block in blocks(title, "sh") for line in block.splitlines() if line.startswith("coepg ")]
+    return [shlex.split(line.partition(" > ")[0], comments=True)[1:] for line in lines]
+
+
+def rows() -> list[dict[str, Any]]:
+    """The line of the page, as twelve steps of the train split and three of each other."""
+    (line,) = blocks("Own data", "json")
+    row = json.loads(line) | {"image": "images/1.png"}
+    counts = {"train": 12, "validation": 3, "test": 3}
+    names = [(split, f"{split}-{i}") for split, count in counts.items() for i in range(count)]
+    return [row | {"split": split, "step_id": name, "episode_id": name} for split, name in names]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = make_project(tmp_path / "project", REPOSITORY / "experiments" / "sandbox.yaml")
+    (root / "experiments" / "mine.yaml").write_text(blocks("Own data", "yaml")[0])
+    write_user_rows(root / "data-of-mine", rows())
+    return root
+
+
+@pytest.mark.slow
+def test_own_data_are_checked_planned_imported_and_used_and_the_store_moves(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    check, plan, imported, plan_again, evolve = commands("Own data")
+    code, out, err = tell(project, *check)
+    assert code == 0 and "12 steps in split train" in out, err
+    code, out, err = tell(project, *plan)
+    assert code == 0 and "# would make benchmark_steps" in out and "an iteration: " in out, err
+
+    process = Forked(project, *imported)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert re.match(r"reads up to 2 files with 3?\S+ GB in data-of-mine; .* GB are free", err), err
+    assert "mine benchmark_steps" not in err and "benchmark_steps: done in" in err
+    assert out.splitlines()[:3] == [
+        f"{n} steps in split {split}" for split, n in (("test", 3), ("train", 12), ("validation", 3))
+    ]
+    code, out, _ = tell(project, *plan_again)
+    assert code == 0 and "# would make open_models" in out and "benchmark_steps," not in out
+
+    process = Forked(project, *evolve)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    for step in ("candidate_plans", "verdicts", "dataset", "evaluation"):
+        assert re.search(rf"^{time} mine/s13 k=0 {step}: done in \d", err, re.M), err
+
+    here = project.parent / "moved"
+    copied = re.search(r"^rsync -a (.*) /backup/mine/$", blocks("Move, back up and upgrade a store", "sh")[0], re.M)
+    assert copied is not None
+    here.mkdir()
+    for name in copied[1].split():
+        source = project / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, here / name)  # type: ignore[operator]
+    project.rename(project.parent / "gone")
+    monkeypatch.chdir(here)
+    (audit,) = commands("Move, back up and upgrade a store")
+    code, out, err = tell(here, *audit)
+    assert code == 0 and "none tampered with" in out, f"{out}{err}"
+    code, out, _ = tell(here, "results", "mine", "--json")
+    assert code == 0 and json.loads(out)["iterations"][0]["stale"] == {}
+
+
+def test_a_checkpoint_is_loaded_and_asked_as_the_page_says() -> None:
+    (load,) = blocks("Where checkpoints are", "python")
+    names: dict[str, Any] = {"FOLDER": str(REPOSITORY / "models" / "base-planner")}
+    exec(load, names)  # noqa: S102 - our own page
+    assert names["model"].config.model_type == "qwen2_5_vl"
+    (ask,) = blocks("Serve them with vLLM", "python")
+    exec(ask, names)  # noqa: S102
+    assert names["chat"] == planner_messages("Buy a red scarf", ["CLICK [Scarves]"], "web")
+    assert names["then"] == grounder_messages("the red scarf", "web")
+    text = names["processor"].apply_chat_template(names["chat"], add_generation_prompt=True)
+    assert text.index("<|image_pad|>") < text.index("Buy a red scarf")
+
+
+def test_the_families_that_the_page_names_are_those_that_are_known() -> None:
+    named = set(re.findall(r"`(qwen\w+)`", section("Own model")))
+    source = (REPOSITORY / "coepg_dagster" / "inference" / "architecture.py").read_text()
+    known = re.search(r"is not known here; known: ([\w, ]+)", source)
+    assert known is not None and named == set(known[1].split(", "))
+
+
+def test_7b_on_one_machine_and_the_reward_of_another_variant(project: Path) -> None:
+    shutil.copy(REPOSITORY / "experiments" / "web_7b.yaml", project / "experiments")
+    (plan,) = commands("7B on one machine")
+    code, out, err = tell(project, *plan)
+    assert code in (0, 1, 3) and "Traceback" not in err and "name: web_7b" in out
+    (recompute,) = commands("Own reward")
+    assert "run `coepg evolve mine/s13 --through 1` first" in tell(project, *recompute)[2]
+
+
+def test_the_slurm_script_is_one(tmp_path: Path) -> None:
+    (script,) = (block for block in blocks("Slurm", "sh") if block.startswith("#!"))
+    (tmp_path / "job.sh").write_text(script)
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    assert "--signal=B:TERM@" in script and script.splitlines()[-1].startswith("exec .venv/bin/coepg evolve ")
+
+
+def test_kubernetes_shares_runs_and_store() -> None:
+    instance = yaml.safe_load((REPOSITORY / "docs" / "kubernetes" / "dagster.yaml").read_text())
+    variable = instance["storage"]["postgres"]["postgres_url"]["env"]
+    launcher = instance["run_launcher"]["config"]
+    assert variable in section("Kubernetes") and launcher["env_secrets"][0] in section("Kubernetes")
+    store = next(mount["mountPath"] for mount in launcher["volume_mounts"] if mount["name"] == "store")
+    assert instance["compute_logs"]["config"]["base_dir"].startswith(store)
+
+
+def test_every_message_of_the_page_is_one_of_the_code() -> None:
+    """Fixed words of each message in the first column occur in a source file."""
+    sources = "\n".join(
+        re.sub(r'"\s*\n\s*f?"', "", file.read_text())
+        for place in ("coepg_dagster", "assets", "resources")
+        for file in (REPOSITORY / place).rglob("*.py")
+    )
+    messages = re.findall(r"^\| `([^|]*)` \|", section("Troubleshooting by message"), re.M)
+    assert len(messages) >= 8
+    for message in messages:
+        words = [
+            part for part in re.split(r"…|'x'|FILE|\bk\b|SIGKILL|\b12\b|wandb", message) if len(part.strip()) > 6
+        ]
+        assert words and all(part.strip(" :;,") in sources for part in words), message
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]*)", PAGE):
+        assert not target or (REPOSITORY / "docs" / target).exists(), target
