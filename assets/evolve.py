@@ -18,17 +18,20 @@ from coepg_dagster.assets.build import RECORD_CHECKS
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
 from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
 from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.execution.api import execute_run
 from dagster._core.execution.context.system import PlanOrchestrationContext
 from dagster._core.execution.plan.plan import ExecutionPlan
 from dagster._core.execution.retries import RetryMode
 from dagster._core.executor.in_process import InProcessExecutor
+from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.storage.tags import PARTITION_NAME_TAG
 from dagster._core.utils import make_new_run_id
+from dagster._core.workspace.load import location_origin_from_module_name
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from coepg_dagster.experiment import checked
+from coepg_dagster.experiment import ABLATIONS, checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.progress import Pace, local_time, span_text
 from coepg_dagster.project import Project
@@ -118,6 +121,7 @@ def _run(
                     run_config=_QUIET | {"resources": resources},
                     tags=tags,
                     asset_selection=assets,
+                    remote_job_origin=origin_of(loop, name),
                 )
                 success = execute_run(InMemoryJob(job), run, instance).success
         except KeyboardInterrupt:
@@ -131,6 +135,14 @@ def _run(
             raise SystemExit(128 + interrupts.first)
     if not success:
         raise RunFailed(_why(instance, run_id, iteration))
+
+
+def origin_of(loop: Loop, job: str) -> RemoteJobOrigin:
+    """Where the web UI looks for the runs of a job: the code location of workspace.yaml that holds the loop."""
+    ablation = loop.experiment.name in Project(loop.root).experiments(ABLATIONS)
+    location, module = ("reproductions", "reproductions") if ablation else ("coepg", "definitions")
+    origin = location_origin_from_module_name(f"coepg_dagster.{module}", None, str(loop.root), location)
+    return RemoteJobOrigin(RemoteRepositoryOrigin(origin, SINGLETON_REPOSITORY_NAME), job)
 
 
 class InThisProcess(InProcessExecutor):

@@ -10,12 +10,18 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from coepg_dagster.assets.evolve import Lines, RunFailed, evolve_through, place_of
+from coepg_dagster.assets.ledger import ITERATION_TAG
+from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
+from dagster._core.remote_origin import RemoteRepositoryOrigin
+from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
+from dagster._core.workspace.load import location_origins_from_yaml_paths
 from rich.console import Console
 
 from coepg_dagster.progress import local_time
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_project, plant
+from tests.project import REPOSITORY
 
 QUIET = Console(quiet=True)
 
@@ -50,6 +56,22 @@ def test_the_command_line_makes_what_the_ui_makes(light: InProcess, tmp_path: Pa
             assert other.run(1, asset).success
         assert versions(light) == versions(other)
         assert evolve(other, 1) == 1  # the report
+
+
+def runs_of_job(instance: dg.DagsterInstance, location: str, job: str) -> list[dg.DagsterRun]:
+    """The runs that the UI's overview and the job's page show: those that GrapheneJob.runs asks for."""
+    workspace = location_origins_from_yaml_paths([str(REPOSITORY / "workspace.yaml")])
+    [origin] = [origin for origin in workspace if origin.location_name == location]
+    label = RemoteRepositoryOrigin(origin, SINGLETON_REPOSITORY_NAME).get_label()
+    return list(instance.get_runs(dg.RunsFilter(job_name=job, tags={REPOSITORY_LABEL_TAG: label})))
+
+
+def test_the_ui_counts_the_runs_of_the_command_line(light: InProcess) -> None:
+    assert evolve(light, 1) == 4
+    iterations = runs_of_job(light.instance, "coepg", "light_s1_iteration")
+    assert [run.tags[ITERATION_TAG] for run in iterations] == ["1", "0"]
+    assert len(runs_of_job(light.instance, "coepg", "light_s1_unpartitioned")) == 2
+    assert all(run.is_success for run in iterations)
 
 
 def test_evolve_goes_on_after_a_failure(light: InProcess) -> None:

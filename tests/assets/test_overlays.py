@@ -15,7 +15,7 @@ from coepg_dagster.experiment import ABLATIONS, load_experiment
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_definitions, light_project, plant
-from tests.assets.test_evolve import QUIET
+from tests.assets.test_evolve import QUIET, runs_of_job
 
 SHARING = "description: another reward\nparent: light\nvariant: single\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
 ALONE = "description: no GRPO\nparent: light\nvariant: no_grpo\ngrpo: {enabled: false}\n"
@@ -44,6 +44,13 @@ def overlay(project: InProcess, name: str) -> Loop:
 def evolve(project: InProcess, name: str, through: int) -> int:
     defs = light_definitions(project.project, folder=ABLATIONS)
     return evolve_through(defs, project.instance, overlay(project, name), through, QUIET)
+
+
+def test_runs_of_an_ablation_are_those_of_its_code_location(overlays: InProcess) -> None:
+    counts = {
+        place: len(runs_of_job(overlays.instance, place, "alone_s1_iteration")) for place in ("coepg", "reproductions")
+    }
+    assert counts == {"coepg": 0, "reproductions": 2}
 
 
 def test_what_takes_its_data_is_made_at_one_iteration_alone(overlays: InProcess) -> None:
