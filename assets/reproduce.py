@@ -96,7 +96,8 @@ def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) 
 def _descends(experiment: Experiment, ancestor: str, known: Mapping[str, Experiment]) -> bool:
     parent = experiment.parent
     while parent is not None and parent != ancestor:
-        parent = known[parent].parent
+        above = known.get(parent)
+        parent = above.parent if above else None
     return parent is not None
 
 

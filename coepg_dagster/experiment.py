@@ -623,10 +623,7 @@ def load_experiment(path: Path) -> Experiment:
     A file with a `parent` holds only what differs: mappings are merged key by key; other values, and pools, replace those of
     the parent. `description`, `take`, `variant` and `agent` are not inherited.
     """
-    experiment, parent = _load(path, ())
-    if parent is not None:
-        _check_overlay(path, experiment, parent)
-    return experiment
+    return _load(path, ())
 
 
 _NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent")
@@ -635,8 +632,7 @@ _POOLS: Final = ("planners", "verifiers")
 """Mappings that are not merged: a pool in an overlay has exactly the members given there."""
 
 
-def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experiment | None]:
-    """The experiment of a file, and its parent."""
+def _load(path: Path, children: tuple[Path, ...]) -> Experiment:
     raw, parent = _read(path), None
     if "name" in raw:
         raise ExperimentError(f"{path}: key `name`: an experiment is named by its file; remove the key")
@@ -645,12 +641,15 @@ def _load(path: Path, children: tuple[Path, ...]) -> tuple[Experiment, Experimen
         if parent_file in (path, *children):
             raise ExperimentError(f"{path}: key `parent`: {raw['parent']} has this file as its parent, or is it")
         try:
-            parent, _ = _load(parent_file, (path, *children))
+            parent = _load(parent_file, (path, *children))
         except ExperimentError as error:
             raise ExperimentError(f"{path}: key `parent`: {raw['parent']} cannot be used: {error}") from None
         inherited = parent.model_dump(mode="json", exclude={"name", *_NOT_INHERITED}, exclude_unset=True)
         raw = _merged(inherited, raw)
-    return checked(Experiment, raw | {"name": path.stem}, path), parent
+    experiment = checked(Experiment, raw | {"name": path.stem}, path)
+    if parent is not None:
+        _check_overlay(path, experiment, parent)
+    return experiment
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -732,7 +731,7 @@ _REMEDIES = {
 def _explain(source: Path | str, problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
     remedy = _REMEDIES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-    if problem["type"] == "string_pattern_mismatch" and key != "pool":
+    if problem["type"] in ("string_pattern_mismatch", "string_unicode") and key != "pool":
         remedy = "use lower-case letters, digits and _, starting with a letter"
     got = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r:.200})"
     return f"{source}: {f'key `{key}`' if key != 'name' else 'the name of the file'}: {remedy}{got}"
@@ -764,8 +763,13 @@ def find_experiments(folder: Path) -> Experiments:
             try:
                 experiments[path.stem] = load_experiment(path)
             except ExperimentError as error:
-                left_out[path.stem] = str(error)
+                left_out[_printable(path.stem)] = _printable(str(error))
     return Experiments(experiments, left_out)
+
+
+def _printable(text: str) -> str:
+    """`text` without the halves of surrogate pairs that stand for bytes of a file name that is no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def split_reference(reference: str, experiments: Experiments) -> tuple[Experiment, int]:

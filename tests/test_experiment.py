@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
+import shutil
+import tempfile
 import typing
 from pathlib import Path
 from typing import Any
@@ -463,6 +467,9 @@ def test_a_bad_file_costs_only_its_experiment_and_what_builds_on_it(tmp_path: Pa
     write(tmp_path, "description: [half a dra", "draft")
     write(tmp_path, OVERLAY | {"parent": "draft"}, "grandchild")
     write(tmp_path, content(), "good copy")
+    write(tmp_path, OVERLAY | {"parent": "good", "take": ["planner_sft", "grounder"], "init": "previous"}, "taker")
+    write(tmp_path, OVERLAY | {"parent": "taker"}, "of_taker")
+    shutil.copy(tmp_path / "good.yaml", os.fsencode(tmp_path) + b"/caf\xe9.yaml")
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "gone.yaml").symlink_to("nowhere")
     for hidden in ("._good.yaml", ".yaml", ".good.yaml.swp"):
@@ -474,6 +481,9 @@ def test_a_bad_file_costs_only_its_experiment_and_what_builds_on_it(tmp_path: Pa
         "draft": "draft.yaml, line 1, column 25: not valid YAML",
         "grandchild": "grandchild.yaml: key `parent`: draft cannot be used",
         "good copy": "good copy.yaml: the name of the file: use lower-case letters, digits and _",
+        "taker": "taker.yaml: key `take`: grounder is good's, but this file changes settings",
+        "of_taker": "of_taker.yaml: key `parent`: taker cannot be used: ",
+        r"caf\udce9": r"caf\udce9.yaml: the name of the file: use lower-case letters, digits and _",
         "folder": "folder.yaml: cannot be read",
         "gone": "gone.yaml: there is no such file",
     }
@@ -484,6 +494,25 @@ def test_a_bad_file_costs_only_its_experiment_and_what_builds_on_it(tmp_path: Pa
             split_reference(name, experiments)
     with pytest.raises(ExperimentError, match="no experiment 'other'; known: child, good"):
         split_reference("other", experiments)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(Experiment.model_fields)), VALUES, st.booleans())
+def test_whatever_a_file_holds_it_costs_no_other(key: str, value: Any, parent: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, content(), "good")
+        raw = {"description": "x", "parent": "good", key: value} if parent else content() | {key: value}
+        (folder / "other.yaml").write_text(json.dumps(raw), "utf-8")
+        found = find_experiments(folder)
+        assert "good" in found and ("other" in found) is not ("other" in found.left_out)
+        assert found.left_out.get("other", "other.yaml").find("other.yaml") >= 0
 
 
 def test_an_ablation_has_a_unique_name(tmp_path: Path) -> None:

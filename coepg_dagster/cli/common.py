@@ -62,7 +62,7 @@ def open_experiment(reference: str) -> tuple[Project, Experiment, int]:
     project = find_project()
     known = project.all_experiments()
     opened = split_reference(reference, known)
-    _name_left_out(known)
+    name_left_out(known)
     return project, *opened
 
 
@@ -71,11 +71,12 @@ def open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
     project = find_project()
     known = project.all_experiments()
     opened = split_iteration(reference, known)
-    _name_left_out(known)
+    name_left_out(known)
     return project, *opened
 
 
-def _name_left_out(known: Experiments) -> None:
+def name_left_out(known: Experiments) -> None:
+    """Warns of each experiment file that cannot be used, once per command."""
     for name in sorted(known.left_out.keys() - _reported):
         first, *more = known.left_out[name].splitlines()
         say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")

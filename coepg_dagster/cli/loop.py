@@ -24,6 +24,7 @@ from coepg_dagster.cli.common import (
     Iteration,
     Reference,
     err,
+    name_left_out,
     open_experiment,
     open_iteration,
     print_table,
@@ -383,7 +384,9 @@ def trace(
 
     place = parse_place(row)
     if place.reference is None:
-        archive = _archive(find_project())
+        project = find_project()
+        name_left_out(project.all_experiments())
+        archive = _archive(project)
         row_trace = trace_row(archive, *find_row(archive, place.what))
     else:
         project, experiment, seed, k = open_iteration(place.reference)
@@ -463,6 +466,7 @@ def gc(
     What a current artifact was made from stays, however old. Refuses while anything is running.
     """
     project = find_project()
+    name_left_out(project.all_experiments())
     from coepg_dagster.assets.ledger import end_dead_runs, finished_jobs, open_instance, unfinished_runs
     from coepg_dagster.auditing.cleaning import leftovers
 
@@ -510,6 +514,7 @@ def ui(
 ) -> None:
     """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
     project = find_project()
+    name_left_out(project.all_experiments())
     if port == pages_port:
         refuse(f"--port and --pages-port are both {port}: choose two")
     machine = machine_named(project.root, on)  # for the Launchpad and for sensors and schedules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,9 +121,10 @@ def test_a_file_that_cannot_be_used_costs_only_its_experiment(light: InProcess) 
     (folder / "draft.yaml").write_text("description: [half a dra")
     (folder / "child.yaml").write_text("parent: draft\ndescription: x\ntake: [dataset]\n")
     (folder / "._light.yaml").write_bytes(b"\x00\x05\x16\x07")
+    Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.yaml")).write_text("")
     graph = light.defs.resolve_asset_graph()
     shown = {key.path[0]: graph.get(key) for key in graph.get_all_asset_keys() - before}
-    assert set(shown) == {"light copy (1)", "draft", "child"}
+    assert set(shown) == {"light copy (1)", "draft", "child", r"caf\udce9"}
     assert {node.group_name for node in shown.values()} == {LEFT_OUT}
     assert "not valid YAML" in str(shown["draft"].description)
     assert "draft cannot be used" in str(shown["child"].description)
