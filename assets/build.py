@@ -1,22 +1,18 @@
 """From an experiment to Dagster assets, checks and jobs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 from coepg_dagster.assets.about import about
+from coepg_dagster.assets.checks import check_specs, partitions
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.report import evolution_report
-from coepg_dagster.assets.shared import WEIGHTS
 from coepg_dagster.assets.stage import StageFunction, materialize, needed_resources
 
 from coepg_dagster.experiment import Experiment, code_version
-from coepg_dagster.pools.controls import BLOCKING
-from coepg_dagster.pools.trends import WARNINGS, warnings
-from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset, Ref
-
-INPUTS_CURRENT, RECORD_CHECKS = "inputs_current", "record_checks"
+from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset
 
 DEPS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": ("previous/dataset", "benchmark_steps", "open_models"),
@@ -33,22 +29,8 @@ DEPS: dict[Asset, tuple[str, ...]] = {
 run these first, then one whole run per iteration. What is really read is in `provenance.inputs_of`: less than this at
 iterations 0 and 1."""
 
-CHECKS: dict[Asset, tuple[str, ...]] = {
-    "planner_sft": (WEIGHTS,),
-    "grounder": (WEIGHTS,),
-    "planner": (WEIGHTS,),
-    "end_to_end": (WEIGHTS,),
-    "dataset": BLOCKING,
-}
-"""Blocking checks: iteration k + 1 refuses an artifact that failed one."""
-
 LIGHT: frozenset[Asset] = frozenset({"dataset", "data_quality"})
 """Partitioned assets that run no model: they take no slot of the pool."""
-
-
-def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
-    """One partition set "0".."K" for every asset of the loop."""
-    return dg.StaticPartitionsDefinition([str(k) for k in range(experiment.iterations + 1)])
 
 
 def shared_assets(
@@ -83,7 +65,7 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
         partitions_def=None if shared else partitions(loop.experiment),
         deps=[_dep(loop, dep) for dep in _deps(loop, asset)],
         code_version=code_version(loop.experiment, asset),
-        check_specs=[dg.AssetCheckSpec(name, asset=loop.key(asset), blocking=True) for name in CHECKS.get(asset, ())],
+        check_specs=check_specs(loop, asset),
         required_resource_keys={"store", "engines", *needed_resources(asset)},
         pool=loop.experiment.pool if heavy else None,
         output_required=True,
@@ -128,48 +110,3 @@ def _twins(loop: Loop) -> list[dg.AssetSpec]:
         for asset in CROSSING
         if asset in loop.made and any(f"previous/{asset}" in _deps(loop, reader) for reader in loop.made)
     ]
-
-
-def record_checks(loop: Loop) -> dg.AssetChecksDefinition:
-    """Checks that warn, computed from the records of an iteration.
-
-    Is every version that an asset read still current, up to D_0? Are its numbers no worse than those of iteration k - 1?
-    """
-
-    def spec(name: str, asset: Asset, description: str) -> dg.AssetCheckSpec:
-        return dg.AssetCheckSpec(
-            name, asset=loop.key(asset), partitions_def=partitions(loop.experiment), description=description
-        )
-
-    @dg.multi_asset_check(
-        name=f"{loop.experiment.name}_s{loop.seed}_{RECORD_CHECKS}",
-        specs=[
-            *(
-                spec(INPUTS_CURRENT, asset, "Every version that was read is still current, up to D_0.")
-                for asset in loop.made
-            ),
-            *(spec(name, asset, what) for asset in loop.made for name, what in WARNINGS.get(asset, {}).items()),
-        ],
-        can_subset=True,
-    )
-    def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
-        records, k = loop.records(context.instance), int(context.partition_key)
-        stale = loop.stale(records)
-        for key in context.selected_asset_check_keys:
-            asset: Any = key.asset_key.path[-1]
-            ref = Ref(asset, k)
-            if ref not in records:
-                why: str | None = f"{ref} does not exist"
-            elif key.name == INPUTS_CURRENT:
-                why = str(stale[ref]) if ref in stale else None
-            else:
-                why = warnings(asset, k, records, loop.experiment.quality)[key.name]
-            yield dg.AssetCheckResult(
-                asset_key=key.asset_key,
-                check_name=key.name,
-                passed=why is None,
-                severity=dg.AssetCheckSeverity.WARN,
-                description=why,
-            )
-
-    return check

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags, why_failed
-from coepg_dagster.assets.build import RECORD_CHECKS
+from coepg_dagster.assets.checks import evaluate_again
 from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
 from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
 from dagster._core.definitions.job_base import InMemoryJob
@@ -66,6 +66,7 @@ def evolve_through(
     """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
+    evaluate_again(instance, loop, loop.records(instance))
     runs, last = 0, None
     while (todo := next_todo(instance, loop, through, first)) is not None:
         if todo == last:
@@ -396,7 +397,7 @@ class Watch:
         self._cursor = news.cursor
         for entry in (record.event_log_entry for record in news.records):
             step, event, now = entry.step_key, entry.dagster_event, entry.timestamp
-            if step is None or step.endswith(RECORD_CHECKS):
+            if step is None:
                 continue
             if event is None:
                 match = _PROGRESS.fullmatch(entry.user_message)

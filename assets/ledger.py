@@ -308,6 +308,14 @@ class Records(dict[Ref, Record]):
         super().__init__()
         self.stale_where_taken, self.lost = {}, {}
 
+    def replaced(self, record: Record) -> Records:
+        """These records, but for one artifact that was made just now."""
+        records = Records()
+        records.update(self | {record.ref: record})
+        records.stale_where_taken = self.stale_where_taken
+        records.lost = {ref: gone for ref, gone in self.lost.items() if ref != record.ref}
+        return records
+
     def note_lost(self, store: Store) -> None:
         """Fills `lost`: the artifacts whose files are missing in the store."""
         for ref, record in self.items():

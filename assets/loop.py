@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
+from coepg_dagster.assets.checks import WEIGHTS
 from coepg_dagster.assets.shared import (
-    WEIGHTS,
     as_recorded,
     benchmark_steps,
     checkpoint_of,

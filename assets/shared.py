@@ -8,6 +8,7 @@ from typing import Any
 
 import dagster as dg
 import pyarrow.compute as pc
+from coepg_dagster.assets.checks import WEIGHTS
 from coepg_dagster.assets.stage import Outcome, StageContext
 
 from coepg_dagster.artifacts import STEPS, write_steps
@@ -19,9 +20,6 @@ from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
 from coepg_dagster.provenance import Asset
 from coepg_dagster.store import digests
-
-WEIGHTS = "weights_are_whole"
-"""Blocking check on every model artifact."""
 
 
 def benchmark_steps(work: StageContext) -> Outcome:

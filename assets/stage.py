@@ -14,6 +14,7 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
+from coepg_dagster.assets.checks import check_results, evaluate_again, results_of, with_readers
 from coepg_dagster.assets.ledger import RECORD, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
@@ -181,7 +182,23 @@ def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -
 def materialize(
     context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: StageFunction
 ) -> dg.MaterializeResult[None]:
-    """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks."""
+    """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks.
+
+    What the checks of other artifacts say changes with it, and those that a failed step leaves unevaluated say it again.
+    """
+    try:
+        return _materialize(context, loop, asset, make)
+    except Exception:
+        if asset not in SHARED:
+            store = context.resources.store.store(loop.root).root
+            unevaluated = (context.run.run_id, with_readers(loop, asset))
+            evaluate_again(context.instance, loop, loop.records(context.instance, store), unevaluated=unevaluated)
+        raise
+
+
+def _materialize(
+    context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: StageFunction
+) -> dg.MaterializeResult[None]:
     started = time.monotonic()
     # computed first: a change during the read makes the artifact stale
     source = {SOURCE: loop.source(asset)} if asset in SHARED else {}
@@ -214,6 +231,10 @@ def materialize(
     )
     if asset in CROSSING and is_read_next(loop, work.ref):  # after the last iteration too: K may be raised later
         hand_over(context, loop, record)
+    records = loop.records(context.instance, work.store.root).replaced(record)
+    skipped = with_readers(loop, asset) - {asset} if record.failed_checks else set()
+    evaluate_again(context.instance, loop, records, work.ref, (context.run.run_id, skipped))
+    checks = {} if asset in SHARED else results_of(loop, work.ref, records, loop.stale(records)) | outcome.checks
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
         metadata={
@@ -229,10 +250,7 @@ def materialize(
             **page_link(loop, work.ref),
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
         },
-        check_results=[
-            dg.AssetCheckResult(check_name=name, passed=why is None, description=why)
-            for name, why in outcome.checks.items()
-        ],
+        check_results=check_results(asset, checks),
     )
 
 

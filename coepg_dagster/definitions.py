@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from coepg_dagster.assets.automation import alert, automation
-from coepg_dagster.assets.build import left_out, loop_assets, record_checks, shared_assets
+from coepg_dagster.assets.build import left_out, loop_assets, shared_assets
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
 from coepg_dagster.assets.stage import StageFunction
@@ -51,7 +51,6 @@ def build(
             *(asset for loop in loops for asset in loop_assets(loop, makers)),
             *(left_out(name, why) for name, why in files.left_out.items()),
         ],
-        asset_checks=[record_checks(loop) for loop in loops],
         sensors=[alert(seconds)],
         resources={"store": StoreResource(), **default_resources(machine_named(project.root)), **(resources or {})},
     )

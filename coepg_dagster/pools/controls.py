@@ -22,8 +22,20 @@ from coepg_dagster.steps import CANDIDATE_SCHEMA, short_hash
 
 TRAIN_ONLY, HAS_ROWS, NO_LEAK = "train_split_only", "has_rows", "no_test_steps"
 BOXES_INSIDE, NOT_BLANK = "boxes_inside_screens", "screens_not_blank"
-BLOCKING: Final = (TRAIN_ONLY, HAS_ROWS, NO_LEAK, BOXES_INSIDE, NOT_BLANK)
-"""The checks of D_k that must pass before anything is trained on it."""
+BLOCKING: Final[Mapping[str, str]] = {
+    TRAIN_ONLY: "Every step of D_k is in the train split.",
+    HAS_ROWS: "D_k has at least one row.",
+    NO_LEAK: "No step of D_k belongs to an episode of a validation or test split, and at most {shared_steps_at_most:g} % "
+    "have the goal and the screenshot of one of their steps (`quality.shared_steps_at_most`).",
+    BOXES_INSIDE: "At most {outside_boxes_at_most:g} % of the steps have a target box that is not inside the screenshot "
+    "(`quality.outside_boxes_at_most`).",
+    NOT_BLANK: "At most {blank_screens_at_most:g} % of the steps have a screenshot of one colour, or none "
+    "(`quality.blank_screens_at_most`).",
+}
+"""The checks of D_k that must pass before anything is trained on it, each with the statement that holds if it passes.
+
+Names in braces stand for limits of `Quality`.
+"""
 
 
 def shuffled(candidates: pa.Table, steps: pa.Table, similar: float, pairs: int) -> pa.Table:

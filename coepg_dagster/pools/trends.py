@@ -110,13 +110,20 @@ _SFT_LEARNS: Final = (
 )
 WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
     "data_quality": {
-        "purity_holds": "Purity did not fall since D_{k-1} by more than `quality.purity_may_fall`.",
-        "coverage_holds": "Coverage did not fall since D_{k-1} by more than `quality.coverage_may_fall`.",
-        "no_planner_dominates": "No planner wrote more of D_k than `quality.planner_share_at_most`.",
-        "plans_are_read": "Given another step's plan, no verifier hits a target much more often than by chance.",
-        "answers_are_read": "No verifier has more answers without a point than `quality.unreadable_at_most`.",
-        "targets_are_legible": "Targets have at least `quality.legible_px` in the image that verifiers see.",
-        "rows_say_different_things": "Rows of one step say different things.",
+        "purity_holds": "Purity did not fall since D_{{k-1}} by more than {purity_may_fall:g} points "
+        "(`quality.purity_may_fall`).",
+        "coverage_holds": "Coverage did not fall since D_{{k-1}} by more than {coverage_may_fall:g} points "
+        "(`quality.coverage_may_fall`).",
+        "no_planner_dominates": "No planner wrote more than {planner_share_at_most:g} % of the rows of D_k "
+        "(`quality.planner_share_at_most`).",
+        "plans_are_read": "Given another step's plan, no verifier hits a target more than "
+        "{shuffled_over_chance_at_most:g} points more often than by chance (`quality.shuffled_over_chance_at_most`).",
+        "answers_are_read": "At most {unreadable_at_most:g} % of the answers of each verifier name no point "
+        "(`quality.unreadable_at_most`).",
+        "targets_are_legible": "At most {illegible_at_most:g} % of the rows (`quality.illegible_at_most`) have a target of "
+        "less than {legible_px:g} px in the image that verifiers see (`quality.legible_px`).",
+        "rows_say_different_things": "At most {duplicates_at_most:g} % of the rows say the same as another row of their "
+        "step (`quality.duplicates_at_most`).",
     },
     "planner": {"grpo_learns": _GRPO_LEARNS},
     "end_to_end": {"grpo_learns": _GRPO_LEARNS},
@@ -124,4 +131,4 @@ WARNINGS: Final[Mapping[Asset, Mapping[str, str]]] = {
     "grounder": {"sft_learns": _SFT_LEARNS},
     "evaluation": {"success_holds": "On no split is the success rate below its 95 % interval of the iteration before."},
 }
-"""Asset → its warning checks, each with the statement that holds if it passes."""
+"""Asset → its warning checks, each with the statement that holds if it passes. Names in braces are limits of `Quality`."""

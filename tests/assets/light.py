@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from coepg_dagster.assets.build import CHECKS
+from coepg_dagster.assets.checks import CHECKS
 from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 from coepg_dagster.resources.launcher import job_environment, run_process
 

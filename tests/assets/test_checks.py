@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
+from coepg_dagster.assets.checks import CHECKS, check_specs, with_limits
+from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.loop import dataset as real_dataset
 from coepg_dagster.assets.stage import Outcome, StageContext
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from coepg_dagster.artifacts import CANDIDATES, STEPS, VERDICTS, write_steps, write_table
+from coepg_dagster.experiment import Quality
 from coepg_dagster.pools.trends import WARNINGS
-from coepg_dagster.provenance import Ref
+from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
-from tests.assets.light import LIGHT_MAKERS, light_project, steps_log
+from tests.assets.light import LIGHT_MAKERS, light_project, plant, steps_log
 from tests.auditing.loop import GIVEN, TABLE, WRITTEN
 from tests.conftest import step, step_table
 
@@ -77,3 +83,103 @@ def test_a_trend_warns_and_blocks_nothing(light: InProcess) -> None:
         assert results["purity_holds"].severity is dg.AssetCheckSeverity.WARN
     assert light.run(2, "data_quality").success
     assert light.loop.stale(light.loop.records(light.instance)) == {}
+
+
+def shown(light: InProcess, asset: str) -> dict[str, dict[str, str]]:
+    """Partition → check → status, as the page of a check shows them."""
+    keys = [spec.key for spec in check_specs(light.loop, asset)]
+    found = dict[str, dict[str, str]]()
+    for info in light.instance.event_log_storage.get_asset_check_partition_info(keys):
+        assert info.partition_key is not None
+        found.setdefault(info.partition_key, {})[info.check_key.name] = info.latest_execution_status.value
+    return found
+
+
+def newest(light: InProcess, asset: str) -> set[str]:
+    """The statuses of an asset's checks in the graph: the newest of each, whatever its partition."""
+    keys = [spec.key for spec in check_specs(light.loop, asset)]
+    return {
+        one.status.value
+        for one in light.instance.event_log_storage.get_latest_asset_check_execution_by_key(keys).values()
+    }
+
+
+def test_a_failed_iteration_leaves_the_checks_of_others_as_they_are(light: InProcess) -> None:
+    light.run(None)
+    assert light.run(0).success
+    planted = plant(light.project, "fail", "light/s1", Ref("verdicts", 1))
+    assert not light.run(1).success
+    for asset in LOOP:
+        found = shown(light, asset)
+        made = asset in ("planner_sft", "grounder", "planner", "candidate_plans")
+        assert set(found["0"].values()) == {"SUCCEEDED"}, asset
+        assert found["1"].keys() == found["0"].keys()
+        assert set(found["1"].values()) == {"SUCCEEDED" if made or asset == "evaluation" else "PLANNED"}, asset
+        assert newest(light, asset) == {"SUCCEEDED"}, asset
+    planted.unlink()
+    assert light.run(1, "verdicts", "dataset", "data_quality", "evaluation").success
+    assert all(set(of.values()) == {"SUCCEEDED"} for asset in LOOP for of in shown(light, asset).values())
+
+
+def test_a_new_version_fails_the_checks_of_what_read_the_old_one(light: InProcess) -> None:
+    light.run(None)
+    for k in range(3):
+        assert light.run(k).success
+    plant(light.project, "salt", "light/s1", Ref("dataset", 0))
+    assert light.run(0, "dataset", "data_quality").success
+    states = {asset: {k: of["inputs_current"] for k, of in shown(light, asset).items()} for asset in LOOP}
+    assert states == {asset: {"0": "SUCCEEDED", "1": "FAILED", "2": "FAILED"} for asset in LOOP}
+    for k in (1, 2):
+        assert light.run(k).success
+    assert all(of["inputs_current"] == "SUCCEEDED" for asset in LOOP for of in shown(light, asset).values())
+
+
+def test_checks_that_a_killed_run_never_evaluated_are_evaluated_on_resume(light: InProcess) -> None:
+    light.run(None)
+    assert light.run(0).success
+    keys = {light.loop.key(asset) for asset in ("dataset", "evaluation")}
+    job = light.defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=keys)
+    run = light.instance.create_run_for_job(job, asset_selection=keys, tags={"dagster/partition": "0"})
+    assert set(shown(light, "dataset")["0"].values()) == {"PLANNED"}
+    light.instance.report_run_failed(run)
+    evolve_through(light.defs, light.instance, light.loop, 0, Console(quiet=True))
+    for asset in ("dataset", "evaluation"):
+        assert set(shown(light, asset)["0"].values()) == newest(light, asset) == {"SUCCEEDED"}
+
+
+def test_the_reason_of_a_failed_check_is_told_and_those_behind_it_are_not_failed(light: InProcess) -> None:
+    light.run(None)
+    assert light.run(0).success
+    plant(light.project, "check", "light/s1", Ref("planner_sft", 0))
+    assert not light.run(0).success
+    assert shown(light, "planner_sft")["0"] == {
+        "weights_are_whole": "FAILED",
+        "inputs_current": "SUCCEEDED",
+        "sft_learns": "SUCCEEDED",
+    }
+    assert newest(light, "evaluation") == {"SUCCEEDED"}
+
+
+@given(
+    st.builds(
+        Quality, shared_steps_at_most=st.floats(0, 100), purity_may_fall=st.floats(0, 100), legible_px=st.floats(1, 99)
+    )
+)
+def test_every_check_says_its_limit(quality: Quality) -> None:
+    texts = {
+        name: with_limits(text, quality) for of in (*CHECKS.values(), *WARNINGS.values()) for name, text in of.items()
+    }
+    assert not any("{" in text.replace("D_{k-1}", "") for text in texts.values())
+    for name, limit in (
+        ("no_test_steps", f"at most {quality.shared_steps_at_most:g} %"),
+        ("purity_holds", f"more than {quality.purity_may_fall:g} points"),
+        ("targets_are_legible", f"less than {quality.legible_px:g} px"),
+    ):
+        assert limit in texts[name]
+
+
+def test_every_asset_of_an_iteration_has_its_checks_by_partition(light: InProcess) -> None:
+    for asset in LOOP:
+        specs = check_specs(light.loop, asset)
+        assert {"inputs_current", *CHECKS.get(asset, ()), *WARNINGS.get(asset, ())} == {spec.name for spec in specs}
+        assert all(spec.description and spec.partitions_def for spec in specs)

@@ -53,7 +53,7 @@ def checked(*changes: dict[str, Any], config: Quality | None = None, **row_chang
     seen = short_hash((first | {"screenshot": first.get("screenshot", SCREEN)})["screenshot"])
     table = rows(row("s", "one") | {"screenshot_hash": seen} | row_change)
     checks = dataset_checks(table, steps, "train", config or Quality())
-    assert tuple(checks) == BLOCKING
+    assert tuple(checks) == tuple(BLOCKING)
     return {name: why for name, why in checks.items() if why is not None}
 
 
