@@ -1,6 +1,5 @@
 """What Dagster's web UI shows of each asset: description with its equation, kinds, owners, columns, links."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,8 @@ from coepg_dagster.provenance import CONTINUED, SHARED, Asset, Ref
 from coepg_dagster.reports.site import EVOLUTION, INDEX, LINEAGE, page_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA
 
-PAGES = "COEPG_PAGES"
-"""Environment variable with the address of the page server that `coepg ui` starts; unset where there is none."""
-DEFAULT_PAGES = "http://127.0.0.1:3001"
-"""Where `coepg ui` serves them by default."""
+PAGES = "/pages"
+"""Where `coepg ui` serves the pages, on the address of Dagster's web UI: a link without host and port lives on any of them."""
 
 ABOUT: dict[Asset, str] = {
     "benchmark_steps": """Every labelled step of the benchmark: screenshot, task, history, label action, target box, split.
@@ -178,18 +175,16 @@ def about(loop: Loop, asset: Asset) -> About:
 
 
 def _links(loop: Loop, asset: Asset) -> str:
-    """Links to the pages of the loop where a page server runs, else the commands that make them."""
-    pages = os.environ.get(PAGES)
-    if not pages:
-        return f"Pages: `coepg report {loop.name} --out DIR`; lineage map: `coepg lineage {loop.name}`"
-    lineage = f"[lineage map]({pages}/{loop.name}/{LINEAGE}), [all pages]({pages}/{loop.name}/{INDEX})"
-    return f"[report]({pages}/{loop.name}/{EVOLUTION}), {lineage}" if asset == "evolution_report" else lineage
+    """Links to the pages of the loop, and the command that makes them where another web server runs."""
+    links = f"[lineage map]({PAGES}/{loop.name}/{LINEAGE}), [all pages]({PAGES}/{loop.name}/{INDEX})"
+    if asset == "evolution_report":
+        links = f"[report]({PAGES}/{loop.name}/{EVOLUTION}), {links}"
+    return f"{links} (served by `coepg ui`; elsewhere: `coepg report {loop.name} --out DIR`)"
 
 
 def page_link(loop: Loop, ref: Ref) -> dict[str, dg.UrlMetadataValue]:
     """Metadata that leads to the page of an artifact; `coepg ui` serves it."""
-    pages = os.environ.get(PAGES, DEFAULT_PAGES)
-    return {"page": dg.MetadataValue.url(f"{pages}/{loop.name}/{page_of(ref) or LINEAGE}")}
+    return {"page": dg.MetadataValue.url(f"{PAGES}/{loop.name}/{page_of(ref) or LINEAGE}")}
 
 
 def table_schema(schema: pa.Schema) -> dg.TableSchema:

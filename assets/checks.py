@@ -8,6 +8,8 @@ evaluated: `evaluate_again` reports those anew.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from itertools import groupby
 from typing import Final
 
 import dagster as dg
@@ -16,6 +18,8 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import (
     AssetCheckEvaluation,
     AssetCheckEvaluationTargetMaterializationData,
 )
+from dagster._core.event_api import PartitionKeyFilter
+from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecord
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from coepg_dagster.experiment import Experiment, Quality
@@ -43,25 +47,23 @@ def partitions(experiment: Experiment) -> dg.StaticPartitionsDefinition:
     return dg.StaticPartitionsDefinition([str(k) for k in range(experiment.iterations + 1)])
 
 
+def checks_of(asset: Asset) -> dict[str, str]:
+    """Every check of a partitioned asset with its statement: those that block, and those that warn."""
+    current = {INPUTS_CURRENT: "Every version that was read is still current, up to D_0."}
+    return {**CHECKS.get(asset, {}), **current, **WARNINGS.get(asset, {})}
+
+
 def check_specs(loop: Loop, asset: Asset) -> list[dg.AssetCheckSpec]:
-    """The checks of an asset of the loop: those that block, and those that warn; unpartitioned assets have none."""
-    if asset in SHARED:
-        return []
-    quality, blocking = loop.experiment.quality, CHECKS.get(asset, {})
-    texts = {
-        **blocking,
-        INPUTS_CURRENT: "Every version that was read is still current, up to D_0.",
-        **WARNINGS.get(asset, {}),
-    }
+    """The checks of an asset of the loop; unpartitioned assets have none."""
     return [
         dg.AssetCheckSpec(
             name,
             asset=loop.key(asset),
             partitions_def=partitions(loop.experiment),
-            description=with_limits(text, quality),
-            blocking=name in blocking,
+            description=with_limits(text, loop.experiment.quality),
+            blocking=name in CHECKS.get(asset, {}),
         )
-        for name, text in texts.items()
+        for name, text in ({} if asset in SHARED else checks_of(asset)).items()
     ]
 
 
@@ -93,60 +95,67 @@ def _severity(asset: Asset, check: str) -> dg.AssetCheckSeverity:
     return dg.AssetCheckSeverity.ERROR if check in CHECKS.get(asset, {}) else dg.AssetCheckSeverity.WARN
 
 
+def changed(loop: Loop, before: Records, after: Records) -> set[Ref]:
+    """The artifacts of `before` whose checks say something else in `after`."""
+    stale, still = loop.stale(before), loop.stale(after)
+    mine = [ref for ref in before if ref.asset in loop.made]
+    return {ref for ref in mine if results_of(loop, ref, before, stale) != results_of(loop, ref, after, still)}
+
+
 def evaluate_again(
     instance: dg.DagsterInstance,
     loop: Loop,
     records: Records,
-    but: Ref | None = None,
+    refs: Collection[Ref] | None = None,
     unevaluated: tuple[str, Collection[Asset]] = ("", ()),
 ) -> None:
-    """Reports the checks of every artifact in `records` whose last result is missing or not true any more.
+    """Reports the checks of artifacts in `records` whose last result is missing or not true any more.
 
     What an unfinished run is about to evaluate is left to it.
 
     Args:
-        but: an artifact whose step reports its checks itself.
+        refs: only these; None: all of the loop.
         unevaluated: a run, and the assets that it will not make although it has planned to.
     """
-    stale = loop.stale(records)
-    finished: dict[str, bool] = {}
+    storage, stale = instance.event_log_storage, loop.stale(records)
+    mine = sorted((ref for ref in records if ref.asset in loop.made), key=lambda ref: ref.iteration or 0)
+    last_made = {ref.asset: ref for ref in mine}
+    wanted = [ref for ref in mine if refs is None or ref in refs]
+    keys = [
+        dg.AssetCheckKey(loop.key(asset), name) for asset in {ref.asset for ref in wanted} for name in checks_of(asset)
+    ]
+    newest = storage.get_latest_asset_check_execution_by_key(keys)
 
-    def pending(asset: Asset, status: Status, run_id: str) -> bool:
-        if status is not Status.PLANNED or (run_id == unevaluated[0] and asset in unevaluated[1]):
-            return False
-        if run_id not in finished:
-            run = instance.get_run_by_id(run_id)
-            finished[run_id] = run is None or run.is_finished
-        return not finished[run_id]
+    @cache
+    def is_over(run_id: str, asset: Asset) -> bool:
+        run = instance.get_run_by_id(run_id)
+        return run is None or run.is_finished or (run_id == unevaluated[0] and asset in unevaluated[1])
 
-    for asset in loop.made:
-        refs = sorted((ref for ref in records if ref.asset == asset), key=lambda ref: ref.iteration or 0)
-        if not refs:
-            continue
-        keys = [spec.key for spec in check_specs(loop, asset)]
-        known = {
-            (info.check_key.name, info.partition_key): info
-            for info in instance.event_log_storage.get_asset_check_partition_info(keys)
-        }
-        last = instance.event_log_storage.get_latest_asset_check_execution_by_key(keys)
-        for ref in refs:
-            if ref == but:
-                continue
+    for k, of_partition in groupby(wanted, key=lambda ref: ref.iteration):
+        known = storage.get_latest_asset_check_execution_by_key(keys, partition_filter=PartitionKeyFilter(key=str(k)))
+        for ref in of_partition:
             untrue = {}
             for name, why in results_of(loop, ref, records, stale).items():
-                info = known.get((name, loop.partition(ref)))
-                if info is not None and pending(asset, info.latest_execution_status, info.latest_planned_run_id):
+                key = dg.AssetCheckKey(loop.key(ref.asset), name)
+                shown, first = known.get(key), newest.get(key)
+                if shown is not None and shown.status is Status.PLANNED and not is_over(shown.run_id, ref.asset):
                     continue
-                true = Status.SUCCEEDED if why is None else Status.FAILED
-                same = info is not None and info.latest_execution_status is true and info.is_current
-                newest = next((one for key, one in last.items() if key.name == name), None)
                 # the graph shows the newest result of all partitions: let it be one that was evaluated
-                never = newest is not None and newest.status is Status.PLANNED
-                hidden = never and ref == refs[-1] and not pending(asset, newest.status, newest.run_id)
-                if not same or hidden:
+                hidden = ref == last_made[ref.asset] and first is not None and first.status is Status.PLANNED
+                if (hidden and is_over(first.run_id, ref.asset)) or not _says(shown, why, records[ref].run_id):
                     untrue[name] = why
             for evaluation in _evaluations(instance, loop, ref, untrue):
                 instance.report_runless_asset_event(evaluation)
+
+
+def _says(shown: AssetCheckExecutionRecord | None, why: str | None, made_by: str) -> bool:
+    """Whether this is what the UI shows of the version that the run `made_by` made."""
+    if shown is None or shown.status is Status.PLANNED or shown.evaluation is None:
+        return False
+    of = shown.evaluation.target_materialization_data
+    return shown.evaluation.passed is (why is None) and (
+        shown.run_id == made_by or (of is not None and of.run_id == made_by)
+    )
 
 
 def with_readers(loop: Loop, asset: Asset) -> set[Asset]:

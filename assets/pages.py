@@ -1,4 +1,4 @@
-"""The pages of a project: written below its store or into a folder, and served on the loopback address beside Dagster's web UI.
+"""The pages of a project: written below its store or into a folder, and served below `/pages` by Dagster's web server.
 
 `/` lists the loops; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when its data have
 changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate.
@@ -6,20 +6,23 @@ changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of 
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
 import uvicorn
+from coepg_dagster.assets.about import PAGES
 from coepg_dagster.assets.ledger import Loop, archive
+from dagster._core.workspace.context import WorkspaceProcessContext
+from dagster._core.workspace.load_target import WorkspaceFileTarget
+from dagster_webserver.app import create_app_from_workspace_process_context
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import Archive, NotFound
@@ -122,23 +125,32 @@ def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) ->
     return str(page)
 
 
-def serve_pages(project: Project, instance: dg.DagsterInstance, port: int, dagster: str | None) -> uvicorn.Server:
-    """Serves the project's pages on 127.0.0.1 in a thread, until the server's `should_exit` is set. Raises OSError."""
-    listening = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(page_app(project, instance, dagster), log_level="error", lifespan="off"))
-    threading.Thread(target=server.run, args=([listening],), daemon=True).start()
-    return server
+@contextmanager
+def ui_server(project: Project, instance: dg.DagsterInstance, hosts: Sequence[str]) -> Iterator[uvicorn.Server]:
+    """A server of Dagster's web UI with the project's pages below PAGES, as one application.
+
+    It answers requests for `hosts` only: any other host name is an attack on the browser (DNS rebinding). Neither part has a
+    login.
+    """
+    target = WorkspaceFileTarget([str(project.root / "workspace.yaml")])
+    with WorkspaceProcessContext(instance, target, version=dg.__version__) as workspace:
+        app = create_app_from_workspace_process_context(workspace)
+        pages = [Route(PAGES, lambda _: RedirectResponse(f"{PAGES}/")), Mount(PAGES, page_app(project, instance))]
+        app.router.routes[:0] = pages  # Dagster's last route answers every path
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+        yield uvicorn.Server(uvicorn.Config(app, log_level="warning"))
 
 
-def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None) -> Starlette:
-    """The project's pages; `dagster` is the address of the web UI, for links."""
+def page_app(project: Project, instance: dg.DagsterInstance) -> Starlette:
+    """The project's pages, with links to Dagster's web UI on the same address."""
     one_at_a_time = threading.Lock()  # one request makes a page, the others wait
 
     def loops(request: Request) -> Response:
         experiments = project.all_experiments()
         names = [f"{name}/s{seed}" for name, experiment in experiments.items() for seed in experiment.seeds]
-        crumbs = [("Dagster", dagster)] if dagster else []
-        text = render("loops.html", loops=names, left_out=list(experiments.left_out.values()), crumbs=crumbs)
+        text = render(
+            "loops.html", loops=names, left_out=list(experiments.left_out.values()), crumbs=[("Dagster", "/")]
+        )
         return HTMLResponse(text, headers=_HEADERS)
 
     def page(request: Request) -> Response:
@@ -150,7 +162,7 @@ def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None
             return HTMLResponse(_trace(archive(project, instance), loop, request.query_params), headers=_HEADERS)
         if name.endswith(".html"):
             with one_at_a_time:
-                text = site_of(project, loop, instance, dagster=dagster or "").make(name).read_text("utf-8")
+                text = site_of(project, loop, instance, dagster="").make(name).read_text("utf-8")
             return HTMLResponse(text, headers=_HEADERS)
         folder = pages_folder(project, loop).resolve()
         file = folder / name
@@ -161,12 +173,9 @@ def page_app(project: Project, instance: dg.DagsterInstance, dagster: str | None
     def missing(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404, _HEADERS)
 
-    # any other host name is an attack on the browser (DNS rebinding)
-    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     paths = ("/{name}", "/{name}/{seed}", "/{name}/{seed}/{page:path}")
     return Starlette(
         routes=[Route("/", loops), *(Route(path, page) for path in paths)],
-        middleware=[trusted],
         exception_handlers={Refusal: missing},
     )
 

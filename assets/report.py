@@ -70,7 +70,7 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(artifact.version),
             metadata={
                 "figures": dg.MetadataValue.md(preview),
-                "file": dg.MetadataValue.path(str(artifact.folder / REPORT)),
+                "file": f"{record.folder}/{REPORT}",  # below the store, which may be moved
                 **page_link(loop, Ref("evolution_report")),
                 RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
             },

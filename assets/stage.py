@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
-from coepg_dagster.assets.checks import check_results, evaluate_again, results_of, with_readers
+from coepg_dagster.assets.checks import changed, check_results, evaluate_again, results_of, with_readers
 from coepg_dagster.assets.ledger import RECORD, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
@@ -231,9 +231,11 @@ def _materialize(
     )
     if asset in CROSSING and is_read_next(loop, work.ref):  # after the last iteration too: K may be raised later
         hand_over(context, loop, record)
-    records = loop.records(context.instance, work.store.root).replaced(record)
+    before = loop.records(context.instance, work.store.root)
+    records = before.replaced(record)
     skipped = with_readers(loop, asset) - {asset} if record.failed_checks else set()
-    evaluate_again(context.instance, loop, records, work.ref, (context.run.run_id, skipped))
+    told = (changed(loop, before, records) | {ref for ref in before if ref.asset in skipped}) - {work.ref}
+    evaluate_again(context.instance, loop, records, told, (context.run.run_id, skipped))
     checks = {} if asset in SHARED else results_of(loop, work.ref, records, loop.stale(records)) | outcome.checks
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
@@ -246,7 +248,7 @@ def _materialize(
             "seconds": record.seconds,
             **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
             "inputs": _inputs_table(record.inputs),
-            "folder": dg.MetadataValue.path(str(artifact.folder)),
+            "folder": record.folder,  # below the store, which may be moved
             **page_link(loop, work.ref),
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
         },

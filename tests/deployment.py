@@ -1,4 +1,4 @@
-"""A Dagster deployment for tests: real daemon, web server and page server over one project, driven through GraphQL.
+"""A Dagster deployment for tests: real daemon and web server over one project, driven through GraphQL.
 
 The daemon's loop over backfills is shortened from 30 seconds to 3, and it starts a new code server every four minutes in
 place of every minute. Of the light project, runs are forks of a server that has imported Dagster (`assets/light_location.py`).
@@ -25,7 +25,6 @@ import dagster as dg
 import yaml
 from coepg_dagster.assets.about import PAGES
 from coepg_dagster.assets.ledger import make_databases
-from coepg_dagster.assets.pages import serve_pages
 
 from coepg_dagster.project import Project
 from tests.project import REPOSITORY
@@ -36,6 +35,16 @@ _DAEMON: Final = (
     "c.RELOAD_WORKSPACE_INTERVAL = 240; "
     "from dagster._daemon.cli import main; main()"
 )
+_WEB: Final = """
+import socket, sys
+from coepg_dagster.assets.ledger import open_instance
+from coepg_dagster.assets.pages import ui_server
+from coepg_dagster.project import find_project
+
+project = find_project()
+with ui_server(project, open_instance(project), ["127.0.0.1", "localhost"]) as server:
+    server.run(sockets=[socket.create_server(("127.0.0.1", int(sys.argv[1])))])
+"""
 FINISHED: Final = {"SUCCESS", "FAILURE", "CANCELED"}
 Key = Sequence[str]
 
@@ -51,16 +60,13 @@ class Deployment:
         workspace.write_text(yaml.safe_dump({"load_from": [{"python_file": place}]}))
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.pages_port = free_port()
-        self.pages_url = f"http://127.0.0.1:{self.pages_port}"
+        self.pages_url = f"{self.url}{PAGES}"
         self._env = os.environ | {"DAGSTER_HOME": str(self.home), "COEPG_ROOT": str(project.root)} | env
-        self._env[PAGES] = self.pages_url
         self._env["DAGSTER_GRPC_TIMEOUT_SECONDS"] = "300"  # busy machines answer late
         self._logs = [(self.home / name).open("wb") for name in ("daemon.log", "webserver.log")]
-        tools = Path(sys.executable).parent
         commands: list[list[str | Path]] = [
             [sys.executable, "-c", _DAEMON, "run", "-w", workspace],
-            [tools / "dagster-webserver", "-h", "127.0.0.1", "-p", str(self.port), "-w", workspace],
+            [sys.executable, "-c", _WEB, str(self.port)],
         ]
         self._instance = dg.DagsterInstance.from_config(str(self.home))
         make_databases(self._instance)
@@ -68,7 +74,6 @@ class Deployment:
             subprocess.Popen(command, cwd=REPOSITORY, env=self._env, stdout=log, stderr=log, start_new_session=True)
             for command, log in zip(commands, self._logs, strict=True)
         ]
-        self._pages = serve_pages(project, self._instance, self.pages_port, self.url)
         try:
             self.wait(self._is_up, "the web server to load the code location", 400)
         except BaseException:
@@ -87,7 +92,6 @@ class Deployment:
                 process.wait()
         for log in self._logs:
             log.close()
-        self._pages.should_exit = True
         self._instance.dispose()
 
     def _is_up(self) -> bool:

@@ -123,7 +123,16 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["report", "sandbox", "--out", f"{FILE}/pages"], "Not a directory"),
     (["report", "sandbox", "--out", LONG], "File name too long"),
     (["ui", "--port", "70000"], "Invalid value for"),
-    (["ui", "--port", "4000", "--pages-port", "4000"], "both 4000: choose two"),
+    (["ui", "--host", "10.0.0.1"], "no login: whoever reaches this address can start and delete runs"),
+    (["ui", "--host", ""], "no login"),
+    (["ui", "--host", "0"], "no login"),
+    (["ui", "--host", "0.0.0.0", "--without-login"], "--public-url http://NAME:3000"),  # noqa: S104
+    (["ui", "--host", "::1"], "is no IPv4 address"),
+    (["ui", "--host", "127.evil\x00"], "is no IPv4 address"),
+    *(
+        (["ui", "--public-url", url], "give https://NAME or")
+        for url in ("there", "https://a/b", "ftp://a", "http://[", "http://u@a")
+    ),
     (["reproduce", "nothing"], "no experiment 'nothing'"),
     (["reproduce", "sandbox/s13"], "--seeds chooses among its seeds"),
     *(
@@ -169,7 +178,7 @@ REFUSED: dict[str, list[str]] = {
     "diff": ["sandbox@x", "sandbox@1"],
     "gc": [],
     "report": ["nothing", "--out", "out"],
-    "ui": ["--port", "4000", "--pages-port", "4000"],
+    "ui": ["--host", "10.0.0.1"],
     "reproduce": ["nothing"],
     "collect": ["miniwob", "--out", f"{FILE}/shards"],
     "pretrain": ["sandbox", "--recipe", FILE],
@@ -210,9 +219,8 @@ def test_a_mistyped_argument_ends_with_a_message(arguments: list[str], message: 
 def test_a_port_that_is_taken(project: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for option in ("--port", "--pages-port"):
-            code, _, err = tell(project, "ui", option, port)
-            assert code == 1 and f"port {port} cannot be used" in err and f"choose another {option}" in err
+        code, _, err = tell(project, "ui", "--port", port)
+        assert code == 1 and f"port {port} of 127.0.0.1 cannot be used" in err and "choose another --port" in err
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Final
+from urllib.parse import SplitResult, urlsplit
 
 import pyarrow as pa
 import typer
@@ -506,53 +508,82 @@ def report(
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(help="of Dagster's web UI, on the loopback address", min=1, max=65535)] = 3000,
-    pages_port: Annotated[
-        int, typer.Option(help="of lineage maps and reports, on the loopback address", min=1, max=65535)
-    ] = 3001,
+    port: Annotated[int, typer.Option(help="of the web UI and the pages", min=1, max=65535)] = 3000,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than loopback need --without-login")
+    ] = "127.0.0.1",
+    public_url: Annotated[
+        str | None, typer.Option(help="where people open it, e.g. https://agents.example.org behind a reverse proxy")
+    ] = None,
+    without_login: Annotated[
+        bool, typer.Option("--without-login", help="let whoever reaches the address start runs and read all data")
+    ] = False,
     on: On = None,
 ) -> None:
-    """Starts Dagster's web server and daemon for this project, and the server of its pages, until Ctrl-C."""
+    """Starts Dagster's web server and daemon for this project, with its pages, until Ctrl-C.
+
+    Neither has a login; docs/using-the-ui.md says how to share them.
+    """
     project = find_project()
     name_left_out(project.all_experiments())
-    if port == pages_port:
-        refuse(f"--port and --pages-port are both {port}: choose two")
     machine = machine_named(project.root, on)  # for the Launchpad and for sensors and schedules
+    hosts = _hosts(host, port, public_url, without_login)
+    # a code location takes its time to load while training keeps every core busy; read when Dagster is imported
+    os.environ.setdefault("DAGSTER_GRPC_TIMEOUT_SECONDS", "300")
+    if machine:
+        os.environ[MACHINE] = machine.name
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.about import PAGES
-    from coepg_dagster.assets.pages import serve_pages
+    from coepg_dagster.assets.pages import ui_server
 
     end_dead_runs(instance, project.store)
-    dagster, address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{pages_port}"
     try:
-        socket.create_server(("127.0.0.1", port)).close()  # Dagster's own message would scroll away
+        listening = socket.create_server((host, port))
     except OSError as error:
-        refuse(f"port {port} cannot be used ({error.strerror}): choose another --port")
-    try:
-        serve_pages(project, instance, pages_port, dagster)
-    except OSError as error:
-        refuse(f"port {pages_port} cannot be used ({error.strerror}): choose another --pages-port")
-    tools = Path(sys.executable).parent
-    commands = [
-        [str(tools / "dagster-daemon"), "run", "-w", "workspace.yaml"],
-        [str(tools / "dagster-webserver"), "-h", "127.0.0.1", "-p", str(port), "-w", "workspace.yaml"],
-    ]
-    # a code location takes its time to load while training keeps every core busy
-    env = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "300"} | os.environ | {PAGES: address}
-    env |= {MACHINE: machine.name} if machine else {}
-    processes = [subprocess.Popen(command, cwd=project.root, env=env) for command in commands]
-    err.print(f"Dagster is at {dagster} when the lines below say so, lineage maps at {address}; Ctrl-C ends both")
+        refuse(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port or --host")
+    os.chdir(project.root)
+    err.print("loading the code locations …")
+    daemon = subprocess.Popen([str(Path(sys.executable).parent / "dagster-daemon"), "run", "-w", "workspace.yaml"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
     try:
-        while all(process.poll() is None for process in processes):
-            time.sleep(0.5)
+        with ui_server(project, instance, hosts) as server:
+            Thread(target=lambda: (daemon.wait(), setattr(server, "should_exit", True)), daemon=True).start()
+            err.print(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
+            server.run(sockets=[listening])
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
+        daemon.terminate()
+        daemon.wait()
+
+
+def _hosts(host: str, port: int, public_url: str | None, without_login: bool) -> list[str]:
+    """The host names by which browsers may ask for the UI; exits with a message where an option does not fit."""
+    try:
+        address = None if public_url is None else urlsplit(public_url)
+    except ValueError:
+        address = SplitResult("", "", "", "", "")
+    if address is not None and (
+        address.scheme not in ("http", "https")
+        or not address.hostname
+        or "@" in address.netloc
+        or any((address.path.strip("/"), address.query, address.fragment))
+    ):
+        refuse(
+            f"--public-url {public_url}: give https://NAME or http://NAME:PORT, without a path: links start at its root"
+        )
+    try:
+        listens_on = ip_address(socket.gethostbyname(host))  # IPv4
+    except (OSError, ValueError):
+        refuse(f"--host {host}: is no IPv4 address of this machine, nor a name of one: correct it")
+    if not listens_on.is_loopback and not without_login:
+        refuse(
+            f"--host {host}: the web UI has no login: whoever reaches this address can start and delete runs and read all data. "
+            "Leave it on 127.0.0.1 and share it by SSH or behind a reverse proxy with a login (docs/using-the-ui.md), or "
+            "add --without-login if everyone who reaches it may do that"
+        )
+    if listens_on.is_unspecified and address is None:
+        refuse(f"--host {host}: name the address that people open, too: --public-url http://NAME:{port}")
+    return ["127.0.0.1", "localhost", host, *([address.hostname] if address and address.hostname else [])]
 
 
 @app.command()

@@ -176,7 +176,7 @@ def lineage_page(
             dagster, str(experiment.parent) if ref.asset in experiment.taken else experiment.name, seed, ref
         ),
         page_of=page_of,
-        run_link=lambda run_id: f"{dagster}/runs/{run_id}" if dagster else None,
+        run_link=lambda run_id: None if dagster is None else f"{dagster}/runs/{run_id}",
     )
 
 

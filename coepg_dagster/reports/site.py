@@ -59,7 +59,7 @@ class Site:
     Args:
         family: the other loops of the same seed that were made from the same experiment file.
         experiments: all experiments of the family, for the drawing of parents and overlays.
-        dagster: address of the web UI, for links; None for files without a server.
+        dagster: address of the web UI, for links, "" where it serves the pages too; None for files without a server.
         live: the pages are served, so that rows can link to their trace.
     """
 
@@ -181,7 +181,7 @@ class Site:
         (self.folder / page).write_text(text, "utf-8")
 
     def _crumbs(self) -> list[tuple[str, str]]:
-        top = [("Dagster", self._dagster)] if self._dagster else []
+        top = [] if self._dagster is None else [("Dagster", f"{self._dagster}/")]
         return [(self.view.name, INDEX), ("lineage map", LINEAGE), ("evolution report", EVOLUTION), *top]
 
     def _index(self) -> str:

@@ -88,7 +88,7 @@ def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page
     link = page.get_by_role("link", name="lineage map").first
     link.wait_for()
     picture(page, "asset")
-    page.goto(str(link.get_attribute("href")))
+    page.goto(f"{deployment.url}{link.get_attribute('href')}")
     page.get_by_text("Lineage of other/s2").wait_for()
     assert page.locator("g.stale#planner_sft-1").count() == 1 and page.locator("g.current#planner_sft-0").count() == 1
     page.locator("dd").filter(has_text=re.compile(r"dataset\[0\] is now \w+, it read \w+")).first.wait_for()
@@ -99,24 +99,26 @@ def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page
 
 def test_pages_answer_this_machine_only(deployment: Deployment) -> None:
     def status(path: str, host: str) -> int:
-        server = http.client.HTTPConnection("127.0.0.1", deployment.pages_port)
+        server = http.client.HTTPConnection("127.0.0.1", deployment.port)
         server.request("GET", path, headers={"Host": host})
         code = server.getresponse().status
         server.close()
         return code
 
-    here = f"127.0.0.1:{deployment.pages_port}"
-    assert status("/", here) == 200 and status("/other/s2/lineage.html", here) == 200
-    assert status("/other/s2/lineage.html", "example.com:80") == 400
-    assert status("/nothing/s1/lineage.html", here) == 404
-    assert status("/../../etc/passwd", here) == 404 and status("/other/s2/../../../dagster.yaml", here) == 404
+    here = f"127.0.0.1:{deployment.port}"
+    assert status("/pages/", here) == 200 and status("/pages/other/s2/lineage.html", here) == 200
+    assert status("/pages", here) == 307 and status("/", "localhost:8080") == 200  # as through a tunnel
+    assert status("/pages/other/s2/lineage.html", "example.com:80") == status("/graphql", "example.com") == 400
+    assert status("/pages/nothing/s1/lineage.html", here) == 404
+    assert status("/pages/../../etc/passwd", here) == 404
+    assert status("/pages/other/s2/../../../dagster.yaml", here) == 404
 
 
 def test_a_user_reads_the_evolution_report(deployment: Deployment, page: playwright.Page) -> None:
     made = deployment.project.store / "driven" / "s1" / "evolution_report"
     deployment.wait(made.exists, "refresh to make the report", 900)
     page.goto(f"{deployment.url}/assets/driven/s1/evolution_report?view=overview")
-    address = str(page.get_by_role("link", name="report", exact=True).first.get_attribute("href"))
+    address = deployment.url + str(page.get_by_role("link", name="report", exact=True).first.get_attribute("href"))
     deployment.wait(lambda: _is_there(page, address), "the report to be recorded")
     for title in ("Figure 7: Step SR of each test split", "Figure 6: quality of D_k"):
         figure = page.get_by_role("img", name=title)
