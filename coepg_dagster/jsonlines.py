@@ -31,7 +31,7 @@ def parse(text: str | bytes) -> Any:
             if len(text) > MAX_LINE:
                 raise NotJson(f"longer than {MAX_LINE:,} bytes")
             text = text.decode("utf-8")
-        return json.loads(text.removeprefix("\ufeff"), parse_int=_whole)
+        return _DECODER.decode(text.removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         raise NotJson(f"not UTF-8 text ({error}): save the file as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -42,6 +42,9 @@ def parse(text: str | bytes) -> Any:
 
 def _whole(digits: str) -> int | float:
     return int(digits) if len(digits.lstrip("-")) <= _INT64_DIGITS else float(digits)
+
+
+_DECODER: Final = json.JSONDecoder(parse_int=_whole)
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from coepg_dagster import yaml_files
 from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.grounding import BOARDS
 from coepg_dagster.evaluation.protocols import PROTOCOLS, SOP_PREFIX, refuse_protocol
 from coepg_dagster.experiment import (
     CODE,
@@ -234,8 +235,8 @@ def test_a_protocol_is_taken_where_it_can_judge_what_the_reader_gives() -> None:
     assert taken == {
         **dict.fromkeys(("miniwob", "mind2web", "mind2web_blocks"), boxes),
         "android_control": points,
-        "screenspot": elements,
-        "jsonl": points | boxes | elements,
+        "screenspot": elements | {"screenspot_v2/items"},
+        "jsonl": points | boxes | elements | {board.name for board in BOARDS},
     }
 
 

@@ -27,8 +27,14 @@ def point_of(x: float, y: float) -> Point | None:
     return (float(x), float(y)) if abs(x) <= FARTHEST and abs(y) <= FARTHEST else None
 
 
+Notes = dict[str, int | str]
+"""What a reader of a file notices, for the notes of the result."""
 NO_PREDICTION: Final = "rows without a prediction"
 UNREADABLE: Final = "rows with an unreadable prediction"
+
+
+FILE_SAYS: Final = "file_says"
+"""Fact: `correct` or `wrong`, as the file of predictions itself judges the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,15 @@ class Case:
     lacks: str = field(default="", compare=False)  # NO_PREDICTION or UNREADABLE, which a file's result counts
     padding: bool = False  # stands for a step that the source lost: always 0 / 0 / 0
     facts: Mapping[str, Any] = field(default_factory=dict)  # further input of single protocols, see their docstrings
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A row of a file that cannot be read: it is counted by its reason and in no denominator."""
+
+    where: str  # file and row
+    reason: str  # what rows of its kind have in common
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,10 @@ class Protocol:
     group_of: Callable[[Case], str] = lambda case: case.label.type
     finish: Callable[[Sequence[Case], list[Verdict]], list[Verdict]] | None = None
     needs: str = ""  # what predictions must hold besides action and point
+    groupings: tuple[
+        str, ...
+    ] = ()  # facts of a case, or several joined by " × ", over whose classes the owner averages
+    items: int | None = None  # how many the published board has
 
     @property
     def description(self) -> str:

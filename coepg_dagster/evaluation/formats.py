@@ -7,213 +7,27 @@ parts of it that cannot be read count as absent, and `Case.lacks` says so.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as shown
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 from coepg_dagster import jsonlines
 from coepg_dagster.evaluation.android_control import POINTED, TreeNode, canonical
-from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, Action, Case, ScoringError, point_of
+from coepg_dagster.evaluation.case import Action, Case, Notes, ScoringError, Unread, point_of
+from coepg_dagster.evaluation.grounding_logs import read_mai_ui
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
-from coepg_dagster.prompts import normal_value
+from coepg_dagster.evaluation.rows import AnswerReader, PredictionRow, read_json, read_jsonl, readable_rows, rows_of
+from coepg_dagster.geometry import Point as PlacedPoint
+from coepg_dagster.geometry import Size, Space, Viewport
+from coepg_dagster.progress import Report
 
-Notes = dict[str, int | str]
 MOST_STEPS: Final = 10_000
 """Most steps that a task may have, since each missing one becomes a row (`mind2web/uground`)."""
-
-
-@dataclass(frozen=True)
-class PredictionRow:
-    """One JSON object of a file, with typed access to its fields."""
-
-    where: str  # file and row, for messages
-    data: Mapping[str, Any]
-
-    def fail(self, message: str) -> ScoringError:
-        return ScoringError(f"{self.where}: {message}".encode(errors="backslashreplace").decode())
-
-    def inner(self, what: str, value: Any) -> PredictionRow:
-        """An object within this row."""
-        if not isinstance(value, dict):
-            raise self.fail(f"{what} must be an object, not {shown(value)}")
-        return PredictionRow(f"{self.where}: {what}", value)
-
-    def get(self, key: str, *types: type, optional: bool = False) -> Any:
-        """The field, of one of `types` (a bool is never a number); None where it is absent or null and `optional`."""
-        value = self.data.get(key)
-        if value is None and optional:
-            return None
-        if key not in self.data:
-            raise self.fail(f"field {key!r} is missing (there are {', '.join(sorted(self.data))})")
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise self.fail(f"field {key!r} must be {' or '.join(t.__name__ for t in types)}, not {shown(value)}")
-        return value
-
-    def text(self, key: str, *, optional: bool = False) -> str:
-        """The field's text; empty where it is absent or null and `optional`."""
-        value = str(self.get(key, str, optional=optional) or "")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise self.fail(f"field {key!r} holds {shown(value)}, which is no text in UTF-8") from error
-        return value
-
-    def whole(self, key: str, most: int = 2**31 - 1, *, optional: bool = False) -> int | None:
-        value: int | None = self.get(key, int, optional=optional)
-        if value is not None and abs(value) > most:
-            raise self.fail(f"field {key!r} must be at most {most}, not {value}")
-        return value
-
-    def numbers(self, what: str, value: Any, n: int) -> tuple[float, ...]:
-        """`value` as n coordinates."""
-        if not (isinstance(value, list) and len(value) == n and all(map(_is_coordinate, value))):
-            raise self.fail(f"{what} must be {n} numbers, not {shown(value)}")
-        return tuple(map(float, value))
-
-    def point(self, key: str, *, optional: bool = False) -> Point | None:
-        """The field's two coordinates; None where it is absent or null and `optional`."""
-        value = self.get(key, list, optional=optional)
-        if value is None:
-            return None
-        x, y = self.numbers(f"field {key!r}", value, 2)
-        return x, y
-
-    def size(self, key: str) -> tuple[int, int]:
-        width, height = self.numbers(f"field {key!r}", self.get(key, list), 2)
-        return self._positive(key, int(width), int(height))
-
-    def _positive(self, key: str, width: int, height: int) -> tuple[int, int]:
-        if width <= 0 or height <= 0:
-            raise self.fail(f"field {key!r}: {width} x {height} px is not a size")
-        return width, height
-
-    def width_height(self, width: str, height: str) -> tuple[int, int]:
-        return self._positive(f"{width}, {height}", self.get(width, int), self.get(height, int))
-
-    def xywh_boxes(self, value: Any, key: str) -> tuple[BoxTuple, ...]:
-        """[[x, y, width, height], …] as corners."""
-        boxes = (self.numbers(f"field {key!r}: a box [x, y, width, height]", box, 4) for box in self._list(value, key))
-        return tuple((x, y, x + w, y + h) for x, y, w, h in boxes)
-
-    def xyxy_boxes(self, value: Any, key: str) -> tuple[BoxTuple, ...]:
-        """[[x1, y1, x2, y2], …]"""
-        boxes: list[BoxTuple] = []
-        for box in self._list(value, key):
-            x1, y1, x2, y2 = self.numbers(f"field {key!r}: a box [x1, y1, x2, y2]", box, 4)
-            if not (x1 <= x2 and y1 <= y2):
-                raise self.fail(f"field {key!r}: the corners of {shown(box)} are not in order")
-            boxes.append((x1, y1, x2, y2))
-        return tuple(boxes)
-
-    def _list(self, value: Any, key: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise self.fail(f"field {key!r} must be a list of boxes, not {shown(value)}")
-        return value
-
-
-def _is_coordinate(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and point_of(value, value) is not None
-
-
-class _AnswerReader:
-    """Reads the fields of a model's answer in one row. A field that cannot be read counts as absent, and `lacks` says so."""
-
-    def __init__(self) -> None:
-        self._something = self._unreadable = False
-
-    def text(self, value: Any) -> str:
-        """`value`, a text or a number, as text; empty where it is neither."""
-        if value is None:
-            return ""
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            self._unreadable = True
-            return ""
-        self._something = self._something or bool(normal_value(str(value)))
-        return str(value)
-
-    def point(self, value: Any) -> Point | None:
-        """`value`, a list of two numbers, as a point; None where it is not."""
-        if value is None or value == []:
-            return None
-        if not (isinstance(value, list) and len(value) == 2 and all(map(_is_coordinate, value))):
-            self._unreadable = True
-            return None
-        self._something = True
-        return float(value[0]), float(value[1])
-
-    def unreadable(self) -> None:
-        """Records that a part of the answer cannot be read."""
-        self._unreadable = True
-
-    @property
-    def lacks(self) -> str:
-        """The value of `Case.lacks`."""
-        return UNREADABLE if self._unreadable else "" if self._something else NO_PREDICTION
-
-
-@contextmanager
-def _opened(path: Path, where: Callable[[], str]) -> Iterator[IO[bytes]]:
-    """The file, gzipped or not. Raises ScoringError, which names `where()`, if it cannot be read."""
-    try:
-        with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ScoringError(f"{where()}: damaged or cut-short gzip file ({error}); fetch it again") from error
-    except OSError as error:
-        raise ScoringError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def _text(content: bytes) -> str:
-    """Decoded UTF-8. Invalid bytes become lone surrogates, so that only the field with them fails."""
-    return content.decode(errors="surrogateescape")
-
-
-def read_jsonl(path: Path) -> list[PredictionRow]:
-    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are skipped."""
-    rows: list[PredictionRow] = []
-    where = f"{path}: row 1"
-    try:
-        with _opened(path, lambda: where) as file:
-            for i, line in jsonlines.lines(file):
-                if not rows and _text(line).removeprefix("\ufeff").lstrip().startswith("["):
-                    return _rows(path, read_json(path))
-                where = f"{path}: row {i + 1}"
-                data = jsonlines.parse(_text(line))
-                if not isinstance(data, dict):
-                    raise ScoringError(f"{where}: must be a JSON object")
-                rows.append(PredictionRow(where, data))
-                where = f"{path}: row {i + 2}"  # reading it may fail
-    except jsonlines.NotJson as error:
-        raise ScoringError(f"{where}: {error}") from error
-    if not rows:
-        raise ScoringError(f"{path}: holds no rows")
-    return rows
-
-
-def _rows(path: Path, entries: Any) -> list[PredictionRow]:
-    """The objects of a JSON list."""
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ScoringError(f"{path}: must be a JSON list that holds objects only")
-    if not entries:
-        raise ScoringError(f"{path}: holds no rows")
-    return [PredictionRow(f"{path}: row {n}", entry) for n, entry in enumerate(entries, start=1)]
-
-
-def read_json(path: Path) -> Any:
-    try:
-        with _opened(path, lambda: str(path)) as file:
-            return jsonlines.parse(_text(file.read()))
-    except jsonlines.NotJson as error:
-        raise ScoringError(f"{path}: {error}") from error
 
 
 def _family(protocol: str) -> str:
@@ -246,7 +60,7 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         instruction = row.text("instruction")
         label_fields = ("instruction", "history", "gt_action", "gt_bbox", "gt_input_text", "group", "ui_type")
         step_id = _content_id(row, label_fields, ids)
-        reader, place = _AnswerReader(), row.data.get("pred_coord")
+        reader, place = AnswerReader(), row.data.get("pred_coord")
         predicted = reader.point(place[:2] if isinstance(place, list) else place)
         if _family(protocol) == "screenspot":
             (box,) = row.xyxy_boxes([row.get("gt_bbox", list)], "gt_bbox")
@@ -283,7 +97,7 @@ def read_gui_r1(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 # --- ui_genie ---------------------------------------------------------------------------------------------------------
 
 
-def _genie_action(text: str, reader: _AnswerReader) -> Action | None:
+def _genie_action(text: str, reader: AnswerReader) -> Action | None:
     """UI-Genie's `{"action": …}` object, bare or as the arguments of a tool call; None where it cannot be parsed."""
     body = text.split("<tool_call>")[-1].split("</tool_call>")[0].strip()
     try:
@@ -337,7 +151,7 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         listed = whole.inner(part, whole.get(part, dict))
         for i, entry in enumerate(listed.get(details, list), start=1):
             row = listed.inner(f"{details} {i}", entry)
-            label_reader, reader = _AnswerReader(), _AnswerReader()
+            label_reader, reader = AnswerReader(), AnswerReader()
             label = _genie_action(row.text("gt"), label_reader)
             if label is None or label_reader.lacks:
                 raise row.fail("field 'gt' holds no action, or one that cannot be read")
@@ -363,7 +177,7 @@ def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:
 ORACLE: Final = "oracle: no grounder's answers were given; an element counts as right wherever a grounding query exists"
 
 
-def _output_point(row: PredictionRow, reader: _AnswerReader) -> Point | None:
+def _output_point(row: PredictionRow, reader: AnswerReader) -> Point | None:
     """The grounder's "(x, y)" divided by `scale`: pixels of the block or screenshot. None where there is no such output."""
     scale = row.get("scale", int, float, optional=True)
     scale = 1.0 if scale is None else float(scale)
@@ -403,7 +217,7 @@ def read_uground(
 
 def _uground_screenspot_case(row: PredictionRow, ids: Counter[str]) -> Case:
     boxes = row.xywh_boxes([row.get("bbox", list)], "bbox")
-    image, reader = row.text("img_filename" if "img_filename" in row.data else "image"), _AnswerReader()
+    image, reader = row.text("img_filename" if "img_filename" in row.data else "image"), AnswerReader()
     return Case(
         step_id=f"{image}-{_content_id(row, ('image', 'img_filename', 'instruction', 'bbox'), ids)}",
         episode_id=None,
@@ -444,7 +258,7 @@ def _read_uground_mind2web(
     for sample in samples:
         step_id = _mind2web_id(sample)
         plan = by_id.get(step_id)
-        prediction, boxes, reader = None, tuple[BoxTuple, ...](), _AnswerReader()
+        prediction, boxes, reader = None, tuple[BoxTuple, ...](), AnswerReader()
         facts = {"no_label_boxes": not sample.get("bbox", list)}
         if oracle:
             facts["oracle"] = plan is not None and (step_id in answer_rows if answers is not None else _has_query(plan))
@@ -481,7 +295,7 @@ def _has_query(plan: PredictionRow) -> bool:
 _UGROUND_VALUES: Final = ("text", "app_name", "direction", "goal_status")
 
 
-def _uground_action(data: Any, reader: _AnswerReader) -> Action:
+def _uground_action(data: Any, reader: AnswerReader) -> Action:
     """The action of a sample or a plan; with an empty type where there is none."""
     if data is not None and not (isinstance(data, dict) and isinstance(data.get("action_type"), str)):
         reader.unreadable()
@@ -520,7 +334,7 @@ def _read_uground_android_control(plans: Sequence[PredictionRow], labels: Path, 
         episode = row.data.get("episode_id")
         return str(episode) if isinstance(episode, int) else row.text("episode_id"), row.whole("step")
 
-    samples = _by_id(_rows(labels, read_json(labels)), key)
+    samples = _by_id(rows_of(labels, read_json(labels)), key)
     answered = _by_id(read_jsonl(answers), key)
     if not any(row.data.get("output") for row in answered.values()):
         raise ScoringError(f"{answers}: no row has an output; give the grounder's answers, not its queries")
@@ -529,7 +343,7 @@ def _read_uground_android_control(plans: Sequence[PredictionRow], labels: Path, 
         sample, answer = samples.get(key(plan)), answered.get(key(plan))
         if sample is None:
             continue
-        label_reader, reader = _AnswerReader(), _AnswerReader()
+        label_reader, reader = AnswerReader(), AnswerReader()
         label = _uground_action(sample.data.get("action"), label_reader)
         if label_reader.lacks:
             raise sample.fail("field 'action' must be an object with an action_type, and numbers where it has x and y")
@@ -566,6 +380,8 @@ _ROW_KEYS: Final = frozenset(
         "label",
         "prediction",
         "nodes",
+        "groups",
+        "space",
     ]
 )
 _LABEL_KEYS: Final = frozenset(["action_type", "value", "point", "boxes", "positives"])
@@ -580,7 +396,7 @@ def _unknown(row: PredictionRow, keys: frozenset[str]) -> ScoringError | None:
     return row.fail(f"field {min(strange)!r} is not known; the fields are {', '.join(sorted(keys))}")
 
 
-def read_coepg(path: Path, protocol: str) -> tuple[list[Case], Notes]:
+def read_coepg(path: Path, protocol: str, report: Report | None = None) -> Iterator[Case]:
     """Our own format: JSON lines, each a label and a prediction. Points and boxes in pixels of the stored screenshot.
 
     {"step_id": "…", "episode_id": "…" or null, "step_index": 0, "width": 1080, "height": 2400,
@@ -589,26 +405,27 @@ def read_coepg(path: Path, protocol: str) -> tuple[list[Case], Notes]:
     A field of a prediction that has another type counts as absent (`Case.lacks`). Further fields that some protocols need:
     `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding), `seen_width`, `seen_height`, label `positives`
     [[backend_node_id, rank]] and prediction `element` (mind2web/seeact), `nodes` [{"box", "text", "content_description"}]
-    (android_control/uground500). Unknown fields are errors; in predictions only where all have some, which is then
+    (android_control/uground500), `groups` {"application": "word"} (classes of averages). The point of a prediction is in
+    the row's `space` (`geometry.Space`; default original: pixels of the stored screenshot). Unknown fields are errors; in predictions only where all have some, which is then
     no fault of the model.
     """
     mobile = "android_control" in protocol
-    cases, strange, predictions = [], list[ScoringError](), 0
-    for row in read_jsonl(path):
+    strange, predictions = list[ScoringError](), 0
+    for row in readable_rows(path, report):
         truth = row.inner("label", row.get("label", dict))
         if error := _unknown(row, _ROW_KEYS) or _unknown(truth, _LABEL_KEYS):
             raise error
         label = Action(
             truth.text("action_type"), truth.text("value", optional=True), truth.point("point", optional=True)
         )
-        prediction, answer, reader = None, row.data.get("prediction"), _AnswerReader()
+        prediction, answer, reader = None, row.data.get("prediction"), AnswerReader()
         if isinstance(answer, dict):
             predictions += 1
             if error := _unknown(row.inner("prediction", answer), _PREDICTION_KEYS):
                 strange.append(error)
                 reader.unreadable()
             action_type, value = (reader.text(answer.get(key)) for key in ("action_type", "value"))
-            prediction = Action(action_type, value, reader.point(answer.get("point")))
+            prediction = Action(action_type, value, _placed(row, reader.point(answer.get("point"))))
         elif answer is not None:
             reader.unreadable()
         if mobile:
@@ -625,7 +442,10 @@ def read_coepg(path: Path, protocol: str) -> tuple[list[Case], Notes]:
             facts["element"] = reader.text(answer.get("element")) or None if isinstance(answer, dict) else None
         if "nodes" in row.data:
             facts["nodes"] = [_node(row.inner("nodes", node)) for node in row.get("nodes", list)]
-        cases.append(
+        if "groups" in row.data:
+            classes = row.inner("groups", row.get("groups", dict))
+            facts |= {key: classes.text(key) for key in classes.data}
+        yield (
             Case(
                 step_id=row.text("step_id"),
                 episode_id=None if row.data.get("episode_id") is None else row.text("episode_id"),
@@ -643,7 +463,19 @@ def read_coepg(path: Path, protocol: str) -> tuple[list[Case], Notes]:
         )
     if strange and len(strange) == predictions:
         raise strange[0]
-    return cases, {}
+
+
+def _placed(row: PredictionRow, point: Point | None) -> Point | None:
+    """A point in the row's space, in pixels of the stored screenshot."""
+    name = row.text("space", optional=True) or Space.ORIGINAL.value
+    if name not in list(Space):
+        raise row.fail(f"field 'space' must be one of {', '.join(Space)}, not {shown(name)}")
+    if point is None or name == Space.ORIGINAL:
+        return point
+    original = Size(*row.width_height("width", "height"))
+    seen = Size(*row.width_height("seen_width", "seen_height")) if name == Space.RESIZED else original
+    placed = Viewport(original, seen).point(PlacedPoint(*point, Space(name)), Space.ORIGINAL)
+    return point_of(placed.x, placed.y)
 
 
 def _node(row: PredictionRow) -> TreeNode:
@@ -651,23 +483,42 @@ def _node(row: PredictionRow) -> TreeNode:
     return TreeNode(box, row.text("text", optional=True), row.text("content_description", optional=True))
 
 
-FORMATS: Final = ("coepg", "gui_r1", "ui_genie", "uground")
+FORMATS: Final = ("coepg", "gui_r1", "mai_ui", "ui_genie", "uground")
 
 
-def read_predictions(
-    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
-) -> tuple[list[Case], Notes]:
-    """The cases of a file in one of FORMATS, and notes for the reader of their score."""
+def each_prediction(
+    path: Path,
+    format: str,
+    protocol: str,
+    *,
+    labels: Path | None = None,
+    answers: Path | None = None,
+    report: Report | None = None,
+) -> tuple[Iterable[Case | Unread], Notes]:
+    """The cases of a file in one of FORMATS, and notes for the reader of their score, complete after the last case.
+
+    Formats coepg and mai_ui are read row by row, and call `report` as `rows.each_row` does.
+    """
     if format != "uground" and (labels is not None or answers is not None):
         raise ScoringError(f"labels and answers belong to format uground; {format} files hold both")
     match format:
         case "coepg":
-            return read_coepg(path, protocol)
+            return read_coepg(path, protocol, report), {}
         case "gui_r1":
             return read_gui_r1(path, protocol)
+        case "mai_ui":
+            return read_mai_ui(path, protocol, report)
         case "ui_genie":
             return read_ui_genie(path, protocol)
         case "uground":
             return read_uground(path, protocol, labels=labels, answers=answers)
         case _:
             raise ScoringError(f"format {format!r} is not known; choose from {', '.join(FORMATS)}")
+
+
+def read_predictions(
+    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
+) -> tuple[list[Case], Notes]:
+    """All readable cases of `each_prediction`, and its notes."""
+    rows, notes = each_prediction(path, format, protocol, labels=labels, answers=answers)
+    return [row for row in rows if isinstance(row, Case)], notes

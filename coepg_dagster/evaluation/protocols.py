@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from coepg_dagster.evaluation import android_control, mind2web, screenspot
+from coepg_dagster.evaluation import android_control, grounding, mind2web, screenspot
 from coepg_dagster.evaluation.case import Protocol, ScoringError
 from coepg_dagster.evaluation.result import sop_protocol
 from coepg_dagster.markdown import table
@@ -27,6 +27,7 @@ PROTOCOLS: Final[Mapping[str, Protocol]] = {
         android_control.STRICT14,
         screenspot.GUI_R1,
         screenspot.UGROUND,
+        *grounding.BOARDS,
     )
 }
 
@@ -37,6 +38,10 @@ READERS: Final[Mapping[str, frozenset[str]]] = {
     "mind2web": _WEB,
     "android_control": frozenset({"android_control", "jsonl"}),
     "screenspot": frozenset({"screenspot", "jsonl"}),
+    "screenspot_v2": frozenset({"screenspot", "jsonl"}),
+    **dict.fromkeys(
+        ("screenspot_pro", "osworld_g", "osworld_g_refined", "mmbench_gui", "ui_vision"), frozenset({"jsonl"})
+    ),
 }
 """By family: the readers whose labelled steps have the actions and the labels that its protocols judge."""
 

@@ -8,20 +8,38 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from statistics import NormalDist
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from coepg_dagster.evaluation.case import Case, Protocol, ScoringError, Verdict
-from coepg_dagster.evaluation.statistics import Floats, Sampled, interval, sampled_averages
+from coepg_dagster.evaluation.case import FILE_SAYS, Case, Protocol, ScoringError, Unread, Verdict
+from coepg_dagster.evaluation.statistics import Floats, Ints, Sampled, interval, sampled_averages
 
 Interval = tuple[float, float]
 Notes = Mapping[str, int | str]
 LOST = "lost"
 """Key of the note on steps that could not be read: the denominator is short of the published one by these."""
+_ROWS_AT_ONCE: Final = 20_000
+"""Rows that are judged before they become columns of a table, which takes a tenth of their memory."""
+
+
+Classes = Mapping[str, tuple[float, int]]
+"""Class → mean in per cent, steps."""
+
+
+def mean_of(classes: Classes) -> float | None:
+    """Unweighted mean of the means of the classes; None where there is none."""
+    return float(np.mean([mean for mean, _ in classes.values()])) if classes else None
+
+
+def _classes_json(classes: Classes) -> dict[str, Any]:
+    return {name: {"mean": mean, "n": n} for name, (mean, n) in classes.items()}
 
 
 @dataclass(frozen=True)
@@ -33,12 +51,13 @@ class Metric:
     ci95: Interval | None  # of `macro`, bootstrap clustered by task; None below two tasks
     ci95_micro: Interval | None
     n: int  # steps in the denominator
-    groups: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # class → mean in per cent, steps
+    groups: Classes = field(default_factory=dict)
+    by: Mapping[str, Classes] = field(default_factory=dict)  # `Protocol.groupings`, as far as the cases have them
 
     @property
     def class_mean(self) -> float | None:
         """Unweighted mean of the class means (SeeClick's "Operation F1")."""
-        return float(np.mean([mean for mean, _ in self.groups.values()])) if self.groups else None
+        return mean_of(self.groups)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,7 +67,10 @@ class Metric:
             "ci95_micro": self.ci95_micro,
             "class_mean": self.class_mean,
             "n": self.n,
-            "groups": {name: {"mean": mean, "n": n} for name, (mean, n) in self.groups.items()},
+            "groups": _classes_json(self.groups),
+            "by": {
+                name: {"mean": mean_of(classes), "groups": _classes_json(classes)} for name, classes in self.by.items()
+            },
         }
 
 
@@ -89,37 +111,110 @@ _WEIGHT = "_weight"
 """Suffix of a metric's column of weights, which is there where a weight is not 1 (see `Verdict.weights`)."""
 
 
-def result_of(protocol: Protocol, cases: Sequence[Case], *, notes: Notes | None = None, seed: int = 0) -> Result:
-    """Judge `cases` under `protocol` and average. Raises ScoringError where there are none, or a step comes twice."""
-    if not cases:
+def result_of(
+    protocol: Protocol, cases: Iterable[Case | Unread], *, notes: Notes | None = None, seed: int = 0
+) -> Result:
+    """Judge `cases` under `protocol` and average. Raises ScoringError where there are none, or a step comes twice.
+
+    Cases are taken one after the other and not kept, unless the protocol must see all (`Protocol.finish`). `notes` are
+    read after the last case.
+    """
+    tables = []
+    unread: dict[str, Unread] = {}
+    for rows in _batches(cases, None if protocol.finish else _ROWS_AT_ONCE):
+        for row in rows:
+            if isinstance(row, Unread):
+                unread.setdefault(row.reason, row)
+        readable = [row for row in rows if isinstance(row, Case)]
+        verdicts = [protocol.judge(case) for case in readable]
+        if protocol.finish:
+            verdicts = protocol.finish(readable, verdicts)
+        tables.append(_steps_table(protocol, rows, verdicts))
+    if not tables:
         raise ScoringError(f"{protocol.name}: there is no prediction to score")
-    twice = [step for step, n in Counter(case.step_id for case in cases).items() if n > 1]
-    if twice:
-        raise ScoringError(f"{protocol.name}: {len(twice)} steps come more than once, the first is {twice[0]!r}")
-    verdicts = [protocol.judge(case) for case in cases]
-    if protocol.finish:
-        verdicts = protocol.finish(cases, verdicts)
-    return summarise(protocol, _steps_table(protocol, cases, verdicts), notes=notes, seed=seed)
+    steps = _joined(protocol, tables)
+    if steps["skipped"].null_count == 0 and unread:
+        first = next(iter(unread.values()))
+        raise ScoringError(f"{first.where}: {first.detail}; none of {steps.num_rows} rows can be scored")
+    counts = pc.value_counts(steps["step_id"].combine_chunks())
+    twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    if len(twice):
+        raise ScoringError(
+            f"{protocol.name}: {len(twice)} steps come more than once, the first is {twice[0].as_py()!r}"
+        )
+    notes = dict(notes or {})
+    for reason, row in unread.items():
+        notes[f"{reason}, the first"] = f"{row.where}: {row.detail}"
+    if protocol.items is not None and steps.num_rows != protocol.items:
+        notes["items"] = f"{steps.num_rows:,} rows; the published board has {protocol.items:,} items"
+    return summarise(protocol, steps, notes=notes, seed=seed)
 
 
-def _steps_table(protocol: Protocol, cases: Sequence[Case], verdicts: Sequence[Verdict]) -> pa.Table:
+def _batches(cases: Iterable[Case | Unread], size: int | None) -> Iterator[list[Case | Unread]]:
+    rest = iter(cases)
+    while rows := list(islice(rest, size)):
+        yield rows
+
+
+def _kept_facts(protocol: Protocol) -> list[str]:
+    """The facts that the table of steps keeps: those that groupings are made of, and what the file itself says."""
+    facts = {fact: None for grouping in protocol.groupings for fact in grouping.split(_CROSS)}
+    return [fact for fact in (*facts, FILE_SAYS) if fact not in STEP_COLUMNS.names]
+
+
+_CROSS: Final = " × "
+
+
+def _steps_table(protocol: Protocol, rows: Sequence[Case | Unread], verdicts: Sequence[Verdict]) -> pa.Table:
+    """One row per case, with its verdict, or unread row."""
+    nothing = Verdict((None,) * len(protocol.metrics))
+    judged = iter(verdicts)
+    lines = [(row, next(judged)) if isinstance(row, Case) else (None, nothing) for row in rows]
+    cases = [case for case, _ in lines]
     table = pa.table(
         {
-            "step_id": [case.step_id for case in cases],
-            "episode_id": [case.episode_id for case in cases],
-            "step_index": [case.step_index for case in cases],
-            "group": [protocol.group_of(case) for case in cases],
-            "skipped": [verdict.skipped or None for verdict in verdicts],
+            "step_id": [row.step_id if isinstance(row, Case) else row.where for row in rows],
+            "episode_id": [case and case.episode_id for case in cases],
+            "step_index": [case and case.step_index for case in cases],
+            "group": [protocol.group_of(case) if case else "" for case in cases],
+            "skipped": [
+                row.reason if isinstance(row, Unread) else verdict.skipped or None
+                for row, (_, verdict) in zip(rows, lines, strict=True)
+            ],
         },
         schema=STEP_COLUMNS,
     )
+    for fact in _kept_facts(protocol):
+        classes = [case.facts.get(fact) if case else None for case in cases]
+        table = table.append_column(fact, pa.array(classes, pa.string()))
     for j, name in enumerate(protocol.metrics):
-        values = pa.array([verdict.values[j] for verdict in verdicts], pa.float64())
+        values = pa.array([verdict.values[j] for _, verdict in lines], pa.float64())
         table = table.append_column(name, values)
-        weights = [float(v.values[j] is not None) if v.weights is None else v.weights[j] for v in verdicts]
-        if any(w != float(v.values[j] is not None) for w, v in zip(weights, verdicts, strict=True)):
+        weights = [float(v.values[j] is not None) if v.weights is None else v.weights[j] for _, v in lines]
+        if any(w != float(v.values[j] is not None) for w, (_, v) in zip(weights, lines, strict=True)):
             table = table.append_column(name + _WEIGHT, pa.array(weights, pa.float64()))
     return table
+
+
+def _joined(protocol: Protocol, tables: Sequence[pa.Table]) -> pa.Table:
+    """One table; without the facts that no row has."""
+    steps = pa.concat_tables(tables, promote_options="default")
+    for name in protocol.metrics:
+        if name + _WEIGHT in steps.column_names:
+            column = steps.schema.get_field_index(name + _WEIGHT)
+            counted = pc.cast(pc.is_valid(steps[name]), pa.float64())
+            steps = steps.set_column(column, name + _WEIGHT, pc.coalesce(steps[name + _WEIGHT], counted))
+    unknown = [fact for fact in _kept_facts(protocol) if steps[fact].null_count == steps.num_rows]
+    return steps.drop_columns(unknown)
+
+
+def _coded(column: pa.ChunkedArray) -> tuple[Ints, list[str]]:
+    """The number of each row's text among the sorted texts, and these; a null is the empty text."""
+    encoded = pc.coalesce(column, "").combine_chunks().dictionary_encode()
+    order = pc.array_sort_indices(encoded.dictionary).to_numpy()
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = np.arange(len(order))
+    return ranks[encoded.indices.to_numpy()], encoded.dictionary.take(pa.array(order)).to_pylist()
 
 
 @dataclass(frozen=True)
@@ -128,8 +223,9 @@ class _Arrays:
 
     values: Floats
     weights: Floats
-    clusters: np.ndarray
-    groups: list[str]
+    clusters: Ints
+    groups: Ints  # of each row, its place in `names`
+    names: list[str]
 
     @classmethod
     def of(cls, protocol: Protocol, steps: pa.Table) -> _Arrays:
@@ -138,19 +234,24 @@ class _Arrays:
         for j, name in enumerate(protocol.metrics):
             if name + _WEIGHT in steps.column_names:
                 weights[:, j] = steps[name + _WEIGHT].to_numpy()
-        named = zip(steps["episode_id"].to_pylist(), steps["step_id"].to_pylist(), strict=True)
-        tasks = [f"task {episode}" if episode is not None else f"step {step}" for episode, step in named]
-        return cls(values, weights, np.unique(tasks, return_inverse=True)[1], steps["group"].to_pylist())
+        tasks = pc.binary_join_element_wise("task", steps["episode_id"], " ")
+        own = pc.binary_join_element_wise("step", steps["step_id"], " ")
+        groups, names = _coded(steps["group"])
+        return cls(values, weights, _coded(pc.coalesce(tasks, own))[0], groups, names)
 
     def sampled(self, protocol: Protocol, seed: int) -> Sampled:
         if protocol.macro == "episode":
             return sampled_averages(self.values, self.weights, self.clusters, seed=seed)
-        names = protocol.groups or tuple(sorted(set(self.groups)))
-        unknown = sorted(set(self.groups) - set(names))
-        if unknown:
+        counted = np.bincount(self.groups, self.weights.any(axis=1), len(self.names)) > 0
+        present = [name for name, any_row in zip(self.names, counted, strict=True) if any_row]
+        names = protocol.groups or tuple(present)
+        if unknown := sorted(set(present) - set(names)):
             raise ScoringError(f"{protocol.name}: group {unknown[0]!r} is none of {', '.join(names)}")
-        codes = np.array([names.index(group) for group in self.groups])
-        return sampled_averages(self.values, self.weights, self.clusters, groups=codes, n_groups=len(names), seed=seed)
+        # rows of no group have no weight, so that their place does not matter
+        places = np.array([names.index(name) if name in names else 0 for name in self.names])
+        return sampled_averages(
+            self.values, self.weights, self.clusters, groups=places[self.groups], n_groups=max(1, len(names)), seed=seed
+        )
 
 
 def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None, seed: int = 0) -> Result:
@@ -158,12 +259,17 @@ def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None
     arrays = _Arrays.of(protocol, steps)
     notes = dict(notes or {})
     if protocol.macro == "group":
-        if absent := [group for group in protocol.groups if group not in set(arrays.groups)]:
+        if absent := [group for group in protocol.groups if group not in arrays.names]:
             notes["groups without rows, counted as 0"] = ", ".join(absent)
     elif steps["episode_id"].null_count:
         notes["tasks"] = "the source names none: such a step is its own task in the macro average and the interval"
     sampled = arrays.sampled(protocol, seed)
     micro_ci, macro_ci = interval(sampled.micros), interval(sampled.macros)
+    by = {
+        grouping: _coded(pc.binary_join_element_wise(*(steps[fact] for fact in facts), _CROSS))
+        for grouping in protocol.groupings
+        if set(facts := grouping.split(_CROSS)) <= set(steps.column_names)
+    }
     metrics = {
         name: Metric(
             micro=_percent(sampled.micro[j]),
@@ -171,11 +277,17 @@ def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None
             ci95=_percent_pair(macro_ci[:, j]),
             ci95_micro=_percent_pair(micro_ci[:, j]),
             n=round(float(arrays.weights[:, j].sum())),
-            groups=_by_group(arrays.values[:, j], arrays.weights[:, j], arrays.groups),
+            groups=_by_class(arrays.values[:, j], arrays.weights[:, j], arrays.groups, arrays.names),
+            by={
+                grouping: _by_class(arrays.values[:, j], arrays.weights[:, j], codes, names)
+                for grouping, (codes, names) in by.items()
+            },
         )
         for j, name in enumerate(protocol.metrics)
     }
-    reasons = Counter(reason for reason in steps["skipped"].to_pylist() if reason is not None)
+    reasons = Counter(
+        {count["values"]: count["counts"] for count in pc.value_counts(steps["skipped"].drop_null()).to_pylist()}
+    )
     return Result(
         protocol=protocol.name,
         rows=steps.num_rows,
@@ -196,11 +308,11 @@ def _percent_pair(pair: Floats) -> Interval | None:
     return None if low is None or high is None else (low, high)
 
 
-def _by_group(values: Floats, weights: Floats, groups: Sequence[str]) -> dict[str, tuple[float, int]]:
-    names, codes = np.unique(np.array(groups, dtype=str), return_inverse=True)
-    hits, counts = np.bincount(codes, np.nan_to_num(values)), np.bincount(codes, weights)
+def _by_class(values: Floats, weights: Floats, codes: Ints, names: Sequence[str]) -> Classes:
+    hits = np.bincount(codes, np.nan_to_num(values), len(names))
+    counts = np.bincount(codes, weights, len(names))
     return {
-        str(name): (100 * float(h) / float(n), round(float(n)))
+        name: (100 * float(h) / float(n), round(float(n)))
         for name, h, n in zip(names, hits, counts, strict=True)
         if n > 0 and name  # a lost step (padding) has no class
     }
@@ -216,6 +328,9 @@ class Difference:
     ci95_micro: Interval | None
     macro_a: float | None  # the two values that `macro` is the difference of
     macro_b: float | None
+    detectable_micro: float | None = (
+        None  # smallest difference of `micro` that this many steps can show, see _detectable
+    )
 
     @property
     def differs(self) -> bool | None:
@@ -239,11 +354,25 @@ class Comparison:
                 "ci95": d.ci95,
                 "micro": d.micro,
                 "ci95_micro": d.ci95_micro,
+                "detectable_micro": d.detectable_micro,
                 "differs": d.differs,
             }
             for name, d in self.differences.items()
         }
         return {"protocol": self.protocol, "steps": self.steps, "differences": differences}
+
+
+def _detectable(differences: Floats, steps: int) -> float | None:
+    """The smallest true difference, percentage points, that 4 of 5 comparisons of this kind would find at 5 % (two-sided).
+
+    It is 2.80 (= 1.96 + 0.84) standard errors of the paired difference, which comes from its resamples, and not below
+    6 steps: fewer that changed, even all in one direction, are not significant in the exact sign test.
+    """
+    if len(differences) < 2 or not steps:
+        return None
+    normal = NormalDist()
+    factor = normal.inv_cdf(0.975) + normal.inv_cdf(0.8)
+    return 100 * max(factor * float(np.nanstd(differences, ddof=1)), 6 / steps)
 
 
 def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) -> Comparison:
@@ -267,19 +396,29 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
         )
     left = _Arrays.of(protocol, a.steps)
     right = _Arrays.of(protocol, b.steps.take([ids[step] for step in mine]))
-    one, two = left.sampled(protocol, seed), right.sampled(protocol, seed)
-    macro_ci, micro_ci = interval(two.macros - one.macros), interval(two.micros - one.micros)
+    # one sample of both: each resample draws the same tasks for A and B
+    both = replace(
+        left,
+        values=np.concatenate([left.values, right.values], axis=1),
+        weights=np.concatenate([left.weights, right.weights], axis=1),
+    ).sampled(protocol, seed)
+    macro, micro, macros, micros = (
+        np.diff(averages.reshape(*averages.shape[:-1], 2, -1), axis=-2)[..., 0, :]
+        for averages in (both.macro, both.micro, both.macros, both.micros)
+    )
+    macro_ci, micro_ci = interval(macros), interval(micros)
     return Comparison(
         protocol=protocol.name,
         steps=len(mine),
         differences={
             name: Difference(
-                macro=_percent(two.macro[j] - one.macro[j]),
+                macro=_percent(macro[j]),
                 ci95=_percent_pair(macro_ci[:, j]),
-                micro=_percent(two.micro[j] - one.micro[j]),
+                micro=_percent(micro[j]),
                 ci95_micro=_percent_pair(micro_ci[:, j]),
                 macro_a=_percent(one.macro[j]),
                 macro_b=_percent(two.macro[j]),
+                detectable_micro=_detectable(micros[:, j], int((left.weights[:, j] > 0).sum())),
             )
             for j, name in enumerate(protocol.metrics)
         },

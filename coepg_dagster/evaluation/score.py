@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.android_control import canonical
-from coepg_dagster.evaluation.case import NO_PREDICTION, Action, Case, ScoringError, point_of
-from coepg_dagster.evaluation.formats import Notes, read_predictions
+from coepg_dagster.evaluation.case import FILE_SAYS, NO_PREDICTION, Action, Case, Notes, ScoringError, Unread, point_of
+from coepg_dagster.evaluation.formats import each_prediction
 from coepg_dagster.evaluation.mind2web import pad
 from coepg_dagster.evaluation.protocols import SOP_PREFIX, find_protocol
 from coepg_dagster.evaluation.result import LOST, Comparison, Result, compare_results, result_of, sop, summarise
+from coepg_dagster.progress import Report
 
+MOST_NAMED = 5
+"""Rows that a note names."""
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
 OPTIONAL_STEP_COLUMNS = ("episode_steps", "point", "view_rule")
 PREDICTION_COLUMNS = ("step_id", "action_type", "value", "x", "y")
@@ -82,7 +86,14 @@ def score_attempts(
 
 
 def score_file(
-    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None, seed: int = 0
+    path: Path,
+    format: str,
+    protocol: str,
+    *,
+    labels: Path | None = None,
+    answers: Path | None = None,
+    seed: int = 0,
+    report: Report | None = None,
 ) -> Result:
     """Score a file of predictions in one of `formats.FORMATS` (`coepg score`).
 
@@ -90,29 +101,51 @@ def score_file(
     and those that cannot be read. Raises ScoringError where no row has one.
     """
     find_protocol(protocol)
-    cases, notes = _read(path, format, protocol.removeprefix(SOP_PREFIX), labels=labels, answers=answers)
-    return _score(protocol, cases, notes, seed)
+    base = protocol.removeprefix(SOP_PREFIX)
+    cases, notes = each_prediction(path, format, base, labels=labels, answers=answers, report=report)
+    result = _score(protocol, _counting_what_lacks(path, cases, notes), notes, seed)
+    return replace(result, notes=result.notes | _other_judgement(result))
 
 
-def _read(
-    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
-) -> tuple[list[Case], Notes]:
-    cases, notes = read_predictions(path, format, protocol, labels=labels, answers=answers)
-    lacking = Counter(case.lacks for case in cases if case.lacks)
-    if cases and lacking[NO_PREDICTION] == len(cases):
+def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:
+    """`cases`; after the last, `notes` count those that lack a prediction. Raises ScoringError where all do."""
+    lacking, n = Counter[str](), 0
+    for case in cases:
+        if isinstance(case, Case):
+            n += 1
+            if case.lacks:
+                lacking[case.lacks] += 1
+        yield case
+    if n and lacking[NO_PREDICTION] == n:
         raise ScoringError(
-            f"{path}: none of its {len(cases)} rows has a prediction; give the file with the model's answers, in the fields "
+            f"{path}: none of its {n} rows has a prediction; give the file with the model's answers, in the fields "
             "that docs/protocols.md names"
         )
-    return cases, notes | dict(sorted(lacking.items()))
+    notes |= dict(sorted(lacking.items()))
 
 
-def _score(protocol: str, cases: list[Case], notes: Notes, seed: int) -> Result:
+def _other_judgement(result: Result) -> Notes:
+    """A note on rows that the file itself judges otherwise, where it judges its rows."""
+    if FILE_SAYS not in result.steps.column_names:
+        return {}
+    said, ours = result.steps[FILE_SAYS], result.steps[next(iter(result.metrics))]
+    differ = pc.not_equal(pc.equal(said, "correct"), pc.equal(ours, 1.0))
+    ids = result.steps["step_id"].filter(differ)
+    if not len(ids):
+        return {}
+    first = ", ".join(ids.slice(0, MOST_NAMED).to_pylist())
+    return {
+        "rows that the file itself judges otherwise": f"{len(ids)} ({first}{', …' if len(ids) > MOST_NAMED else ''})"
+    }
+
+
+def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int) -> Result:
     base = protocol.removeprefix(SOP_PREFIX)
     if base == "mind2web/uground":
-        padded = pad(cases)
-        if len(padded) > len(cases):
-            notes = notes | {"padded": len(padded) - len(cases)}
+        every = list(cases)
+        padded = pad([case for case in every if isinstance(case, Case)])
+        if len(padded) > len(every):
+            notes["padded"] = len(padded) - len(every)
         cases = padded
     result = result_of(find_protocol(base), cases, notes=notes, seed=seed)
     return result if base == protocol else sop(result, seed=seed)
@@ -155,5 +188,5 @@ def _case(step: dict[str, Any], answer: dict[str, Any], protocol: str) -> Case:
         size=(step["width"], step["height"]),
         step_index=step["step_index"],
         episode_steps=step.get("episode_steps"),
-        group=step["family"] if "screenspot" in protocol else "",
+        group=step["family"] if find_protocol(protocol).macro == "group" else "",
     )

@@ -1,0 +1,262 @@
+"""Rows of files that other people wrote: JSON lines or lists, with typed access and messages that name file, row and field.
+
+Belongs here: reading. What a row means is decided in `formats` and `grounding_logs`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shown
+from typing import IO, Any, Final
+
+from coepg_dagster import jsonlines
+from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, ScoringError, Unread, point_of
+from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.progress import Report
+from coepg_dagster.prompts import normal_value
+
+_REPORT_EVERY: Final = 5_000
+"""Rows between two reports of progress."""
+UNREADABLE_ROW: Final = "rows that are no JSON object"
+
+
+@dataclass(frozen=True)
+class PredictionRow:
+    """One JSON object of a file, with typed access to its fields."""
+
+    where: str  # file and row, for messages
+    data: Mapping[str, Any]
+
+    def fail(self, message: str) -> ScoringError:
+        return ScoringError(f"{self.where}: {message}".encode(errors="backslashreplace").decode())
+
+    def inner(self, what: str, value: Any) -> PredictionRow:
+        """An object within this row."""
+        if not isinstance(value, dict):
+            raise self.fail(f"{what} must be an object, not {shown(value)}")
+        return PredictionRow(f"{self.where}: {what}", value)
+
+    def get(self, key: str, *types: type, optional: bool = False) -> Any:
+        """The field, of one of `types` (a bool is never a number); None where it is absent or null and `optional`."""
+        value = self.data.get(key)
+        if value is None and optional:
+            return None
+        if key not in self.data:
+            raise self.fail(f"field {key!r} is missing (there are {', '.join(sorted(self.data))})")
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise self.fail(f"field {key!r} must be {' or '.join(t.__name__ for t in types)}, not {shown(value)}")
+        return value
+
+    def text(self, key: str, *, optional: bool = False) -> str:
+        """The field's text; empty where it is absent or null and `optional`."""
+        value = str(self.get(key, str, optional=optional) or "")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.fail(f"field {key!r} holds {shown(value)}, which is no text in UTF-8") from error
+        return value
+
+    def whole(self, key: str, most: int = 2**31 - 1, *, optional: bool = False) -> int | None:
+        value: int | None = self.get(key, int, optional=optional)
+        if value is not None and abs(value) > most:
+            raise self.fail(f"field {key!r} must be at most {most}, not {value}")
+        return value
+
+    def numbers(self, what: str, value: Any, n: int) -> tuple[float, ...]:
+        """`value` as n coordinates."""
+        if not (isinstance(value, list) and len(value) == n and all(map(is_coordinate, value))):
+            raise self.fail(f"{what} must be {n} numbers, not {shown(value)}")
+        return tuple(map(float, value))
+
+    def point(self, key: str, *, optional: bool = False) -> Point | None:
+        """The field's two coordinates; None where it is absent or null and `optional`."""
+        value = self.get(key, list, optional=optional)
+        if value is None:
+            return None
+        x, y = self.numbers(f"field {key!r}", value, 2)
+        return x, y
+
+    def size(self, key: str) -> tuple[int, int]:
+        width, height = self.numbers(f"field {key!r}", self.get(key, list), 2)
+        return self._positive(key, int(width), int(height))
+
+    def _positive(self, key: str, width: int, height: int) -> tuple[int, int]:
+        if width <= 0 or height <= 0:
+            raise self.fail(f"field {key!r}: {width} x {height} px is not a size")
+        return width, height
+
+    def width_height(self, width: str, height: str) -> tuple[int, int]:
+        return self._positive(f"{width}, {height}", self.get(width, int), self.get(height, int))
+
+    def xywh_boxes(self, value: Any, key: str) -> tuple[BoxTuple, ...]:
+        """[[x, y, width, height], …] as corners."""
+        boxes = (self.numbers(f"field {key!r}: a box [x, y, width, height]", box, 4) for box in self._list(value, key))
+        return tuple((x, y, x + w, y + h) for x, y, w, h in boxes)
+
+    def xyxy_boxes(self, value: Any, key: str) -> tuple[BoxTuple, ...]:
+        """[[x1, y1, x2, y2], …]"""
+        boxes: list[BoxTuple] = []
+        for box in self._list(value, key):
+            x1, y1, x2, y2 = self.numbers(f"field {key!r}: a box [x1, y1, x2, y2]", box, 4)
+            if not (x1 <= x2 and y1 <= y2):
+                raise self.fail(f"field {key!r}: the corners of {shown(box)} are not in order")
+            boxes.append((x1, y1, x2, y2))
+        return tuple(boxes)
+
+    def _list(self, value: Any, key: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.fail(f"field {key!r} must be a list of boxes, not {shown(value)}")
+        return value
+
+
+def is_coordinate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and point_of(value, value) is not None
+
+
+class AnswerReader:
+    """Reads the fields of a model's answer in one row. A field that cannot be read counts as absent, and `lacks` says so."""
+
+    def __init__(self) -> None:
+        self._something = self._unreadable = False
+
+    def text(self, value: Any) -> str:
+        """`value`, a text or a number, as text; empty where it is neither."""
+        if value is None:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            self._unreadable = True
+            return ""
+        self._something = self._something or bool(normal_value(str(value)))
+        return str(value)
+
+    def point(self, value: Any) -> Point | None:
+        """`value`, a list of two numbers, as a point; None where it is not."""
+        if value is None or value == []:
+            return None
+        if not (isinstance(value, list) and len(value) == 2 and all(map(is_coordinate, value))):
+            self._unreadable = True
+            return None
+        self._something = True
+        return float(value[0]), float(value[1])
+
+    def unreadable(self) -> None:
+        """Records that a part of the answer cannot be read."""
+        self._unreadable = True
+
+    @property
+    def lacks(self) -> str:
+        """The value of `Case.lacks`."""
+        return UNREADABLE if self._unreadable else "" if self._something else NO_PREDICTION
+
+
+@contextmanager
+def _opened(path: Path, where: Callable[[], str]) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The file, gzipped or not, and how many bytes of it are read. Raises ScoringError, which names `where()`."""
+    try:
+        with path.open("rb") as file:
+            yield (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file), file.tell
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ScoringError(f"{where()}: damaged or cut-short gzip file ({error}); fetch it again") from error
+    except OSError as error:
+        raise ScoringError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _text(content: bytes) -> str:
+    """Decoded UTF-8. Invalid bytes become lone surrogates, so that only the field with them fails."""
+    return content.decode(errors="surrogateescape")
+
+
+def read_jsonl(path: Path) -> list[PredictionRow]:
+    """All rows of `each_row`, of which none may be broken. Raises ScoringError."""
+    return list(readable_rows(path))
+
+
+def readable_rows(path: Path, report: Report | None = None) -> Iterator[PredictionRow]:
+    """`each_row` of a file in which no row may be broken: such a row raises ScoringError."""
+    for row in each_row(path, report):
+        if isinstance(row, Unread):
+            raise ScoringError(f"{row.where}: {row.detail}")
+        yield row
+
+
+def each_row(path: Path, report: Report | None = None, *, within: str = "") -> Iterator[PredictionRow | Unread]:
+    """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are skipped.
+
+    JSON lines are read one after the other. `within` names the field that holds the list where the file is one JSON object.
+    `report` gets bytes read, bytes of the file and rows. Raises ScoringError for a file that cannot be read or holds none.
+    """
+    n = 0
+    where = f"{path}: row 1"
+    with _opened(path, lambda: where) as (file, position):
+        size = path.stat().st_size
+        for i, line in jsonlines.lines(file):
+            where = f"{path}: row {i + 1}"
+            text = _text(line)
+            if n == 0 and text.removeprefix("\ufeff").lstrip().startswith("["):
+                yield from _entries(path, read_json(path))
+                return
+            n += 1
+            try:
+                data = jsonlines.parse(text)
+            except jsonlines.NotJson as error:
+                if n == 1 and within and (entries := _field_of(path, within)) is not None:
+                    yield from _entries(path, entries)
+                    return
+                yield Unread(where, UNREADABLE_ROW, str(error))
+            else:
+                if n == 1 and within and isinstance(data, dict) and isinstance(data.get(within), list):
+                    yield from _entries(path, data[within])
+                    return
+                yield (
+                    PredictionRow(where, data)
+                    if isinstance(data, dict)
+                    else Unread(where, UNREADABLE_ROW, "must be a JSON object")
+                )
+            if report is not None and n % _REPORT_EVERY == 0:
+                report(position(), size, {"rows": n})
+            where = f"{path}: row {i + 2}"  # reading it may fail
+    if n == 0:
+        raise ScoringError(f"{path}: holds no rows")
+
+
+def _field_of(path: Path, field: str) -> Any:
+    """The field of a file that is one JSON object over several lines; None where it is not."""
+    try:
+        data = read_json(path)
+    except ScoringError:
+        return None
+    return data.get(field) if isinstance(data, dict) else None
+
+
+def _entries(path: Path, entries: Any) -> Iterator[PredictionRow | Unread]:
+    """The objects of a JSON list."""
+    if not isinstance(entries, list):
+        raise ScoringError(f"{path}: must be a JSON list that holds objects only")
+    if not entries:
+        raise ScoringError(f"{path}: holds no rows")
+    for n, entry in enumerate(entries, start=1):
+        where = f"{path}: row {n}"
+        if isinstance(entry, dict):
+            yield PredictionRow(where, entry)
+        else:
+            yield Unread(where, UNREADABLE_ROW, "the JSON list must hold objects only")
+
+
+def rows_of(path: Path, entries: Any) -> list[PredictionRow]:
+    """The objects of a JSON list. Raises ScoringError where it holds anything else."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ScoringError(f"{path}: must be a JSON list that holds objects only")
+    return [row for row in _entries(path, entries) if isinstance(row, PredictionRow)]
+
+
+def read_json(path: Path) -> Any:
+    try:
+        with _opened(path, lambda: str(path)) as (file, _):
+            return jsonlines.parse(_text(file.read()))
+    except jsonlines.NotJson as error:
+        raise ScoringError(f"{path}: {error}") from error
