@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+from rich.table import Table
 
-from coepg_dagster.cli.common import open_experiment, print_table, two_decimals
+from coepg_dagster.cli.common import err, open_experiment, print_table, two_decimals
+from coepg_dagster.progress import Report
+
+if TYPE_CHECKING:
+    from coepg_dagster.evaluation.result import Comparison, Result
 
 app = typer.Typer()
 
@@ -15,34 +25,106 @@ app = typer.Typer()
 @app.command()
 def score(
     file: Annotated[Path, typer.Argument(help="file of predictions")],
-    format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, ui_genie or uground")],
-    protocol: Annotated[str, typer.Option(help="see `coepg protocols`")],
+    format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, mai_ui, ui_genie or uground")],
+    protocol: Annotated[str | None, typer.Option(help="see `coepg protocols`")] = None,
+    every: Annotated[bool, typer.Option("--all", help="every protocol that fits the file, side by side")] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="other predictions for the same items: paired difference")
+    ] = None,
     labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
     answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
-    from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE
-    from coepg_dagster.evaluation.score import score_file
+    from coepg_dagster.evaluation.score import compare, score_file
 
-    result = score_file(file, format, protocol, labels=labels, answers=answers)
-    if as_json:
-        typer.echo(result.to_json())
+    if every == (protocol is not None) or (every and against is not None):
+        raise typer.BadParameter("give --protocol NAME, with or without --against, or --all")
+    if protocol is None:
+        _score_all(file, format, labels, answers, as_json)
         return
+    with _reading() as report:
+        result = score_file(file, format, protocol, labels=labels, answers=answers, report=report)
+        other = None if against is None else score_file(against, format, protocol, report=report)
+    if other is not None:
+        comparison = compare(other, result)
+        if as_json:
+            typer.echo(json.dumps(comparison.as_dict(), indent=2))
+            return
+        _print_difference(comparison, str(file), str(against))
+    elif as_json:
+        typer.echo(result.to_json())
+    else:
+        _print_result(result)
+
+
+@contextmanager
+def _reading() -> Iterator[Report]:
+    """Shows how much of a long file is read, where standard error is a terminal."""
+    with RichProgress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def report(done: int, of: int, figures: Mapping[str, float]) -> None:
+            bar.update(task, completed=done, total=of, description=f"{figures.get('rows', 0):,.0f} rows")
+
+        yield report
+
+
+def _print_result(result: Result) -> None:
+    from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE
+    from coepg_dagster.evaluation.result import mean_of
+
     lacking = {what: result.notes[what] for what in (NO_PREDICTION, UNREADABLE) if what in result.notes}
     rows = []
     for name, metric in result.metrics.items():
         interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
         rows.append([name, two_decimals(metric.micro), two_decimals(metric.macro), interval, str(metric.n)])
     print_table(
-        f"{protocol}: {result.scored} scored",
+        f"{result.protocol}: {result.scored} scored",
         ("metric", "micro", "macro", "95 % of macro", "n"),
         rows,
         "\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,
     )
+    for name, metric in result.metrics.items():
+        for grouping, classes in ({"group": metric.groups} | dict(metric.by) if metric.by else {}).items():
+            means = ", ".join(f"{label} {mean:.2f} ({n})" for label, (mean, n) in classes.items())
+            typer.echo(f"{name} by {grouping}, mean of {len(classes)}: {two_decimals(mean_of(classes))}; {means}")
     for reason, count in (*result.skipped.items(), *result.notes.items()):
         if reason not in lacking:
             typer.echo(f"{reason}: {count}")
+
+
+def _print_difference(comparison: Comparison, file: str, against: str) -> None:
+    view = Table(
+        *("metric", "micro", "95 %", "macro", "95 %", "smallest that shows"),
+        title=f"{comparison.protocol}: {file} minus {against}, {comparison.steps} paired",
+    )
+    for name, difference in comparison.differences.items():
+        cells = [name]
+        for value, ends in ((difference.micro, difference.ci95_micro), (difference.macro, difference.ci95)):
+            cells += ["–" if value is None else f"{value:+.2f}", f"[{ends[0]:+.2f}, {ends[1]:+.2f}]" if ends else "–"]
+        view.add_row(*cells, two_decimals(difference.detectable_micro))
+    Console().print(view)
+
+
+def _score_all(file: Path, format: str, labels: Path | None, answers: Path | None, as_json: bool) -> None:
+    from coepg_dagster.evaluation.score import differing_steps, score_under_every
+
+    with _reading() as report:
+        results, refused = score_under_every(file, format, labels=labels, answers=answers, report=report)
+    differing = differing_steps(results)
+    if as_json:
+        scores = {name: json.loads(result.to_json()) for name, result in results.items()}
+        typer.echo(json.dumps({"protocols": scores, "differ": differing, "do not fit": refused}, indent=2))
+        return
+    view = Table("protocol", "metric", "micro", "macro", "n", title=f"{file}: every protocol that fits")
+    for name, result in results.items():
+        for metric_name, metric in result.metrics.items():
+            view.add_row(name, metric_name, two_decimals(metric.micro), two_decimals(metric.macro), str(metric.n))
+    Console().print(view)
+    for step, values in differing.items():
+        typer.echo(f"{step}: " + ", ".join(f"{name} {'–' if v is None else f'{v:g}'}" for name, v in values.items()))
+    typer.echo(f"{len(differing)} rows on which they differ; protocols that do not fit: {', '.join(refused) or 'none'}")
 
 
 @app.command()

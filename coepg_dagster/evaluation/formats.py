@@ -406,8 +406,8 @@ def read_coepg(path: Path, protocol: str, report: Report | None = None) -> Itera
     `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding), `seen_width`, `seen_height`, label `positives`
     [[backend_node_id, rank]] and prediction `element` (mind2web/seeact), `nodes` [{"box", "text", "content_description"}]
     (android_control/uground500), `groups` {"application": "word"} (classes of averages). The point of a prediction is in
-    the row's `space` (`geometry.Space`; default original: pixels of the stored screenshot). Unknown fields are errors; in predictions only where all have some, which is then
-    no fault of the model.
+    the row's `space` (`geometry.Space`; default original: pixels of the stored screenshot). Unknown fields are errors; in
+    predictions only where all have some, which is then no fault of the model.
     """
     mobile = "android_control" in protocol
     strange, predictions = list[ScoringError](), 0
@@ -466,7 +466,7 @@ def read_coepg(path: Path, protocol: str, report: Report | None = None) -> Itera
 
 
 def _placed(row: PredictionRow, point: Point | None) -> Point | None:
-    """A point in the row's space, in pixels of the stored screenshot."""
+    """A point in the row's space, in pixels of the stored screenshot, to a millionth: a border stays a border."""
     name = row.text("space", optional=True) or Space.ORIGINAL.value
     if name not in list(Space):
         raise row.fail(f"field 'space' must be one of {', '.join(Space)}, not {shown(name)}")
@@ -475,7 +475,7 @@ def _placed(row: PredictionRow, point: Point | None) -> Point | None:
     original = Size(*row.width_height("width", "height"))
     seen = Size(*row.width_height("seen_width", "seen_height")) if name == Space.RESIZED else original
     placed = Viewport(original, seen).point(PlacedPoint(*point, Space(name)), Space.ORIGINAL)
-    return point_of(placed.x, placed.y)
+    return point_of(round(placed.x, 6), round(placed.y, 6))
 
 
 def _node(row: PredictionRow) -> TreeNode:

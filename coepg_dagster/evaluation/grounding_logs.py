@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Final
@@ -43,6 +44,7 @@ BOARDS: Final = {
 }
 BAD_LABEL: Final = "rows whose label cannot be read"
 NEGATIVE_LABEL: Final = "rows with a negative label, which no point answers"
+OTHER_BOARD: Final = "rows of another board"
 REPEATED: Final = "further rows of an item"
 _PRO_GROUPS: Final = frozenset({"Creative", "Dev", "CAD", "Scientific", "Office", "OS"})
 _DEVICES: Final = ("mobile", "desktop", "web")
@@ -104,26 +106,32 @@ class _Space:
 
 def board_of(row: Mapping[str, Any]) -> str:
     """The board that a row's own fields name, of BOARDS; empty where they name none."""
-    names = " ".join(
-        str(row.get(key, "")) for key in ("dataset_source", "task_filename", "application", "group")
-    ).lower()
-    if "mmbench" in names or str(row.get("platform", "")).startswith("os_"):
+    return _board(
+        *(str(row.get(key, "")) for key in ("dataset_source", "task_filename", "application", "group", "platform"))
+    )
+
+
+@lru_cache(maxsize=1024)
+def _board(source: str, task: str, application: str, group: str, platform: str) -> str:
+    names = " ".join((source, task, application, group)).lower()
+    if "mmbench" in names or platform.startswith("os_"):
         return "mmbench_gui"
     if "osworld" in names or "os_g" in names.split():
         return "osworld_g_refined" if "refine" in names else "osworld_g"
     if re.search(r"ui[-_]?vision|element_grounding", names):
         return "ui_vision"
     if re.search(r"screenspot[-_]?(desktop|mobile|web)", names):
-        return "screenspot_v2" if "v2" in names or row.get("platform") == "v2" else "screenspot"
-    return "screenspot_pro" if row.get("group") in _PRO_GROUPS else ""
+        return "screenspot_v2" if "v2" in names or platform == "v2" else "screenspot"
+    return "screenspot_pro" if group in _PRO_GROUPS else ""
 
 
 def read_mai_ui(path: Path, protocol: str, report: Report | None = None) -> tuple[Iterator[Case | Unread], Notes]:
     """The cases of a log, one after the other, and notes that are complete after the last. Also JSON with `details`.
 
-    A row that cannot be read costs itself; so does a second row of one item. `pred` may be null (no answer), a point, a
-    box (its centre counts) or a list of points (the first counts). Raises ScoringError for a file of another board, and
-    one whose points could as well be in another space.
+    A row that cannot be read costs itself; so does a second row of one item, and a row of another board. `pred` may be
+    null (no answer), a point, a box (its centre counts) or a list of points (the first counts). Rows of original and of
+    refined OSWorld-G, whose boxes are the same, are taken for each other with a note. Raises ScoringError for a file whose
+    points could as well be in another space.
     """
     board = protocol.split("/")[0]
     if board not in BOARDS:
@@ -147,7 +155,10 @@ def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Itera
             continue
         own = board_of(row.data)
         named[own] = named.get(own, 0) + 1
-        _refuse_board(row, own, board)
+        if own and own.removesuffix("_refined") != board.removesuffix("_refined"):
+            detail = f"the row's fields name the board {own}, not {board}: score it with --protocol {own}/…"
+            yield Unread(row.where, OTHER_BOARD, detail)
+            continue
         try:
             case = _case(row, board, notice, spaces)
         except ScoringError as error:
@@ -168,12 +179,6 @@ def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Itera
             notes[f"rows that call themselves {own}"] = n
     for what, rows in noticed.items():
         notes[what] = rows.text()
-
-
-def _refuse_board(row: PredictionRow, own: str, board: str) -> None:
-    """Raises ScoringError where a row is another board's. Original and refined OSWorld-G have the same boxes."""
-    if own and own.removesuffix("_refined") != board.removesuffix("_refined"):
-        raise row.fail(f"the row's fields name the board {own}, not {board}; score the file with --protocol {own}/…")
 
 
 def _case(row: PredictionRow, board: str, notice: Any, spaces: tuple[_Space, _Space]) -> Case:
@@ -310,6 +315,8 @@ def _classes(data: Mapping[str, Any], board: str) -> dict[str, Any]:
 
 def _group(data: Mapping[str, Any], board: str, facts: Mapping[str, Any]) -> str:
     """The class of the board's main average."""
+    if board in ("screenspot_pro", "mmbench_gui"):
+        return str(data.get("group", ""))
     names = [str(data.get(key, "")).lower() for key in ("application", "task_filename", "platform", "group")]
     match board:
         case "screenspot" | "screenspot_v2":
@@ -318,7 +325,5 @@ def _group(data: Mapping[str, Any], board: str, facts: Mapping[str, Any]) -> str
         case "ui_vision":
             found = (part for part in _CATEGORIES if any(part in name for name in reversed(names)))
             return next(found, str(data.get("group", "")))
-        case "osworld_g" | "osworld_g_refined":
-            return str(facts.get("target", ""))
         case _:
-            return str(data.get("group", ""))
+            return str(facts.get("target", ""))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from coepg_dagster.evaluation import android_control, grounding, mind2web, screenspot
-from coepg_dagster.evaluation.case import Protocol, ScoringError
+from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.result import sop_protocol
 from coepg_dagster.markdown import table
 
@@ -72,6 +72,22 @@ def refuse_protocol(name: str, reader: str) -> None:
                 needs = PROTOCOLS[base].needs or "a history that the model wrote itself"
                 why = f"needs {needs}, so it scores files of predictions only (`coepg score`)"
         raise ScoringError(f"protocol {name!r} {why}; choose from {', '.join(choice)}")
+
+
+_OPERATIONS: Final = frozenset({"CLICK", "TYPE", "SELECT"})
+
+
+def misfit_of(name: str, cases: Sequence[Case]) -> str:
+    """Why cases are not of the kind that the protocol of that name judges; empty where they are."""
+    family = name.split("/")[0]
+    actions = {case.label.type for case in cases}
+    if family in ("miniwob", "mind2web"):
+        return "" if actions <= _OPERATIONS else f"labels with the action {min(actions - _OPERATIONS)!r}"
+    if family == "android_control":
+        return f"labels with the action {min(odd)!r}" if (odd := actions & _OPERATIONS) else ""
+    if not all(case.boxes and case.group for case in cases):
+        return "rows without a box or a group"
+    return ""
 
 
 def protocols_markdown() -> str:

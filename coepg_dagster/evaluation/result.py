@@ -407,6 +407,7 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
         for averages in (both.macro, both.micro, both.macros, both.micros)
     )
     macro_ci, micro_ci = interval(macros), interval(micros)
+    macro_a, macro_b = both.macro.reshape(2, -1)
     return Comparison(
         protocol=protocol.name,
         steps=len(mine),
@@ -416,8 +417,8 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
                 ci95=_percent_pair(macro_ci[:, j]),
                 micro=_percent(micro[j]),
                 ci95_micro=_percent_pair(micro_ci[:, j]),
-                macro_a=_percent(one.macro[j]),
-                macro_b=_percent(two.macro[j]),
+                macro_a=_percent(macro_a[j]),
+                macro_b=_percent(macro_b[j]),
                 detectable_micro=_detectable(micros[:, j], int((left.weights[:, j] > 0).sum())),
             )
             for j, name in enumerate(protocol.metrics)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 from coepg_dagster import jsonlines
-from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, ScoringError, Unread, point_of
+from coepg_dagster.evaluation.case import FARTHEST, NO_PREDICTION, UNREADABLE, ScoringError, Unread
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import normal_value
@@ -115,7 +115,8 @@ class PredictionRow:
 
 
 def is_coordinate(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and point_of(value, value) is not None
+    """Whether it is a number (a bool is none), finite and within FARTHEST."""
+    return type(value) in (int, float) and -FARTHEST <= value <= FARTHEST
 
 
 class AnswerReader:
@@ -159,7 +160,8 @@ def _opened(path: Path, where: Callable[[], str]) -> Iterator[tuple[IO[bytes], C
     """The file, gzipped or not, and how many bytes of it are read. Raises ScoringError, which names `where()`."""
     try:
         with path.open("rb") as file:
-            yield (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file), file.tell
+            content: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+            yield content, file.tell
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ScoringError(f"{where()}: damaged or cut-short gzip file ({error}); fetch it again") from error
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,23 @@ from coepg_dagster.evaluation.android_control import canonical
 from coepg_dagster.evaluation.case import FILE_SAYS, NO_PREDICTION, Action, Case, Notes, ScoringError, Unread, point_of
 from coepg_dagster.evaluation.formats import each_prediction
 from coepg_dagster.evaluation.mind2web import pad
-from coepg_dagster.evaluation.protocols import SOP_PREFIX, find_protocol
-from coepg_dagster.evaluation.result import LOST, Comparison, Result, compare_results, result_of, sop, summarise
+from coepg_dagster.evaluation.protocols import PROTOCOLS, SOP_PREFIX, find_protocol, misfit_of
+from coepg_dagster.evaluation.result import (
+    LOST,
+    SUCCESS,
+    Comparison,
+    Result,
+    compare_results,
+    result_of,
+    sop,
+    summarise,
+)
 from coepg_dagster.progress import Report
 
 MOST_NAMED = 5
 """Rows that a note names."""
+SAMPLE = 200
+"""Rows from whose labels follows which protocols fit a file."""
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
 OPTIONAL_STEP_COLUMNS = ("episode_steps", "point", "view_rule")
 PREDICTION_COLUMNS = ("step_id", "action_type", "value", "x", "y")
@@ -104,7 +116,50 @@ def score_file(
     base = protocol.removeprefix(SOP_PREFIX)
     cases, notes = each_prediction(path, format, base, labels=labels, answers=answers, report=report)
     result = _score(protocol, _counting_what_lacks(path, cases, notes), notes, seed)
-    return replace(result, notes=result.notes | _other_judgement(result))
+    return replace(result, notes={**result.notes, **_other_judgement(result)})
+
+
+def score_under_every(
+    path: Path,
+    format: str,
+    *,
+    labels: Path | None = None,
+    answers: Path | None = None,
+    seed: int = 0,
+    report: Report | None = None,
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """`score_file` under every protocol that fits the file, by name; and why the others do not (`coepg score --all`).
+
+    A protocol fits if the rows hold what it judges: it raises nothing, and the labels' actions are those of its family.
+    Raises ScoringError where none fits.
+    """
+    results: dict[str, Result] = {}
+    refused: dict[str, str] = {}
+    for name in PROTOCOLS:
+        try:
+            rows, _ = each_prediction(path, format, name, labels=labels, answers=answers)
+            sample = [row for row in islice(rows, SAMPLE) if isinstance(row, Case)]
+            if misfit := misfit_of(name, sample):
+                raise ScoringError(misfit)
+            results[name] = score_file(path, format, name, labels=labels, answers=answers, seed=seed, report=report)
+        except ScoringError as error:
+            refused[name] = str(error)
+    if not results:
+        raise ScoringError(f"{path}: no protocol fits; for {next(iter(PROTOCOLS))}, {next(iter(refused.values()))}")
+    return results, refused
+
+
+def differing_steps(results: Mapping[str, Result]) -> dict[str, dict[str, float | None]]:
+    """The steps on which results of the same rows differ, with each protocol's value.
+
+    It is of the metric that says whether a step succeeded, or of the first.
+    """
+    values: dict[str, dict[str, float | None]] = {}
+    for name, result in results.items():
+        metric = next(metric for metric in (*SUCCESS, *result.metrics) if metric in result.metrics)
+        for step, value in zip(result.steps["step_id"].to_pylist(), result.steps[metric].to_pylist(), strict=True):
+            values.setdefault(step, {})[name] = value
+    return {step: each for step, each in values.items() if len(set(each.values())) > 1}
 
 
 def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:

@@ -14,8 +14,8 @@ from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.mind2web import judge_uground, pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS
-from coepg_dagster.evaluation.result import Metric, Result, result_of
-from coepg_dagster.evaluation.score import compare, score_file
+from coepg_dagster.evaluation.result import Metric, Result, mean_of, result_of
+from coepg_dagster.evaluation.score import compare, differing_steps, score_file, score_under_every
 
 from .shared import PREDICTIONS, SAMPLES, needs_data, protocols_table, score_under_all
 
@@ -142,6 +142,55 @@ def test_screenspot_border_and_average() -> None:
         "web_text": 230,
         "web_icon": 206,
     }
+
+
+MAI_UI = PREDICTIONS / "mai_ui"
+
+
+@pytest.mark.parametrize(
+    ("file", "board", "right", "rows", "macro", "groups"),
+    [
+        ("SSPro.local", "screenspot_pro", 1046, 1581, 66.69, 6),
+        ("SSV2.local", "screenspot_v2", 1210, 1272, 94.63, 6),
+        ("OS_G.local", "osworld_g", 344, 564, 67.18, 2),
+        ("OS_G.local", "osworld_g_refined", 344, 564, 67.18, 2),
+        ("MMBench.server.first200", "mmbench_gui", 183, 200, 91.5, 1),
+    ],
+)
+def test_grounding_boards_row_for_row(file: str, board: str, right: int, rows: int, macro: float, groups: int) -> None:
+    result = score_file(MAI_UI / f"{file}.jsonl.gz", "mai_ui", f"{board}/items")
+    metric = result.metrics["acc"]
+    assert (result.rows, result.scored, dict(result.skipped)) == (rows, rows, {})
+    assert hits(metric) == (right, rows)
+    assert metric.macro == pytest.approx(macro, abs=0.005) and len(metric.groups) == groups
+    said = [text == "correct" for text in result.steps["file_says"].to_pylist()]
+    assert [value == 1 for value in result.steps["acc"].to_pylist()] == said
+    assert not any("judges otherwise" in note or "raw answer" in note for note in result.notes)
+
+
+def test_screenspot_pro_by_kind_of_target_and_application() -> None:
+    metric = score_file(MAI_UI / "SSPro.local.jsonl.gz", "mai_ui", "screenspot_pro/items").metrics["acc"]
+    kinds, applications = metric.by["ui_type"], metric.by["application"]
+    assert {name: (round(mean, 2), n) for name, (mean, n) in kinds.items()} == {
+        "text": (79.73, 977),
+        "icon": (44.21, 604),
+    }
+    assert len(applications) == 26 and mean_of(applications) == pytest.approx(64.83, abs=0.005)
+
+
+def test_osworld_g_with_and_without_refusals_and_with_its_polygons() -> None:
+    items, polygons = (
+        score_file(MAI_UI / "OS_G.local.jsonl.gz", "mai_ui", f"osworld_g/{rule}") for rule in ("items", "polygons")
+    )
+    target, refusal = (items.metrics["acc"].by["target"][name] for name in ("target", "refusal"))
+    assert target == (pytest.approx(67.45, abs=0.005), 510) and refusal == (0, 54)
+    assert hits(polygons.metrics["acc"]) == (357, 564)  # 14 more polygons, 1 fewer, 1 query that was not answered
+
+
+def test_every_protocol_that_fits_a_log_and_the_rows_on_which_they_differ() -> None:
+    results, refused = score_under_every(MAI_UI / "OS_G.local.jsonl.gz", "mai_ui")
+    assert list(results) == [f"osworld_g{which}/{rule}" for which in ("", "_refined") for rule in ("items", "polygons")]
+    assert len(differing_steps(results)) == 15 and len(refused) == len(PROTOCOLS) - 4
 
 
 BADCASES = [("click", 1269, 744), ("swipe", 426, 82), ("type", 91, 55), ("open", 70, 40)]
