@@ -384,8 +384,8 @@ _ROW_KEYS: Final = frozenset(
         "space",
     ]
 )
-_LABEL_KEYS: Final = frozenset(["action_type", "value", "point", "boxes", "positives"])
-_PREDICTION_KEYS: Final = frozenset(["action_type", "value", "point", "element"])
+_LABEL_KEYS: Final = frozenset(["action_type", "value", "point", "end", "boxes", "positives"])
+_PREDICTION_KEYS: Final = frozenset(["action_type", "value", "point", "end", "element"])
 
 
 def _unknown(row: PredictionRow, keys: frozenset[str]) -> ScoringError | None:
@@ -405,9 +405,10 @@ def read_coepg(path: Path, protocol: str, report: Report | None = None) -> Itera
     A field of a prediction that has another type counts as absent (`Case.lacks`). Further fields that some protocols need:
     `group` (ScreenSpot), `episode_steps` (mind2web/uground's padding), `seen_width`, `seen_height`, label `positives`
     [[backend_node_id, rank]] and prediction `element` (mind2web/seeact), `nodes` [{"box", "text", "content_description"}]
-    (android_control/uground500), `groups` {"application": "word"} (classes of averages). The point of a prediction is in
-    the row's `space` (`geometry.Space`; default original: pixels of the stored screenshot). Unknown fields are errors; in
-    predictions only where all have some, which is then no fault of the model.
+    (android_control/uground500), `groups` {"application": "word"} (classes of averages), `end` beside `point` (second
+    point of a drag). Points of a prediction are in the row's `space` (`geometry.Space`; default original: pixels of the
+    stored screenshot). Unknown fields are errors; in predictions only where all have some, which is then no fault of the
+    model.
     """
     mobile = "android_control" in protocol
     strange, predictions = list[ScoringError](), 0
@@ -442,6 +443,10 @@ def read_coepg(path: Path, protocol: str, report: Report | None = None) -> Itera
             facts["element"] = reader.text(answer.get("element")) or None if isinstance(answer, dict) else None
         if "nodes" in row.data:
             facts["nodes"] = [_node(row.inner("nodes", node)) for node in row.get("nodes", list)]
+        if "end" in truth.data:
+            facts["label_end"] = truth.point("end", optional=True)
+        if isinstance(answer, dict) and "end" in answer:
+            facts["predicted_end"] = _placed(row, reader.point(answer["end"]))
         if "groups" in row.data:
             classes = row.inner("groups", row.get("groups", dict))
             facts |= {key: classes.text(key) for key in classes.data}

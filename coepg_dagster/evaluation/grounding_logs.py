@@ -86,8 +86,6 @@ class _Space:
 
     def add(self, fits: bool, point: Point, other: Point | None, boxes: tuple[BoxTuple, ...]) -> None:
         self.fits = self.fits and fits
-        if not self.fits:
-            return
         self.points += 1
         self.as_pixels += inside_any(point, boxes)
         self.sizes = self.sizes and other is not None
@@ -143,7 +141,7 @@ def read_mai_ui(path: Path, protocol: str, report: Report | None = None) -> tupl
 def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Iterator[Case | Unread]:
     noticed: dict[str, _Rows] = {}
     spaces = _Space("parts of the screen (0..1)"), _Space("thousandths of the screen (0..1000)")
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     named: dict[str, int] = {}
 
     def notice(what: str, name: str) -> None:
@@ -164,13 +162,12 @@ def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Itera
         except ScoringError as error:
             yield Unread(row.where, BAD_LABEL, str(error).removeprefix(f"{row.where}: "))
             continue
-        key = hashlib.blake2b(case.step_id.encode(), digest_size=12).digest()
         if row.data.get("gt_type") == "negative":
             yield Unread(row.where, NEGATIVE_LABEL, f"item {case.step_id}: `gt_type` is negative")
-        elif key in seen:
+        elif case.step_id in seen:
             yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
         else:
-            seen.add(key)
+            seen.add(case.step_id)
             yield case
     for space in spaces:
         space.refuse(path)
@@ -187,7 +184,7 @@ def _case(row: PredictionRow, board: str, notice: Any, spaces: tuple[_Space, _Sp
     x1, y1, x2, y2 = numbers[:4]
     boxes = ((x1, y1, x2, y2),)
     size = _size(row)
-    image = next((str(data[key]) for key in ("img_filename", "image_path") if data.get(key)), None)
+    image = data.get("img_filename") or data.get("image_path")
     name = str(data["id"]) if isinstance(data.get("id"), str | int) else ""
     # of both kinds of rows the same, so that a local and a server log can be compared
     label = (
@@ -205,18 +202,21 @@ def _case(row: PredictionRow, board: str, notice: Any, spaces: tuple[_Space, _Sp
     if point is not None and raw is None and data.get("raw_response") and max(point) < 0:
         point, lacks = None, UNREADABLE  # the log's mark of an answer without a point
     if point is not None and any(numbers):
-        other = None if size is None else (point[0] * size[0], point[1] * size[1])
-        # labels in 0..1 share the space of such points, whatever it is called
-        spaces[0].add(max(numbers) > 1 and min(point) >= 0 and max(point) <= 1, point, other, boxes)
-        other = None if size is None else (point[0] * size[0] / _THOUSAND, point[1] * size[1] / _THOUSAND)
-        spaces[1].add(raw == point and size != (1000, 1000), point, other, boxes)
+        parts, thousandths = spaces
+        if parts.fits:
+            # labels in 0..1 share the space of such points, whatever it is called
+            fits = max(numbers) > 1 and min(point) >= 0 and max(point) <= 1
+            parts.add(fits, point, size and (point[0] * size[0], point[1] * size[1]), boxes)
+        if thousandths.fits:
+            other = size and (point[0] * size[0] / _THOUSAND, point[1] * size[1] / _THOUSAND)
+            thousandths.add(raw == point and size != (1000, 1000), point, other, boxes)
     if point is not None:
         if raw is not None and (problem := _differs(point, raw, size, boxes)):
             notice(problem, step_id)
         normal = data.get("pred_norm")
         if size is not None and isinstance(normal, list) and len(normal) == 2 and all(map(is_coordinate, normal)):
-            parts = zip(normal, size, point, strict=True)
-            if any(abs(part * side - value) > _CLOSE * side for part, side, value in parts):
+            triples = zip(normal, size, point, strict=True)
+            if any(abs(part * side - value) > _CLOSE * side for part, side, value in triples):
                 notice("rows whose `pred` and `pred_norm` differ; `pred` counts", step_id)
     facts = _classes(data, board)
     if not any(numbers) or max(numbers) < 0:
@@ -231,7 +231,7 @@ def _case(row: PredictionRow, board: str, notice: Any, spaces: tuple[_Space, _Sp
     screenshot = name.rpartition("-")[0] if board.startswith("osworld_g") else ""
     return Case(
         step_id=step_id,
-        episode_id=image or screenshot or None,
+        episode_id=str(image) if image else screenshot or None,
         label=Action("click"),
         prediction=None if point is None else Action("click", "", point),
         boxes=boxes,
@@ -252,8 +252,9 @@ def _numbers(row: PredictionRow) -> tuple[float, ...]:
 
 def _size(row: PredictionRow) -> tuple[int, int] | None:
     """The stored screenshot's width and height; None where the row has none."""
-    key = next((key for key in ("img_size", "image_size") if row.data.get(key) is not None), None)
-    return None if key is None else row.size(key)
+    if row.data.get("img_size") is not None:
+        return row.size("img_size")
+    return row.size("image_size") if row.data.get("image_size") is not None else None
 
 
 def _raw_point(answer: Any) -> Point | None:

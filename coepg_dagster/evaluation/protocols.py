@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from coepg_dagster.evaluation import android_control, grounding, mind2web, screenspot
+from coepg_dagster.evaluation import android_control, grounding, mind2web, screenspot, step_boards
 from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.result import sop_protocol
 from coepg_dagster.markdown import table
@@ -28,6 +28,7 @@ PROTOCOLS: Final[Mapping[str, Protocol]] = {
         screenspot.GUI_R1,
         screenspot.UGROUND,
         *grounding.BOARDS,
+        *step_boards.BOARDS,
     )
 }
 
@@ -39,9 +40,11 @@ READERS: Final[Mapping[str, frozenset[str]]] = {
     "android_control": frozenset({"android_control", "jsonl"}),
     "screenspot": frozenset({"screenspot", "jsonl"}),
     "screenspot_v2": frozenset({"screenspot", "jsonl"}),
-    **dict.fromkeys(
-        ("screenspot_pro", "osworld_g", "osworld_g_refined", "mmbench_gui", "ui_vision"), frozenset({"jsonl"})
-    ),
+    **{
+        board.name.split("/")[0]: frozenset({"jsonl"})
+        for board in (*grounding.BOARDS, *step_boards.BOARDS)
+        if board is not grounding.SCREENSPOT_V2
+    },
 }
 """By family: the readers whose labelled steps have the actions and the labels that its protocols judge."""
 
@@ -74,20 +77,27 @@ def refuse_protocol(name: str, reader: str) -> None:
         raise ScoringError(f"protocol {name!r} {why}; choose from {', '.join(choice)}")
 
 
-_OPERATIONS: Final = frozenset({"CLICK", "TYPE", "SELECT"})
+_ACTIONS: Final[Mapping[str, frozenset[str]]] = {
+    "miniwob": frozenset(mind2web.OPERATIONS),
+    "mind2web": frozenset(mind2web.OPERATIONS),
+    "gui_odyssey": step_boards.ODYSSEY_ACTIONS,
+    "aitw": step_boards.AITW_ACTIONS,
+    "guiact": step_boards.GUIACT_ACTIONS,
+}
+"""By family: its labels' actions, where they are not `android_control`'s or a single click."""
 
 
 def misfit_of(name: str, cases: Sequence[Case]) -> str:
     """Why cases are not of the kind that the protocol of that name judges; empty where they are."""
     family = name.split("/")[0]
     actions = {case.label.type for case in cases}
-    if family in ("miniwob", "mind2web"):
-        return "" if actions <= _OPERATIONS else f"labels with the action {min(actions - _OPERATIONS)!r}"
-    if family == "android_control":
-        return f"labels with the action {min(odd)!r}" if (odd := actions & _OPERATIONS) else ""
-    if not all(case.boxes and case.group for case in cases):
-        return "rows without a box or a group"
-    return ""
+    if family in _ACTIONS:
+        other = actions - _ACTIONS[family]
+    elif family == "android_control":
+        other = actions & _ACTIONS["mind2web"]
+    else:
+        return "" if all(case.boxes and case.group for case in cases) else "rows without a box or a group"
+    return f"labels with the action {min(other)!r}" if other else ""
 
 
 def protocols_markdown() -> str:

@@ -25,7 +25,7 @@ Interval = tuple[float, float]
 Notes = Mapping[str, int | str]
 LOST = "lost"
 """Key of the note on steps that could not be read: the denominator is short of the published one by these."""
-_ROWS_AT_ONCE: Final = 20_000
+_ROWS_AT_ONCE: Final = 5_000
 """Rows that are judged before they become columns of a table, which takes a tenth of their memory."""
 
 
