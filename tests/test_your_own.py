@@ -151,9 +151,7 @@ def test_every_message_of_the_page_is_one_of_the_code() -> None:
     messages = re.findall(r"^\| `([^|]*)` \|", section("Troubleshooting by message"), re.M)
     assert len(messages) >= 8
     for message in messages:
-        words = [
-            part for part in re.split(r"…|'x'|FILE|\bk\b|SIGKILL|\b12\b|wandb", message) if len(part.strip()) > 6
-        ]
+        words = [part for part in re.split(r"…|'x'|FILE|\bk\b|SIGKILL|\b12\b|wandb", message) if len(part.strip()) > 6]
         assert words and all(part.strip(" :;,") in sources for part in words), message
 
 

@@ -403,7 +403,7 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
         weights=np.concatenate([left.weights, right.weights], axis=1),
     ).sampled(protocol, seed)
     macro, micro, macros, micros = (
-        np.diff(averages.reshape(*averages.shape[:-1], 2, -1), axis=-2)[..., 0, :]
+        np.diff(averages.reshape(*averages.shape[:-1], 2, len(protocol.metrics)), axis=-2)[..., 0, :]
         for averages in (both.macro, both.micro, both.macros, both.micros)
     )
     macro_ci, micro_ci = interval(macros), interval(micros)
