@@ -108,13 +108,15 @@ def evolve(
 
     loop = Loop(experiment, seed, project.root)
     place = place_of(device, train_device, processes, ray, machine)
-    if through:
-        refuse_all(experiment, placed_machine(place, machine).refusals(experiment, _gpus()))
+    placed = placed_machine(place, machine)
+    # torch takes seconds to import: its GPUs are counted only where that matters
+    if through and (placed.spread or placed.refusals(experiment, 0)):
+        _refuse_all(experiment, placed.refusals(experiment, _gpus()))
     made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
     err.print(f"{made} runs" if made else "everything is there and current")
 
 
-def refuse_all(experiment: Experiment, why: list[str]) -> None:
+def _refuse_all(experiment: Experiment, why: list[str]) -> None:
     """Ends with the reasons, if there are any."""
     if why:
         refuse("\n".join(f"{experiment.name}: {line}" for line in why))
@@ -241,17 +243,19 @@ def plan(
     why += [*machine.refusals(experiment), *dryrun.broken(experiment.models, project.root)]
     if probe and not why:
         why += _silent_endpoints(experiment, machine)
-    refuse_all(experiment, why)
+    would_run = _would_run(loop, records, stale, loop.report_is_current(instance, records))
+    hardware = dryrun.Hardware.of(machine)
+    on_machine = f"{loop.name} on {machine.name} ({hardware.text()})"
+    if why:
+        typer.echo("\n".join([f"{on_machine}: cannot run", *would_run]))
+        _refuse_all(experiment, why)
     imported = records.get(Ref("benchmark_steps"))
     dry = dryrun.DryRun(experiment, project.root, imported.figures["steps"] if imported else None)
-    hardware = dryrun.Hardware.of(machine)
     report = dryrun.report(
         dry, hardware, rates_of(hardware.card or dryrun.CPU, project.root / "benchmarks" / "baselines")
     )
     fits = "does not fit" if report.refused else "can run and fits" if hardware.card else "can run"
-    typer.echo(f"{loop.name} on {machine.name} ({hardware.text()}): {fits}")
-    for line in _would_run(loop, records, stale, loop.report_is_current(instance, records)):
-        typer.echo(line)
+    typer.echo("\n".join([f"{on_machine}: {fits}", *would_run]))
     typer.echo(f"takes: {report.summary}")
     missing = is_to_be_fetched(experiment.benchmark, project.root) and imported is None
     typer.echo(

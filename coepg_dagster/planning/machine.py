@@ -37,6 +37,7 @@ MACHINE: Final = "COEPG_MACHINE"
 
 PROCESS_SECTIONS: Final = ("sft", "grpo_cdrem", "regeneration")
 """The sections of a profile that are resources with processes."""
+NO_GPU: Final = "{}: `device: cuda`, and there is no GPU: set `device: auto` or `cpu`"
 
 
 class ProcessSettings(Strict):
@@ -177,6 +178,11 @@ class Machine(Strict):
             raise ValueError("`card` and `gpus` go together: give both, or neither for a machine without GPUs")
         return self
 
+    @property
+    def spread(self) -> bool:
+        """Whether a training runs in several processes, or needs GPUs for its strategy."""
+        return self.sft.placement.spread or self.grpo_cdrem.placement.spread
+
     def refusals(self, experiment: Experiment, gpus: int | None = None) -> list[str]:
         """Why an iteration k > 0 of an experiment cannot be trained here, with what can; empty: no reason is known.
 
@@ -189,6 +195,9 @@ class Machine(Strict):
             for config, resource in trainings(experiment)
             for line in training_refusals(config, getattr(self, resource), resource, there)
         ]
+        pools = self.regeneration
+        if pools.device == "cuda" and not there and pools.launcher != "ray":
+            why.append(NO_GPU.format("regeneration"))
         try:
             place_models(experiment.models, self.endpoints)
         except ExperimentError as error:
@@ -224,7 +233,7 @@ def training_refusals(
     if there:
         return why
     if settings.device == "cuda":
-        why.append(f"{resource}: `device: cuda`, and there is no GPU: set `device: auto` or `cpu`")
+        why.append(NO_GPU.format(resource))
     if config.attention == "flash_attention_2":
         part = "grpo" if isinstance(config, Grpo) else "sft"
         why.append(f"{part}.attention: flash_attention_2 needs a GPU and there is none: set `{part}.attention: sdpa`")
