@@ -257,10 +257,12 @@ def plan(
     fits = "does not fit" if report.refused else "can run and fits" if hardware.card else "can run"
     typer.echo("\n".join([f"{on_machine}: {fits}", *would_run]))
     typer.echo(f"takes: {report.summary}")
-    missing = is_to_be_fetched(experiment.benchmark, project.root) and imported is None
-    typer.echo(
-        f"missing: {f'{experiment.benchmark.path}: fetch the data before `coepg evolve`' if missing else 'nothing'}"
-    )
+    missing = []
+    if is_to_be_fetched(experiment.benchmark, project.root) and imported is None:
+        missing.append(f"{experiment.benchmark.path}: fetch the data before `coepg evolve`")
+    if not probe and any(member.engine == "openai" for member in experiment.models.named().values()):
+        missing.append("answers of the endpoints: --probe asks them")
+    typer.echo(f"missing: {'; '.join(missing) or 'nothing'}")
     for ref, cause in stale.items():
         typer.echo(f"stale: {ref}: {cause}")
     typer.echo("")

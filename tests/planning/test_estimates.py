@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ from coepg_dagster.planning.estimates import (
     validations,
     vllm_seconds,
 )
+from coepg_dagster.planning.machine import EndpointSettings, Machine
 from coepg_dagster.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
@@ -246,6 +248,20 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "would run iteration 0" in refused.stdout and "GPU-hours" in refused.stdout
     assert CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "RTX-4090-24GB"]).exit_code == 0
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
+
+
+def test_endpoints_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    moved = {name: EndpointSettings(base_url=url) for name in ("qwen_32b", "qwen_72b")}
+    monkeypatch.setattr("coepg_dagster.cli.loop.machine_named", lambda root, on: Machine(name="mine", endpoints=moved))
+    unasked = CliRunner().invoke(app, ["plan", "web_7b"])
+    assert unasked.exit_code == 0 and "answers of the endpoints: --probe asks them" in unasked.stdout
+    refused = CliRunner().invoke(app, ["plan", "web_7b", "--probe"])
+    assert refused.exit_code == 1 and "web_7b/s13 on mine (CPU): cannot run" in refused.stdout
+    for name in ("planners/qwen_32b", "verifiers/qwen_32b", "verifiers/qwen_72b"):
+        assert f"models: {name}: {url} cannot be reached" in refused.stderr
 
 
 def test_what_is_not_known_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
