@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
 from coepg_dagster.jobs import CandidatesJob, EvaluationJob, GrpoJob, Job, Placement, SftJob, VerdictsJob, read_job
+from coepg_dagster.progress import Ended
 
 COMMON: dict[str, Any] = {
     "out": Path("out"),
@@ -91,3 +92,6 @@ def test_the_device_auto_becomes_the_one_that_is_there(tmp_path: Path, monkeypat
         monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
         assert read_job(tmp_path / "job.json").device == device
     assert JOBS[0].device_name() == "cpu"
+    (tmp_path / "job.json").write_text(JOBS[0].model_copy(update={"device": "cuda"}).model_dump_json())
+    with pytest.raises(Ended, match="torch sees no GPU here: use `auto` or `cpu`"):
+        read_job(tmp_path / "job.json")
