@@ -129,7 +129,12 @@ class StageContext:
         settings |= resource.placement(kind)  # not in the key: the number of processes changes no result
         serving = self.context.resources.engines.serving()
         tracked = self.store.tracked(self.loop.experiment.name, self.loop.seed, str(self.ref.asset), self.k)
-        places = {"visual": self.store.visual, "tracked": tracked, "out": self.draft, "scratch": scratch}
+        places: dict[str, Any] = {
+            "visual": self.store.visual,
+            "tracked": tracked,
+            "out": self.draft,
+            "scratch": scratch,
+        }
         job = kind(**common, **settings, serving=serving, **places)
         result = resource.launch(self.context, job, self.loop.root)
         shutil.rmtree(scratch)

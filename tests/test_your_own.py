@@ -15,7 +15,7 @@ import yaml
 
 from coepg_dagster.prompts import grounder_messages, planner_messages
 from tests.project import REPOSITORY, Forked, make_project, tell
-from tests.readers.samples import write_user_rows
+from tests.test_loop_formats import SIZE, screens
 
 PAGE = (REPOSITORY / "docs" / "your-own.md").read_text()
 
@@ -34,20 +34,25 @@ def commands(title: str) -> list[list[str]]:
     return [shlex.split(line.partition(" > ")[0], comments=True)[1:] for line in lines]
 
 
-def rows() -> list[dict[str, Any]]:
-    """The line of the page, as twelve steps of the train split and three of each other."""
+def write_data(folder: Path) -> None:
+    """Steps like the line of the page, on MiniWoB++ screens, which the sandbox's models can read; any point is on target."""
     (line,) = blocks("Own data", "json")
-    row = json.loads(line) | {"image": "images/1.png"}
     counts = {"train": 12, "validation": 3, "test": 3}
     names = [(split, f"{split}-{i}") for split, count in counts.items() for i in range(count)]
-    return [row | {"split": split, "step_id": name, "episode_id": name} for split, name in names]
+    (folder / "images").mkdir(parents=True)
+    lines = []
+    for (split, name), (goal, png) in zip(names, screens(len(names)), strict=True):
+        (folder / "images" / f"{name}.png").write_bytes(png)
+        place = {"split": split, "step_id": name, "episode_id": name, "image": f"images/{name}.png"}
+        lines.append(json.dumps(json.loads(line) | place | {"goal": goal, "boxes": [[0, 0, *SIZE]]}))
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     root = make_project(tmp_path / "project", REPOSITORY / "experiments" / "sandbox.yaml")
     (root / "experiments" / "mine.yaml").write_text(blocks("Own data", "yaml")[0])
-    write_user_rows(root / "data-of-mine", rows())
+    write_data(root / "data-of-mine")
     return root
 
 
@@ -65,7 +70,7 @@ def test_own_data_are_checked_planned_imported_and_used_and_the_store_moves(
     process = Forked(project, *imported)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert re.match(r"reads up to 2 files with 3?\S+ GB in data-of-mine; .* GB are free", err), err
+    assert re.match(r"reads up to 19 files with \S+ GB in data-of-mine; .* GB are free", err), err
     assert "mine benchmark_steps" not in err and "benchmark_steps: done in" in err
     assert out.splitlines()[:3] == [
         f"{n} steps in split {split}" for split, n in (("test", 3), ("train", 12), ("validation", 3))
