@@ -131,7 +131,8 @@ def _run(
         if interrupts.first is not None:
             end_cancelled_run(instance, run_id)
             console.print(
-                f"{title}: ended by {interrupts.first.name}; what was finished is kept, a re-run goes on there"
+                f"{title}: ended by {interrupts.first.name}; what was finished is kept, a re-run goes on there",
+                soft_wrap=True,
             )
             raise SystemExit(128 + interrupts.first)
     if not success:
