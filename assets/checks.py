@@ -141,8 +141,13 @@ def evaluate_again(
                 if shown is not None and shown.status is Status.PLANNED and not is_over(shown.run_id, ref.asset):
                     continue
                 # the graph shows the newest result of all partitions: let it be one that was evaluated
-                hidden = ref == last_made[ref.asset] and first is not None and first.status is Status.PLANNED
-                if (hidden and is_over(first.run_id, ref.asset)) or not _says(shown, why, records[ref].run_id):
+                hidden = (
+                    ref == last_made[ref.asset]
+                    and first is not None
+                    and first.status is Status.PLANNED
+                    and is_over(first.run_id, ref.asset)
+                )
+                if hidden or not _says(shown, why, records[ref].run_id):
                     untrue[name] = why
             for evaluation in _evaluations(instance, loop, ref, untrue):
                 instance.report_runless_asset_event(evaluation)

@@ -554,7 +554,12 @@ def ui(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
     try:
         with ui_server(project, instance, hosts) as server:
-            Thread(target=lambda: (daemon.wait(), setattr(server, "should_exit", True)), daemon=True).start()
+
+            def end_with_daemon() -> None:
+                daemon.wait()
+                server.should_exit = True
+
+            Thread(target=end_with_daemon, daemon=True).start()
             err.print(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
             server.run(sockets=[listening])
     finally:
