@@ -7,7 +7,7 @@ evaluated: `evaluate_again` reports those anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from itertools import groupby
 from typing import Final
@@ -134,23 +134,22 @@ def evaluate_again(
     for k, of_partition in groupby(wanted, key=lambda ref: ref.iteration):
         known = storage.get_latest_asset_check_execution_by_key(keys, partition_filter=PartitionKeyFilter(key=str(k)))
         for ref in of_partition:
-            untrue = {}
+            made_by = records[ref].run_id
             for name, why in results_of(loop, ref, records, stale).items():
                 key = dg.AssetCheckKey(loop.key(ref.asset), name)
                 shown, first = known.get(key), newest.get(key)
                 if shown is not None and shown.status is Status.PLANNED and not is_over(shown.run_id, ref.asset):
                     continue
                 # the graph shows the newest result of all partitions: let it be one that was evaluated
-                hidden = (
+                if (
                     ref == last_made[ref.asset]
                     and first is not None
                     and first.status is Status.PLANNED
                     and is_over(first.run_id, ref.asset)
-                )
-                if hidden or not _says(shown, why, records[ref].run_id):
-                    untrue[name] = why
-            for evaluation in _evaluations(instance, loop, ref, untrue):
-                instance.report_runless_asset_event(evaluation)
+                ):
+                    _report(instance, loop, ref, name, why, first.run_id)
+                elif not _says(shown, why, made_by):
+                    _report(instance, loop, ref, name, why, shown.run_id if shown is not None else made_by)
 
 
 def _says(shown: AssetCheckExecutionRecord | None, why: str | None, made_by: str) -> bool:
@@ -172,26 +171,30 @@ def with_readers(loop: Loop, asset: Asset) -> set[Asset]:
     return found
 
 
-def _evaluations(
-    instance: dg.DagsterInstance, loop: Loop, ref: Ref, results: Results
-) -> Iterator[AssetCheckEvaluation]:
-    if not results:
-        return
+def _report(instance: dg.DagsterInstance, loop: Loop, ref: Ref, check: str, why: str | None, run_id: str) -> None:
+    """Reports a result as one of the run `run_id`: Dagster keeps one for each check, partition and run, which this replaces."""
     partition = loop.partition(ref)
     assert partition is not None
     [made] = instance.fetch_materializations(
         dg.AssetRecordsFilter(loop.key(ref.asset), asset_partitions=[partition]), limit=1
     ).records
-    for name, why in results.items():
-        yield AssetCheckEvaluation(
-            asset_key=loop.key(ref.asset),
-            check_name=name,
-            passed=why is None,
-            description=why,
-            severity=_severity(ref.asset, name),
-            blocking=name in CHECKS.get(ref.asset, {}),
-            partition=partition,
-            target_materialization_data=AssetCheckEvaluationTargetMaterializationData(
-                storage_id=made.storage_id, run_id=made.run_id, timestamp=made.timestamp
-            ),
-        )
+    evaluation = AssetCheckEvaluation(
+        asset_key=loop.key(ref.asset),
+        check_name=check,
+        passed=why is None,
+        description=why,
+        severity=_severity(ref.asset, check),
+        blocking=check in CHECKS.get(ref.asset, {}),
+        partition=partition,
+        target_materialization_data=AssetCheckEvaluationTargetMaterializationData(
+            storage_id=made.storage_id, run_id=made.run_id, timestamp=made.timestamp
+        ),
+    )
+    run = instance.get_run_by_id(run_id)
+    event = dg.DagsterEvent(
+        event_type_value=dg.DagsterEventType.ASSET_CHECK_EVALUATION.value,
+        event_specific_data=evaluation,
+        job_name=run.job_name if run is not None else "",
+        message=f"{check} of {ref} {'passed' if why is None else 'failed'}",
+    )
+    instance.report_dagster_event(event, run_id=run_id)

@@ -129,6 +129,8 @@ def test_a_new_version_fails_the_checks_of_what_read_the_old_one(light: InProces
     assert light.run(0, "dataset", "data_quality").success
     states = {asset: {k: of["inputs_current"] for k, of in shown(light, asset).items()} for asset in LOOP}
     assert states == {asset: {"0": "SUCCEEDED", "1": "FAILED", "2": "FAILED"} for asset in LOOP}
+    plant(light.project, "salt", "light/s1", Ref("dataset", 0), "other")  # what is told twice
+    assert light.run(0, "dataset", "data_quality").success
     for k in (1, 2):
         assert light.run(k).success
     assert all(of["inputs_current"] == "SUCCEEDED" for asset in LOOP for of in shown(light, asset).values())
