@@ -31,15 +31,16 @@ def score(
     against: Annotated[
         Path | None, typer.Option(help="other predictions for the same items: paired difference")
     ] = None,
+    exclude: Annotated[Path | None, typer.Option(help="list of wrong labels: the score without them beside it")] = None,
     labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
     answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
-    from coepg_dagster.evaluation.score import compare, score_file
+    from coepg_dagster.evaluation.score import compare, read_exclusions, score_file, without
 
-    if every == (protocol is not None) or (every and against is not None):
-        raise typer.BadParameter("give --protocol NAME, with or without --against, or --all")
+    if every == (protocol is not None) or (every + (against is not None) + (exclude is not None) > 1):
+        raise typer.BadParameter("give --protocol NAME, with --against or --exclude or neither, or --all")
     if protocol is None:
         _score_all(file, format, labels, answers, as_json)
         return
@@ -52,10 +53,14 @@ def score(
             typer.echo(json.dumps(comparison.as_dict(), indent=2))
             return
         _print_difference(comparison, str(file), str(against))
-    elif as_json:
-        typer.echo(result.to_json())
-    else:
-        _print_result(result)
+        return
+    results = [result] if exclude is None else [result, without(result, read_exclusions(exclude))]
+    if as_json:
+        whole, *rest = (json.loads(each.to_json()) for each in results)
+        typer.echo(json.dumps(whole | ({"without exclusions": rest[0]} if rest else {}), indent=2))
+        return
+    for each in results:
+        _print_result(each)
 
 
 @contextmanager

@@ -208,13 +208,18 @@ def _joined(protocol: Protocol, tables: Sequence[pa.Table]) -> pa.Table:
     return steps.drop_columns(unknown)
 
 
-def _coded(column: pa.ChunkedArray) -> tuple[Ints, list[str]]:
+def _coded(column: pa.ChunkedArray) -> tuple[Ints, pa.Array]:
     """The number of each row's text among the sorted texts, and these; a null is the empty text."""
     encoded = pc.coalesce(column, "").combine_chunks().dictionary_encode()
     order = pc.array_sort_indices(encoded.dictionary).to_numpy()
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))
-    return ranks[encoded.indices.to_numpy()], encoded.dictionary.take(pa.array(order)).to_pylist()
+    return ranks[encoded.indices.to_numpy()], encoded.dictionary.take(pa.array(order))
+
+
+def _classed(column: pa.ChunkedArray) -> tuple[Ints, list[str]]:
+    codes, names = _coded(column)
+    return codes, names.to_pylist()
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ class _Arrays:
                 weights[:, j] = steps[name + _WEIGHT].to_numpy()
         tasks = pc.binary_join_element_wise("task", steps["episode_id"], " ")
         own = pc.binary_join_element_wise("step", steps["step_id"], " ")
-        groups, names = _coded(steps["group"])
+        groups, names = _classed(steps["group"])
         return cls(values, weights, _coded(pc.coalesce(tasks, own))[0], groups, names)
 
     def sampled(self, protocol: Protocol, seed: int) -> Sampled:
@@ -266,7 +271,7 @@ def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None
     sampled = arrays.sampled(protocol, seed)
     micro_ci, macro_ci = interval(sampled.micros), interval(sampled.macros)
     by = {
-        grouping: _coded(pc.binary_join_element_wise(*(steps[fact] for fact in facts), _CROSS))
+        grouping: _classed(pc.binary_join_element_wise(*(steps[fact] for fact in facts), _CROSS))
         for grouping in protocol.groupings
         if set(facts := grouping.split(_CROSS)) <= set(steps.column_names)
     }

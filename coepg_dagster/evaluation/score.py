@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from coepg_dagster.evaluation.result import (
     sop,
     summarise,
 )
+from coepg_dagster.evaluation.rows import PredictionRow, read_json
 from coepg_dagster.progress import Report
 
 MOST_NAMED = 5
@@ -160,6 +161,42 @@ def differing_steps(results: Mapping[str, Result]) -> dict[str, dict[str, float 
         for step, value in zip(result.steps["step_id"].to_pylist(), result.steps[metric].to_pylist(), strict=True):
             values.setdefault(step, {})[name] = value
     return {step: each for step, each in values.items() if len(set(each.values())) > 1}
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """Items of a board whose labels are known to be wrong, and who says so."""
+
+    name: str  # with its version
+    source: str
+    items: frozenset[str]
+
+
+def read_exclusions(path: Path) -> Exclusions:
+    """A JSON object of texts `name`, `version`, `source` and a list of ids, `items`. Raises ScoringError."""
+    data = read_json(path)
+    row = PredictionRow(str(path), data if isinstance(data, dict) else {})
+    items = row.get("items", list)
+    name, version, source = (row.text(key) for key in ("name", "version", "source"))
+    if not source or not version or not items or not all(isinstance(item, str) for item in items):
+        raise row.fail("a list of exclusions needs its version, its source, and ids (texts) in 'items'")
+    return Exclusions(f"{name} {version}", source, frozenset(items))
+
+
+def without(result: Result, exclusions: Exclusions, *, seed: int = 0) -> Result:
+    """The result over the items that are not excluded; a note says how many are, and by whom.
+
+    An item of a `mai_ui` log goes by its `id`, to which the step's id adds what tells its versions apart. Raises
+    ScoringError where no step is on the list, or all are.
+    """
+    ids = result.steps["step_id"].to_pylist()
+    kept = [not ({step, step.rpartition("-")[0]} & exclusions.items) for step in ids]
+    if not any(kept) or all(kept):
+        raise ScoringError(
+            f"{exclusions.name} names {'all' if not any(kept) else 'none'} of the {len(ids)} items; is it for this board?"
+        )
+    notes = {**result.notes, "excluded": f"{kept.count(False)} items by {exclusions.name} ({exclusions.source})"}
+    return summarise(find_protocol(result.protocol), result.steps.filter(pa.array(kept)), notes=notes, seed=seed)
 
 
 def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:

@@ -313,3 +313,20 @@ def test_the_command_prints_averages_by_name_differences_and_every_protocol(tmp_
     every = CliRunner().invoke(app, [*command, "--all", "--json"])
     assert list(json.loads(every.output)["protocols"]) == [PRO]
     assert CliRunner().invoke(app, command).exit_code == 2
+
+
+def test_items_with_wrong_labels_are_left_out_beside_the_whole_score_and_never_silently(tmp_path: Path) -> None:
+    log, wrong = tmp_path / "log.jsonl", tmp_path / "wrong.json"
+    log.write_text("\n".join(json.dumps(LOCAL | {"id": f"vscode-{n}", "pred": [120, 210 * n]}) for n in (0, 1)))
+    wrong.write_text(json.dumps({"name": "noise", "version": "1", "source": "a paper", "items": ["vscode-0"]}))
+    command = ["score", str(log), "--format", "mai_ui", "--protocol", PRO, "--exclude", str(wrong)]
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    other = found["without exclusions"]
+    assert (found["metrics"]["acc"]["micro"], other["metrics"]["acc"]["micro"]) == (50, 100)
+    assert other["notes"]["excluded"] == "1 items by noise 1 (a paper)"
+    assert "excluded: 1 items by noise 1 (a paper)" in CliRunner().invoke(app, command).output
+    for broken in ({"items": ["x"]}, {"name": "n", "version": "1", "source": "", "items": ["vscode-0"]}):
+        wrong.write_text(json.dumps(broken))
+        assert CliRunner().invoke(app, command).exit_code == 1
+    wrong.write_text(json.dumps({"name": "noise", "version": "1", "source": "a paper", "items": ["another"]}))
+    assert "none of the 2 items" in " ".join(CliRunner().invoke(app, command).output.split())
