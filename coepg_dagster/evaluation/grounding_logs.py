@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shown
@@ -142,7 +143,7 @@ def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Itera
     noticed: dict[str, _Rows] = {}
     spaces = _Space("parts of the screen (0..1)"), _Space("thousandths of the screen (0..1000)")
     seen: set[str] = set()
-    named: dict[str, int] = {}
+    named, again = Counter[str](), Counter[str]()
 
     def notice(what: str, name: str) -> None:
         noticed.setdefault(what, _Rows()).add(name)
@@ -152,7 +153,7 @@ def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Itera
             yield row
             continue
         own = board_of(row.data)
-        named[own] = named.get(own, 0) + 1
+        named[own] += 1
         if own and own.removesuffix("_refined") != board.removesuffix("_refined"):
             detail = f"the row's fields name the board {own}, not {board}: score it with --protocol {own}/…"
             yield Unread(row.where, OTHER_BOARD, detail)
@@ -164,6 +165,10 @@ def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Itera
             continue
         if row.data.get("gt_type") == "negative":
             yield Unread(row.where, NEGATIVE_LABEL, f"item {case.step_id}: `gt_type` is negative")
+        elif case.step_id in seen and row.data.get("id") is None:
+            # nothing says that these are one item: two screenshots may have the same button
+            again[case.step_id] += 1
+            yield replace(case, step_id=f"{case.step_id}-{again[case.step_id] + 1}")
         elif case.step_id in seen:
             yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
         else:

@@ -60,7 +60,7 @@ class Metric:
         return mean_of(self.groups)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "micro": self.micro,
             "macro": self.macro,
             "ci95": self.ci95,
@@ -68,10 +68,12 @@ class Metric:
             "class_mean": self.class_mean,
             "n": self.n,
             "groups": _classes_json(self.groups),
-            "by": {
-                name: {"mean": mean_of(classes), "groups": _classes_json(classes)} for name, classes in self.by.items()
-            },
         }
+        if self.by:
+            body["by"] = {
+                name: {"mean": mean_of(classes), "groups": _classes_json(classes)} for name, classes in self.by.items()
+            }
+        return body
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,11 @@ def test_a_broken_row_costs_itself_and_is_counted_with_its_reason(tmp_path: Path
     assert result.notes["items"] == "9 rows; the published board has 1,581 items"
 
 
+def test_rows_without_an_id_are_items_of_their_own(tmp_path: Path) -> None:
+    result = scored(tmp_path, [LOCAL | {"id": None}] * 3)
+    assert values(result) == [1, 1, 1] and len(set(result.steps["step_id"].to_pylist())) == 3
+
+
 def test_a_file_of_another_board_or_version_is_refused_by_name(tmp_path: Path) -> None:
     rows = [LOCAL | {"application": "screenspot_web", "task_filename": "screenspot_web"}]
     with pytest.raises(ScoringError, match="name the board screenspot, not screenspot_v2"):
