@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import BASE, Archive
+from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
 from coepg_dagster.benchmark import SOURCE, benchmark_version, files_version
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.project import Project
@@ -177,6 +178,8 @@ class Loop:
                         ref = Ref(asset, int(event.partition_key))
                         records[ref] = _record_of(ref, event)
         records.note_lost(Store(store or Project(self.root).store))
+        if "dataset" in self.made:
+            records.note_vetoes(self.marks(store))
         return records
 
     def report(self, instance: dg.DagsterInstance) -> Record | None:
@@ -196,6 +199,10 @@ class Loop:
     def lost(self, record: Record) -> str | None:
         """Message about the files of an artifact that are gone from the store; None: all are there."""
         return _lost(Store(Project(self.root).store), record)
+
+    def marks(self, store: Path | None = None) -> Path:
+        """The file of what auditors marked in this loop's D_k: the parent's where they are taken from it."""
+        return (store or Project(self.root).store) / self.owner("dataset") / f"s{self.seed}" / MARKS
 
     def code_versions(self) -> dict[Asset, str]:
         """The current version of each asset's code and configuration."""
@@ -220,7 +227,7 @@ class Loop:
     def stale(self, records: Records) -> dict[Ref, Stale]:
         """The stale ones among `records`."""
         taken = self.experiment.taken
-        return staleness(records, self.code_versions(), taken, records.stale_where_taken, records.lost)
+        return staleness(records, self.code_versions(), taken, records.stale_where_taken, records.lost, records.changed)
 
     def to_make(self, records: Records, stale: Mapping[Ref, Stale], through: int) -> dict[int, list[Asset]]:
         """Iteration → the assets to make there: missing, stale, or downstream of one of these, for iterations 0..`through`."""
@@ -299,14 +306,18 @@ class Loop:
 
 
 class Records(dict[Ref, Record]):
-    """The current records of a loop, by artifact; `lost`: files gone; `stale_where_taken`: stale in the parent."""
+    """The current records of a loop, by artifact; `lost`: files gone; `stale_where_taken`: stale in the parent.
+
+    `changed`: the vetoes of a D_k are other ones now, or cannot be read.
+    """
 
     stale_where_taken: dict[Ref, Stale]
     lost: dict[Ref, str]
+    changed: dict[Ref, str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.stale_where_taken, self.lost = {}, {}
+        self.stale_where_taken, self.lost, self.changed = {}, {}, {}
 
     def replaced(self, record: Record) -> Records:
         """These records, but for one artifact that was made just now."""
@@ -327,6 +338,18 @@ class Records(dict[Ref, Record]):
                     gone = _lost(store, model)
             if gone is not None:
                 self.lost[ref] = gone
+
+    def note_vetoes(self, marks: Path) -> None:
+        """Fills `changed` from the file of marks."""
+        try:
+            marked, unreadable = read_marks(marks), None
+        except NotMarked as error:
+            marked, unreadable = [], str(error)  # what needs no D_k goes on
+        for ref, record in self.items():
+            if ref.asset == "dataset" and ref.iteration is not None:
+                why = unreadable or vetoes_changed(record, vetoes(marked, ref.iteration))
+                if why is not None:
+                    self.changed[ref] = why
 
 
 def _lost(store: Store, record: Record) -> str | None:

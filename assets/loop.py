@@ -39,6 +39,7 @@ from coepg_dagster.artifacts import (
     write_table,
 )
 from coepg_dagster.auditing.archive import MODELS
+from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import reference_plans, refuse_prompts
 from coepg_dagster.experiment import ExperimentError, Grpo, Member, Strict
 from coepg_dagster.inference.weights import pinned
@@ -47,7 +48,7 @@ from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import Regenerated
 from coepg_dagster.pools.quality import data_quality as measure_quality
-from coepg_dagster.pools.selection import select
+from coepg_dagster.pools.selection import VETOED, select
 from coepg_dagster.provenance import CONTINUED, Asset, NotUsable, Record, Ref
 from coepg_dagster.training.cards import Trained, write_card
 
@@ -203,6 +204,7 @@ def verdicts(work: StageContext) -> Outcome:
 def dataset(work: StageContext) -> Outcome:
     """D_k: the verified plans (o, h, p, a) with the label's action, and why each other candidate was dropped."""
     experiment = work.loop.experiment
+    vetoed = vetoes(read_marks(work.loop.marks(work.store.root)), work.k)
     config = work.context.resources.regeneration.resolve(experiment.regeneration)
     steps_file = work.read_by("verdicts", "benchmark_steps") / STEPS
     steps = steps_of(steps_file, experiment.benchmark.train, experiment.benchmark.max_train_steps)
@@ -213,13 +215,15 @@ def dataset(work: StageContext) -> Outcome:
         config,
         work.k,
         pq.read_table(_previous_dataset(work)) if work.k > 0 else None,
+        vetoed.covers,
     )
     write_table(rows, work.draft / DATASET)
     write_table(decisions, work.draft / DECISIONS)
     covered = len(set(rows["step_id"].to_pylist()))
     return Outcome(
         [DATASET, DECISIONS],
-        {"rows": rows.num_rows, "covered_steps": covered, "of_steps": steps.num_rows},
+        {"rows": rows.num_rows, "covered_steps": covered, "of_steps": steps.num_rows}
+        | vetoed.figures(decisions["decision"].to_pylist().count(VETOED)),
         dataset_checks(rows, all_steps(steps_file), experiment.benchmark.train, experiment.quality),
         config=config.model_dump(mode="json"),
     )

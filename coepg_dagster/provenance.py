@@ -205,12 +205,14 @@ def staleness(
     taken: Collection[Asset] = (),
     stale_where_taken: Mapping[Ref, Stale] | None = None,
     lost: Mapping[Ref, str] | None = None,
+    changed: Mapping[Ref, str] | None = None,
 ) -> dict[Ref, Stale]:
     """The stale artifacts among `records` (the current ones), with root causes; what is made from a stale one is stale too.
 
     `code_versions` holds the present version of each asset's code and configuration. The report is checked as the rest is: its
     inputs are those in its record. For assets `taken` from a parent, `stale_where_taken` has the result of the parent. `lost`
-    has the artifacts whose files are lost, with the message.
+    has the artifacts whose files are lost, and `changed` those of which something else that was read has changed, with the
+    message.
     """
     stale: dict[Ref, Stale] = {}
     for ref in sorted(records, key=_order):
@@ -219,7 +221,7 @@ def staleness(
             if stale_where_taken and ref in stale_where_taken:
                 stale[ref] = stale_where_taken[ref]
             continue
-        cause = _direct_cause(record, records, code_versions.get(ref.asset))
+        cause = _direct_cause(record, records, code_versions.get(ref.asset)) or (changed or {}).get(ref)
         if cause is not None:
             stale[ref] = Stale(ref, ref, cause)
             continue

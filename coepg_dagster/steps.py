@@ -123,7 +123,7 @@ DECISION_SCHEMA: Final = pa.schema(
         pa.field("decision", pa.string(), nullable=False),
     ]
 )
-"""Why each candidate is in D_k (`kept`) or not: a gate's name, `duplicate`, `not_verified` or `over_cap`."""
+"""Why each candidate is in D_k (`kept`) or not: a gate's name, `duplicate`, `vetoed`, `not_verified` or `over_cap`."""
 
 GRADER: Final = pa.struct(
     [

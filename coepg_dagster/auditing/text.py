@@ -31,11 +31,17 @@ def trace_text(trace: dict[str, Any]) -> str:
         *(f"verdict   {_verdict(vote)}" for vote in trace["verdicts"]),
         f"rule      {_rule(rule) if step['boxes'] else 'the action has no target, so no verifier ran'} → {row['decision']}; "
         f"kept for this step: {', '.join(rule['kept_for_this_step']) or 'none'}",
+        *(f"{one['mark']:9} {marked(one)}" for one in trace["marks"]),
         *(f"dropped   {_dropped(other)}" for other in trace["dropped"]),
         *(
             f"trained   {one['asset']}[{one['iteration']}] {one['data_version']}: {one['how']}"
             f"{'' if one['current'] else ', not current'}"
             for one in trace["trained"]
+        ),
+        *(
+            [f"parent    vetoes {read['version']} (the first {read['lines']} lines of marks.jsonl)"]
+            if (read := rule["vetoes"])
+            else []
         ),
         *(f"parent    {_parent(one)}" for one in trace["parents"]),
     ]
@@ -48,6 +54,16 @@ def _rule(rule: dict[str, Any]) -> str:
     return (
         f"{rule['rule']}{'' if rule['k'] is None else ' k=' + str(rule['k'])}: {rule['hits']} of {rule['answered']} hit"
     )
+
+
+def marked(mark: dict[str, Any]) -> str:
+    """A mark (see auditing.marks.shown_marks) in words: who set it on what, when and why, and whether it counts."""
+    of = "the whole step" if mark["plan"] is None else "the plan"
+    words = f"{of}, by {mark['by']}, {mark['at']}, on {mark['of']}: {mark['reason']}"
+    if mark["applied"]:
+        return words if mark["counts"] else f"{words} (withdrawn since this version was made)"
+    since = f"{words} (this version was made without it; it counts from D_{mark['iteration']} on)"
+    return since if mark["mark"] == "veto" else words
 
 
 def _boxes(boxes: list[list[float]]) -> str:

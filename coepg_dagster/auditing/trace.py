@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps
 from coepg_dagster.auditing.archive import MODELS, Archive, NotFound, loop_of
+from coepg_dagster.auditing.marks import MARKS, VETOES, read_marks, same_plan, shown_marks
 from coepg_dagster.pools.selection import KEPT
 from coepg_dagster.provenance import Asset, Input, Record, Ref
 from coepg_dagster.steps import short_hash
@@ -74,9 +75,25 @@ def find_row(archive: Archive, row_id: str) -> tuple[Record, dict[str, Any]]:
 def trace(archive: Archive, loop: str, k: int, what: str) -> dict[str, Any]:
     """The provenance of row `what` of D_k of `loop` (EXPERIMENT/sSEED): its number from 0, its id, or a candidate's id.
 
-    Returns {"row", "step", "plan", "planner", "verdicts", "rule", "dropped", "trained", "parents"}. The current D_k is
-    searched first, then older versions. Raises NotFound.
+    Returns {"row", "step", "plan", "planner", "verdicts", "rule", "marks", "dropped", "trained", "parents"}. The current D_k
+    is searched first, then older versions. Raises NotFound.
     """
+    dataset, row = _find(archive, loop, k, what)
+    return trace_candidate(archive, dataset, what) if row is None else trace_row(archive, dataset, row)
+
+
+def what_to_mark(archive: Archive, loop: str, k: int, what: str) -> tuple[str, str | None, str]:
+    """(step id, plan, id) of a row or candidate `what` of D_k, see `trace`; the plan of an unreadable answer is None."""
+    dataset, row = _find(archive, loop, k, what)
+    if row is None:
+        verdicts = archive.made_by(dataset.input("verdicts"))
+        candidates = archive.made_by(verdicts.input("candidate_plans"))
+        [row] = _select(archive, candidates, CANDIDATES, "candidate_id", what)
+    return row["step_id"], row["plan"], row.get("row_id", what)
+
+
+def _find(archive: Archive, loop: str, k: int, what: str) -> tuple[Record, dict[str, Any] | None]:
+    """(version of D_k, its row `what`; None where `what` is a candidate). Raises NotFound."""
     dataset = archive.newest(loop, "dataset", k)
     if not re.fullmatch(r"[0-9]{1,9}", what):
         for version in (dataset, *(r for r in archive.versions(loop, "dataset") if r.iteration == k)):
@@ -84,14 +101,14 @@ def trace(archive: Archive, loop: str, k: int, what: str) -> dict[str, Any]:
                 if ROW_ID.fullmatch(what):
                     rows = _select(archive, version, DATASET, "row_id", what)
                     if rows:
-                        return trace_row(archive, version, rows[0])
+                        return version, rows[0]
                 elif _select(archive, version, DECISIONS, "candidate_id", what):
-                    return trace_candidate(archive, version, what)
+                    return version, None
         raise NotFound(f"{loop}@{k} has neither a row nor a candidate {what!r}; see `decisions` in {dataset.folder}")
     table = pq.read_table(archive.folder(dataset) / DATASET)
     if int(what) >= table.num_rows:
         raise NotFound(f"D_{k} of {loop} has {table.num_rows} rows: the last one is {loop}@{k}#{table.num_rows - 1}")
-    return trace_row(archive, dataset, table.slice(int(what), 1).to_pylist()[0])
+    return dataset, table.slice(int(what), 1).to_pylist()[0]
 
 
 def trace_row(archive: Archive, dataset: Record, row: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +204,14 @@ def _trace(
             "score": row and row["score"],
             "kept_for_this_step": [one["row_id"] for one in rows.values()],
             "applied_in": _named(archive, home),
+            "vetoes": home.figures.get(VETOES),
         },
+        "marks": [
+            mark
+            for mark in shown_marks(read_marks(archive.store / loop_of(home) / MARKS), home)
+            if mark["step_id"] == step_id
+            and (mark["plan"] is None or same_plan(mark["plan"]) == same_plan(candidate["plan"] or ""))
+        ],
         "dropped": [
             {
                 **{name: other[name] for name in ("candidate_id", "planner", "plan", "text", "duplicate_of")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import SplitResult, urlsplit
 
 import pyarrow as pa
@@ -412,6 +413,49 @@ def trace(
         for line in row_trace["row"]["tampered"]:
             say(f"tampered: {line}", "red")
         raise typer.Exit(1)
+
+
+@app.command()
+def mark(
+    row: Annotated[str, typer.Argument(metavar="ROW", help="as for `coepg trace`")],
+    what: Annotated[
+        Literal["veto", "flag", "withdraw"],
+        typer.Argument(metavar="veto|flag|withdraw", help="leave it out, only mark it, or take either back"),
+    ],
+    reason: Annotated[str, typer.Option(help="why: one line")],
+    whole_step: Annotated[bool, typer.Option("--whole-step", help="every plan of the row's step")] = False,
+    by: Annotated[str | None, typer.Option(help="who says so; default: the name of the user")] = None,
+) -> None:
+    """Vetoes or flags the plan of a row, or its whole step; the next D_k leaves out what is vetoed.
+
+    A mark of EXPERIMENT@k counts for D_k and those after it, one of a row id from the iteration that made the row. A D_k that
+    holds what is vetoed now is stale, and so is what was made from it: `coepg evolve` makes them again. A flag changes no data.
+    """
+    from coepg_dagster.auditing.archive import loop_of
+    from coepg_dagster.auditing.marks import MARKS, add_mark, marking
+    from coepg_dagster.auditing.text import marked
+    from coepg_dagster.auditing.trace import find_row, parse_place, what_to_mark
+
+    try:
+        who = getpass.getuser() if by is None else by
+    except (KeyError, OSError):  # as in a container without a list of users
+        refuse("the user of this process has no name: say with --by who marks")
+    said = marking({"mark": what, "reason": reason, "whole_step": whole_step, "by": who})
+    place = parse_place(row)
+    if place.reference is None:
+        project = find_project()
+        archive = _archive(project)
+        record, found = find_row(archive, place.what)
+        owner, k, named = loop_of(record), found["made_in"], (found["step_id"], found["plan"], place.what)
+    else:
+        project, experiment, seed, k = open_iteration(place.reference)
+        from coepg_dagster.assets.ledger import Loop
+
+        owner = f"{Loop(experiment, seed, project.root).owner('dataset')}/s{seed}"
+        named = what_to_mark(_archive(project), owner, k, place.what)
+    file = project.store / owner / MARKS
+    added = add_mark(file, said, k, *named)
+    typer.echo(f"{file}: {added.mark}: {marked(added.model_dump(mode='json') | {'applied': True, 'counts': True})}")
 
 
 @app.command()

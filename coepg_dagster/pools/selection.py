@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +14,7 @@ from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED, row_id, short_hash
 
-KEPT, DUPLICATE, NOT_VERIFIED, OVER_CAP = "kept", "duplicate", "not_verified", "over_cap"
+KEPT, DUPLICATE, VETOED, NOT_VERIFIED, OVER_CAP = "kept", "duplicate", "vetoed", "not_verified", "over_cap"
 
 
 def is_verified(hits: int, answered: int, config: Regeneration) -> bool:
@@ -38,6 +38,7 @@ def select(
     config: Regeneration,
     iteration: int,
     previous: pa.Table | None,
+    vetoed: Callable[[str, str], bool] = lambda step_id, plan: False,
 ) -> tuple[pa.Table, pa.Table]:
     """(D_k, decisions): rows of DATASET_SCHEMA, and the decision on every candidate (DECISION_SCHEMA).
 
@@ -45,7 +46,8 @@ def select(
     target with the higher mean confidence exp(c_j) of those verifiers, then to the first of the label.
 
     The plans of a step are ordered by score = share of hits + mean exp(c_j) of the hitting verifiers / 1000, then by
-    id; the first `max_plans_per_step` are kept. Rows of `previous` (D_{k-1}) join them as `carry_over` says.
+    id; the first `max_plans_per_step` are kept. Rows of `previous` (D_{k-1}) join them as `carry_over` says. Plans of a step
+    that an auditor `vetoed` are neither kept nor carried over.
 
     Raises NoVerdict if all verifiers failed on a plan: an outage must not look like a wrong plan.
     """
@@ -61,6 +63,8 @@ def select(
             decisions[candidate] = row["gate"]
         elif row["duplicate_of"] is not None:
             decisions[candidate] = DUPLICATE
+        elif vetoed(row["step_id"], row["plan"]):
+            decisions[candidate] = VETOED
         else:
             kept = _verify(row, label, votes[candidate], config, iteration)
             decisions[candidate] = KEPT if kept else NOT_VERIFIED
@@ -68,7 +72,8 @@ def select(
                 verified[row["step_id"]].append(kept)
     old: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in previous.to_pylist() if previous is not None else []:
-        old[row["step_id"]].append(row)
+        if not vetoed(row["step_id"], row["plan"]):
+            old[row["step_id"]].append(row)
     kept_rows: list[dict[str, Any]] = []
     for position, step_id in enumerate(labels):
         ranked = sorted(verified[step_id], key=lambda row: (-row["score"], row["candidate_id"]))

@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 
 from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, write_steps, write_table
 from coepg_dagster.auditing.archive import MODELS, Archive
+from coepg_dagster.auditing.marks import MARKS, read_marks, vetoes
 from coepg_dagster.experiment import Regeneration
-from coepg_dagster.pools.selection import select
+from coepg_dagster.pools.selection import VETOED, select
 from coepg_dagster.provenance import Asset, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store, digests
 from tests.conftest import png, step, step_table
@@ -67,7 +68,9 @@ class Hand:
     def archive(self) -> Archive:
         return Archive(self.records, self.store.root, self.root)
 
-    def make(self, asset: Asset, k: int | None, write: Callable[[Path], list[str]], config: Any = None) -> Record:
+    def make(
+        self, asset: Asset, k: int | None, write: Callable[[Path], list[str]], config: Any = None, figures: Any = None
+    ) -> Record:
         ref = Ref(asset, k)
         self.runs += 1
         place = (*(LOOP_NAME.split("/") if k is not None else ["hand"]), asset, UNPARTITIONED if k is None else str(k))
@@ -85,7 +88,7 @@ class Hand:
             seed=1,
             seconds=1,
             device="cpu",
-            figures={},
+            figures=figures or {},
             files=dict(made.files),
         )
         self.records.append(record)
@@ -119,10 +122,13 @@ class Hand:
         def write(draft: Path) -> list[str]:
             previous = read("dataset", k - 1, DATASET) if k else None
             plans, votes = read("candidate_plans", k, CANDIDATES), read("verdicts", k, VERDICTS)
-            rows, decisions = select(TABLE.slice(0, 2), plans, votes, config, k, previous)
+            rows, decisions = select(TABLE.slice(0, 2), plans, votes, config, k, previous, read_vetoes.covers)
+            figures.update(read_vetoes.figures(decisions["decision"].to_pylist().count(VETOED)))
             return _table(draft, DATASET, rows) + _table(draft, DECISIONS, decisions)
 
-        return self.make("dataset", k, write, config.model_dump(mode="json"))
+        read_vetoes = vetoes(read_marks(self.store.root / LOOP_NAME / MARKS), k)
+        figures: dict[str, Any] = {"rows": 2}
+        return self.make("dataset", k, write, config.model_dump(mode="json"), figures)
 
     def whole(self) -> Hand:
         """Everything through D_1."""

@@ -17,7 +17,7 @@ from coepg_dagster.provenance import Asset, Ref
 from tests.auditing.loop import LOOP_NAME, Hand
 from tests.pools.tables import verdicts
 
-KEYS = ["row", "step", "plan", "planner", "verdicts", "rule", "dropped", "trained", "parents"]
+KEYS = ["row", "step", "plan", "planner", "verdicts", "rule", "marks", "dropped", "trained", "parents"]
 ABOVE_D0 = ["verdicts[0]", "candidate_plans[0]", "benchmark_steps", "open_models"]
 ABOVE_D1 = ["verdicts[1]", "candidate_plans[1]", "planner[1]", "grounder[1]", "planner_sft[1]", "dataset[0]", *ABOVE_D0]
 

@@ -23,6 +23,20 @@ def decisions_of(table: pa.Table) -> dict[str, str]:
     return dict(zip(table["candidate_id"].to_pylist(), table["decision"].to_pylist(), strict=True))
 
 
+@given(vetoed=st.sets(st.tuples(st.sampled_from("st"), st.sampled_from(["a", "b", "old"]))))
+def test_what_is_vetoed_is_neither_kept_nor_carried_over(vetoed: set[tuple[str, str]]) -> None:
+    made = candidates(*(candidate(step, "p", i, plan) for step in "st" for i, plan in enumerate("ab")))
+    given = verdicts(*(verdict(f"{step}#p#{i}", "v", True) for step in "st" for i in range(2)))
+    previous = rows(row("s", "old", made_in=0), row("t", "old", made_in=0))
+    config = Regeneration(carry_over="cumulative")
+    kept, decided = select(STEPS, made, given, config, 1, previous, lambda step, plan: (step, plan) in vetoed)
+    in_data = set(zip(kept["step_id"].to_pylist(), kept["plan"].to_pylist(), strict=True))
+    assert in_data == {(step, plan) for step in "st" for plan in ("a", "b", "old")} - vetoed
+    assert decisions_of(decided) == {
+        f"{step}#p#{i}": "vetoed" if (step, plan) in vetoed else "kept" for step in "st" for i, plan in enumerate("ab")
+    }
+
+
 @pytest.mark.parametrize(
     ("rule", "k", "passing"),
     [
