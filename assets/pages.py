@@ -1,7 +1,8 @@
 """The pages of a project: written below its store or into a folder, and served below `/pages` by Dagster's web server.
 
 `/` lists the loops; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when its data have
-changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate.
+changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate. All that the
+server writes at somebody's word is a mark: `POST /EXPERIMENT/sSEED/marks`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import uvicorn
@@ -19,13 +21,24 @@ from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import WorkspaceFileTarget
 from dagster_webserver.app import create_app_from_workspace_process_context
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import Mount, Route
 
+from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import Archive, NotFound
+from coepg_dagster.auditing.marks import NotMarked, add_mark, marking
+from coepg_dagster.auditing.trace import what_to_mark
 from coepg_dagster.experiment import Experiment, split_reference
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
@@ -37,10 +50,14 @@ from coepg_dagster.reports.site import INDEX, Site
 from coepg_dagster.reports.trace import trace_page
 
 TRACE = "trace.html"
+MAX_BODY = 16_384
+"""Bytes that a request to write may have."""
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; script-src 'self'; "
-    "base-uri 'none'",
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
@@ -170,14 +187,63 @@ def page_app(project: Project, instance: dg.DagsterInstance) -> Starlette:
             raise NotFound(f"there is no {name} of {loop.name}")
         return FileResponse(file, headers=_HEADERS)
 
+    async def mark(request: Request) -> Response:
+        if why := _foreign(request):
+            return PlainTextResponse(why, 403, _HEADERS)
+        content = b""
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BODY:
+                return PlainTextResponse(f"a mark has at most {MAX_BODY:,} bytes", 413, _HEADERS)
+        wanted = request.path_params
+        try:
+            marks = await run_in_threadpool(_mark, project, instance, f"{wanted['name']}/{wanted['seed']}", content)
+        except Refusal as error:
+            return PlainTextResponse(str(error), 400, _HEADERS)
+        return JSONResponse(marks, headers=_HEADERS)
+
     def missing(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404, _HEADERS)
 
     paths = ("/{name}", "/{name}/{seed}", "/{name}/{seed}/{page:path}")
     return Starlette(
-        routes=[Route("/", loops), *(Route(path, page) for path in paths)],
+        routes=[
+            Route("/", loops),
+            Route("/{name}/{seed}/marks", mark, methods=["POST"]),
+            *(Route(path, page) for path in paths),
+        ],
         exception_handlers={Refusal: missing},
     )
+
+
+def _foreign(request: Request) -> str | None:
+    """Why a request to write does not come from one of our pages; else None.
+
+    A browser names the origin of every POST, and sends JSON to another origin only where that allows it, which we never do. So no
+    other web site can set a mark in the name of somebody who has our pages open.
+    """
+    host, origin = request.headers.get("host", ""), request.headers.get("origin", "")
+    if origin not in (f"http://{host}", f"https://{host}"):
+        return f"marks are set from the audit pages of this server, not from {origin or 'a request without an origin'}"
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return "a mark is sent as application/json"
+    return None
+
+
+def _mark(project: Project, instance: dg.DagsterInstance, reference: str, content: bytes) -> list[dict[str, Any]]:
+    """Sets the mark in the body of a request; returns the marks of that D_k. Raises Refusal."""
+    try:
+        sent = jsonlines.parse(content)
+    except jsonlines.NotJson as error:
+        raise NotMarked(f"the mark is refused: {error}") from None
+    k, what = (sent.pop("k", None), sent.pop("what", None)) if isinstance(sent, dict) else (None, None)
+    if type(k) is not int or not isinstance(what, str):
+        raise NotMarked("the mark is refused: it names D_k by `k`, a whole number, and a row or candidate by `what`")
+    loop = Loop(*split_reference(reference, project.all_experiments()), project.root)
+    owner, versions = f"{loop.owner('dataset')}/s{loop.seed}", archive(project, instance)
+    said, named = marking(sent), what_to_mark(versions, owner, k, what)
+    add_mark(loop.marks(), said, k, *named)
+    return site_of(project, loop, instance, dagster="").marks(versions.newest(owner, "dataset", k))
 
 
 def _trace(versions: Archive, loop: Loop, query: Mapping[str, str]) -> str:

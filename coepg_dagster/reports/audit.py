@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from coepg_dagster.artifacts import whole
+from coepg_dagster.auditing.marks import same_plan
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.quality import unreadable_by_verifier
-from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP
+from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP, VETOED
 from coepg_dagster.provenance import NotUsable
 from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script, shown_steps
 from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
@@ -77,7 +78,16 @@ class _Columns:
     action: list[int] = field(default_factory=list)
     votes: list[int] = field(default_factory=list)  # base 4, the first verifier lowest
     step: list[int] = field(default_factory=list)
+    confidence: list[int] = field(
+        default_factory=list
+    )  # mean over the verifiers that gave one, per mille; -1: none did
+    same: list[str | None] = field(default_factory=list)  # `same_plan` of the plan, None where there is none
     plans: list[str] = field(default_factory=list)  # for the search
+
+    def repeats(self) -> list[int]:
+        """How many candidates of D_k, whatever their step, have the plan of each; 0 without a plan."""
+        counts = Counter(self.same)
+        return [0 if same is None else counts[same] for same in self.same]
 
     def code(self, column: str, name: str) -> int:
         known = self.names[column]
@@ -107,16 +117,20 @@ def write_audit(
         columns.code("verifier", name)
     rows = _rows(about, candidates, verdicts, decisions, dataset, columns)
     wanted = set(rows)
-    screens, cards, shown, texts = ScreenFiles(folder), _Cards(data), 0, []
+    screens, cards, shown, texts, ids = ScreenFiles(folder), _Cards(data), 0, [], []
     for step in shown_steps(steps, wanted, screens):
         label = columns.code("action", step["action"])
         texts.append(f"{step['family']} {step['goal']} {step['instruction'] or ''} {step['id']}".lower())
+        ids.append(step["id"])
         for row in rows[step["id"]]:
             columns.decision.append(columns.code("decision", row.pop("decision")))
             columns.planner.append(columns.code("planner", row.pop("planner")))
             columns.action.append(label)
             columns.votes.append(sum(vote[1] * 4 ** vote[0] for vote in row["votes"]))
             columns.step.append(shown)
+            columns.confidence.append(_confidence(row["votes"]))
+            columns.same.append(None if row["plan"] is None else same_plan(row["plan"]))
+            row["same"] = columns.same[-1]
             columns.plans.append(f"{row['plan'] or row['text'] or ''} {row['candidate']} {row['id'] or ''}".lower())
             row["why"] = _why(row.pop("reason"), row, step, about.config)
             cards.add(row | {"step": shown}, step)
@@ -127,12 +141,15 @@ def write_audit(
     index = {
         "perChunk": CHUNK,
         "folder": about.name,
+        "iteration": about.iteration,
+        "repeats": columns.repeats(),
         "names": {name: list(known) for name, known in columns.names.items()},
-        **{name: getattr(columns, name) for name in ("decision", "planner", "action", "votes", "step")},
+        **{name: getattr(columns, name) for name in ("decision", "planner", "action", "votes", "step", "confidence")},
     }
     (data / "index.js").write_text(script("window.coepgAudit=", index), "ascii")
-    search = {"steps": texts, "plans": columns.plans}
+    search = {"steps": texts, "plans": columns.plans, "ids": ids, "same": columns.same}
     (data / "texts.js").write_text(script('coepgLoaded("texts",', search, ")"), "ascii")
+    write_marks(folder, about.name, [], live=False)
     shutil.copyfile(TEMPLATES / "audit.js", folder / "audit.js")
     page = folder / f"{about.name}.html"
     config = about.config
@@ -144,8 +161,8 @@ def write_audit(
             iteration=about.iteration,
             rows=dataset.num_rows,
             candidates=candidates.num_rows,
-            carried=pc.sum(pc.not_equal(dataset["made_in"], about.iteration)).as_py() or 0,
             steps=shown,
+            carried=len(columns.same) - candidates.num_rows,
             made_from=about.made_from,
             members=about.members,
             unreadable=unreadable_by_verifier(verdicts),
@@ -157,6 +174,15 @@ def write_audit(
         "utf-8",
     )
     return page
+
+
+def write_marks(folder: Path, name: str, marks: Sequence[Mapping[str, Any]], live: bool) -> None:
+    """Writes what auditors marked (`auditing.marks.shown_marks`) beside the audit page `name`, which takes longer to make.
+
+    `live`: the page is served, so that an auditor can mark more.
+    """
+    with whole(folder / name / "marks.js") as draft:
+        draft.write_text(script("window.coepgMarks=", {"live": live, "marks": marks}), "ascii")
 
 
 class _Cards:
@@ -258,6 +284,11 @@ def _votes(verdicts: pa.Table, columns: _Columns) -> dict[str, list[list[Any]]]:
     return by_candidate
 
 
+def _confidence(votes: list[list[Any]]) -> int:
+    given = [confidence for *_, confidence, _ in votes if confidence is not None]
+    return round(1000 * sum(given) / len(given)) if given else -1
+
+
 def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, Any], config: Regeneration) -> str:
     """One sentence on why the candidate is in D_k or not."""
     decision, original = reason
@@ -268,6 +299,7 @@ def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, An
         KEPT: verdict,
         NOT_VERIFIED: f"{verdict}; kept if {_rule(config)}",
         DUPLICATE: f"says the same as {original}",
+        VETOED: "an auditor vetoed it before this version was made",
         OVER_CAP: f"{verdict}, but the step has {config.max_plans_per_step} plans that rank higher",
         CARRIED: f"in D_{row['madeIn']} already; no new plan of the step took its place",
         GATE_UNPARSED: "the answer is no plan",

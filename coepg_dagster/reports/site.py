@@ -15,13 +15,23 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, ROLLOUTS, STEPS, VERDICTS, all_steps
+from coepg_dagster.artifacts import (
+    CANDIDATES,
+    DATASET,
+    DECISIONS,
+    PREDICTIONS,
+    ROLLOUTS,
+    STEPS,
+    VERDICTS,
+    all_steps,
+)
 from coepg_dagster.auditing.archive import MODELS as OPEN_MODELS
-from coepg_dagster.auditing.archive import Archive, NotFound
+from coepg_dagster.auditing.archive import Archive, NotFound, loop_of
+from coepg_dagster.auditing.marks import MARKS, VETOES, read_marks, shown_marks
 from coepg_dagster.auditing.trace import member, readable
 from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
 from coepg_dagster.provenance import Asset, Record, Ref
-from coepg_dagster.reports.audit import AuditOf, PoolMember, write_audit
+from coepg_dagster.reports.audit import AuditOf, PoolMember, write_audit, write_marks
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import SYMBOLS, LineageView, key_number, lineage_page, subscript
@@ -31,7 +41,7 @@ from coepg_dagster.results import FULL, results
 from coepg_dagster.steps import STEP_SCHEMA
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
-LAYOUT: Final = 4
+LAYOUT: Final = 5
 """Version of the pages; raise it when they change, so that existing pages are made again."""
 MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
@@ -99,7 +109,15 @@ class Site:
             self._write(page)
             stamp.parent.mkdir(exist_ok=True)
             stamp.write_text(now)
+        if page.startswith("audit-"):  # marks come and go; the rest of the page takes long to make
+            dataset = self.view.records[Ref("dataset", int(page.removesuffix(".html").removeprefix("audit-")))]
+            write_marks(self.folder, page.removesuffix(".html"), self.marks(dataset), self._live)
         return file
+
+    def marks(self, dataset: Record) -> list[dict[str, Any]]:
+        """The marks that concern a D_k, see `shown_marks`."""
+        file = self.archive.store / loop_of(dataset) / MARKS
+        return shown_marks(read_marks(file), dataset, dataset.iteration)
 
     def _made_from(self, page: str) -> str:
         """A fingerprint of everything that the page depends on: layout, settings, shown versions and their staleness."""
@@ -142,6 +160,7 @@ class Site:
             json.loads(file.read_text()) if file and file.exists() else None,
             self._experiments,
             lambda name, seed: f"../../{name}/s{seed}/{LINEAGE}" if self._live else None,
+            self._crumbs(),
         )
 
     def _loops(self) -> list[ShownLoop]:
@@ -224,7 +243,14 @@ class Site:
                 loop=self.view.name,
                 iteration=dataset.iteration,
                 config=Regeneration.model_validate(dataset.config),
-                made_from=[(str(r.ref), r.data_version, r.run_id) for r in archive.lineage(dataset)],
+                made_from=[
+                    *(
+                        (f"vetoes, {read['lines']} lines of {loop_of(dataset)}/{MARKS}", read["version"], "")
+                        for read in [dataset.figures.get(VETOES)]
+                        if read
+                    ),
+                    *((str(r.ref), r.data_version, r.run_id) for r in archive.lineage(dataset)),
+                ],
                 members=members,
                 crumbs=self._crumbs(),
                 trace=trace_address if self._live else None,

@@ -6,6 +6,7 @@ import base64
 
 from coepg_dagster.artifacts import all_steps
 from coepg_dagster.auditing.archive import Archive
+from coepg_dagster.auditing.text import marked
 from coepg_dagster.auditing.trace import trace
 from coepg_dagster.reports.html import image_type, render
 from coepg_dagster.reports.site import trace_address
@@ -37,5 +38,6 @@ def trace_page(archive: Archive, loop: str, k: int, what: str) -> str:
         reference=f"{loop}@{k}#{what}",
         k=k,
         address=trace_address,
+        marked=marked,
         crumbs=[(loop, "index.html"), (f"audit of D_{k}", f"audit-{k}.html"), ("lineage map", "lineage.html")],
     )

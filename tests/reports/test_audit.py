@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -100,6 +101,16 @@ def test_the_page_says_how_many_of_its_cards_are_no_candidates(page: Path) -> No
     assert f"for {STEPS} steps: {3 * STEPS + 1} cards" in lead
 
 
+def test_the_index_can_be_sorted_by(page: Path) -> None:
+    text = (page.parent / "audit-2" / "index.js").read_text()
+    index = json.loads(text.removeprefix("window.coepgAudit=").removesuffix(";\n"))
+    assert max(index["repeats"]) == STEPS and index["repeats"][0] == 1  # "type it" at every step
+    assert set(index["confidence"]) == {-1, 905}  # exp(-0.1); a plan that the gate stopped was not judged
+    texts = (page.parent / "audit-2" / "texts.js").read_text()
+    search = json.loads(texts.removeprefix('coepgLoaded("texts",').removesuffix(");\n"))
+    assert len(search["same"]) == len(index["decision"]) and len(search["ids"]) == STEPS
+
+
 def test_a_verifier_is_listed_with_the_share_of_its_answers_that_name_no_point(page: Path) -> None:
     rows = page.read_text().split("<tr>")
     assert ["0.7 %" in row for row in rows if "verifier_b" in row] == [True]  # 1 of 149 answers
@@ -178,6 +189,57 @@ def test_an_auditor_filters_and_pages(page: Path, tab: Any) -> None:
     tab.get_by_role("button", name="clear").click()
     tab.get_by_label("action").select_option("CLICK")
     count.filter(has_text="271 of 271").wait_for()
+
+
+@pytest.mark.browser
+@NEEDS_CHROMIUM
+def test_sorted_walked_through_by_key_and_saved_as_csv(page: Path, tab: Any) -> None:
+    tab.goto("about:blank")
+    tab.goto(f"file://{page}")
+    shown = tab.locator("article")
+    tab.get_by_label("sort").select_option("repeats")
+    tab.locator("article", has_text=f"{STEPS} candidates say this plan").first.wait_for()
+    assert "type it" in shown.first.inner_text()
+    tab.get_by_label("sort").select_option("disagreement")
+    tab.locator("article", has_text="1 of 2 verifiers hit").first.wait_for()
+    hit, miss = (tab.locator("td", has_text=vote) for vote in ("hit", "miss"))
+    assert shown.filter(has=hit).filter(has=miss).count() == 24
+    tab.get_by_label("sort").blur()
+    for _ in range(25):  # beyond the page
+        tab.keyboard.press("j")
+        tab.locator("article.chosen").wait_for()
+    tab.locator("#pager", has_text="page 2 of 12").wait_for()
+    tab.keyboard.press("k")
+    tab.keyboard.press("p")
+    tab.locator("#pager", has_text="page 1 of 12").wait_for()
+    tab.keyboard.press("/")
+    tab.keyboard.type("s00")
+    tab.locator("#found", has_text="4 of 271").wait_for()
+    assert not tab.locator("article button").count()  # a file cannot be written to
+    with tab.expect_download() as download:
+        tab.locator("#csv").click()
+    saved = Path(download.value.path()).read_bytes().decode("utf-8-sig")
+    table = list(csv.DictReader(io.StringIO(saved, newline="")))
+    assert download.value.suggested_filename == "audit-2.csv"
+    assert {row["plan"] for row in table} == {BAD, "type it", "press something", "an older plan"}
+    assert next(row for row in table if row["plan"] == BAD)["verifier_a: vote"] == "hit"
+
+
+@pytest.mark.browser
+@NEEDS_CHROMIUM
+def test_no_cell_of_the_csv_is_a_formula(page: Path, tab: Any) -> None:
+    tab.goto("about:blank")
+    tab.goto(f"file://{page}")
+    tab.locator("article").first.wait_for()
+    starts = ["=", "+", "-", "@", "\t", "\r", "\n", " =", "\t\n@", "＝", "－", "\xa0+", "\0="]
+    for start in starts:
+        text = f'{start}cmd|"/c calc"!A1'
+        [[cell]] = csv.reader(io.StringIO(tab.evaluate("text => cell(text)", text), newline=""))
+        assert cell == f"'{text}"
+    for plain in ("click 1 + 1", 'say "no", then\ngo', "'=1", ""):
+        [[cell]] = csv.reader(io.StringIO(tab.evaluate("text => cell(text)", plain), newline=""))
+        assert cell == plain
+    assert [tab.evaluate("value => cell(value)", value) for value in (-1.5, None)] == ['"-1.5"', '""']
 
 
 @pytest.mark.browser

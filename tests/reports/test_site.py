@@ -11,6 +11,8 @@ import pytest
 
 from coepg_dagster.artifacts import CANDIDATES
 from coepg_dagster.auditing.archive import NotFound
+from coepg_dagster.auditing.marks import MARKS, add_mark, marking
+from coepg_dagster.auditing.trace import what_to_mark
 from coepg_dagster.reports.site import Site
 from coepg_dagster.reports.trace import trace_page
 from tests.auditing.loop import Hand
@@ -96,3 +98,37 @@ def test_every_page_opens_in_chromium(site: Site, tab: Any) -> None:
     tab.goto(f"file://{site.folder / 'lineage.html'}")
     tab.locator("g#dataset-1 a").first.click()
     tab.locator("#found", has_text="of 4 candidates").wait_for()  # three of D_1, and the row that it carried over
+
+
+@pytest.mark.browser
+@NEEDS_CHROMIUM
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_can_be_read_in_light_and_dark_and_nothing_is_clipped(site: Site, tab: Any, scheme: str) -> None:
+    tab.emulate_media(color_scheme=scheme)
+    look = """() => {
+      const rgb = (color) => color.match(/[\\d.]+/g).map(Number);
+      const light = (color) => rgb(color).slice(0, 3).reduce((sum, part) => sum + part / 3, 0);
+      const style = getComputedStyle(document.body);
+      const parts = [...document.querySelectorAll(".scroll, .map")];
+      const clipped = parts.filter((part) => part.scrollWidth > part.clientWidth + 1);
+      const beyond = document.documentElement.scrollWidth - innerWidth;
+      return [light(style.backgroundColor), light(style.color), beyond, clipped.length];
+    }"""
+    for page in site.pages():
+        tab.goto("about:blank")
+        tab.goto(f"file://{site.folder / page}")
+        paper, ink, beyond, clipped = tab.evaluate(look)
+        assert (paper < 60 and ink > 190) if scheme == "dark" else (paper > 230 and ink < 60), page
+        assert beyond <= 0 and clipped == 0, page
+    tab.emulate_media(color_scheme="light")
+
+
+def test_a_mark_needs_no_new_page(tmp_path: Path) -> None:
+    hand = trained(tmp_path)
+    page = site_of(hand, tmp_path / "out").make("audit-1.html")
+    made, marks = page.stat().st_mtime_ns, page.parent / "audit-1" / "marks.js"
+    assert '"marks":[]' in marks.read_text()
+    said = marking({"mark": "veto", "by": "anna", "reason": "</script>"})
+    add_mark(hand.store.root / "hand" / "s1" / MARKS, said, 1, *what_to_mark(hand.archive, "hand/s1", 1, "0"))
+    again = site_of(hand, tmp_path / "out").make("audit-1.html")
+    assert again.stat().st_mtime_ns == made and '"plan":"one more"' in marks.read_text()

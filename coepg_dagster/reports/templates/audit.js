@@ -1,7 +1,7 @@
 // The gallery of an audit page. Everything that is shown is put there as text, never as markup.
 // Data come through <script> elements, since a page opened from a file may not fetch: `index.js` has a few small numbers for
 // each row, by which it is filtered; `rows-N.js` has what a card shows and is loaded when it is; `texts.js` is loaded at the
-// first search.
+// first search. `marks.js` has what auditors marked; only a served page can add to it.
 "use strict";
 
 const PER_PAGE = 24;
@@ -11,10 +11,15 @@ const VOTES = ["not asked", "miss", "hit", "no answer"];
 const data = window.coepgAudit;
 const chunks = new Map(); // number → promise of its content
 const waiting = new Map(); // name of a script → what to do with what it holds
-const view = { decision: "", planner: "", action: "", search: "", page: 1, votes: data.names.verifier.map(() => "") };
+const CHOICES = ["decision", "planner", "action", "marked", "sort"];
+const view = { decision: "", planner: "", action: "", marked: "", sort: "", search: "", page: 1, votes: data.names.verifier.map(() => "") };
+const MARKED = { veto: "vetoed", flag: "flagged" };
+const SORTS = { disagreement: "verifiers disagree most", unsure: "least confident", sure: "most confident", repeats: "plan repeats most" };
 let texts = null;
 let matches = [];
 let drawn = 0;
+let chosen = -1; // number of the card that keys act on, on this page
+let marks = new Map(); // step and plan → marks
 
 function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "rect", "g", "path", "circle", "title"].includes(tag);
@@ -45,9 +50,35 @@ function chunk(number) {
 
 const vote = (row, verifier) => Math.floor(data.votes[row] / 4 ** verifier) % 4;
 
+// From 0, where all verifiers agree, to 0.5.
+function disagreement(row) {
+  const count = [0, 0, 0, 0];
+  data.names.verifier.forEach((_, verifier) => count[vote(row, verifier)]++);
+  const [, miss, hit] = count;
+  return hit + miss ? Math.min(hit, miss) / (hit + miss) : 0;
+}
+
+const least = (row) => (data.confidence[row] < 0 ? Infinity : data.confidence[row]);
+const ORDER = {
+  disagreement: (a, b) => disagreement(b) - disagreement(a),
+  unsure: (a, b) => (least(a) === least(b) ? 0 : least(a) - least(b)),
+  sure: (a, b) => data.confidence[b] - data.confidence[a],
+  repeats: (a, b) => data.repeats[b] - data.repeats[a],
+};
+
+function keep(list) {
+  marks = new Map();
+  for (const mark of list) {
+    const key = JSON.stringify(mark.key);
+    marks.set(key, [...(marks.get(key) ?? []), mark]);
+  }
+}
+
+const marksOf = (step, same) => [null, same].slice(0, same ? 2 : 1).flatMap((plan) => marks.get(JSON.stringify([step, plan])) ?? []);
+
 async function filter() {
   const words = view.search.toLowerCase().split(/\s+/).filter(Boolean);
-  if (words.length && !texts) {
+  if ((words.length || view.marked) && !texts) {
     texts = await load("texts");
   }
   const wanted = Object.fromEntries(["decision", "planner", "action"].map((name) => [name, data.names[name].indexOf(view[name])]));
@@ -59,8 +90,10 @@ async function filter() {
     if (view.action && data.action[row] !== wanted.action) continue;
     if (view.votes.some((state, verifier) => state && VOTES[vote(row, verifier)] !== state)) continue;
     if (steps && !words.every((word, i) => steps[data.step[row]][i] || texts.plans[row].includes(word))) continue;
+    if (view.marked && !marksOf(texts.ids[data.step[row]], texts.same[row]).some((mark) => mark.counts && mark.mark === view.marked)) continue;
     matches.push(row);
   }
+  if (view.sort in ORDER) matches.sort(ORDER[view.sort]);
 }
 
 const pages = () => Math.max(1, Math.ceil(matches.length / PER_PAGE));
@@ -76,6 +109,7 @@ async function show() {
   if (turn !== drawn) return; // the user went on meanwhile
   const cards = rows.map((row, i) => card(row, parts[i].rows[row % data.perChunk], parts[i].steps));
   document.getElementById("gallery").replaceChildren(...cards);
+  choose(Math.min(chosen, cards.length - 1), false);
   document.getElementById("found").textContent =
     `${matches.length.toLocaleString("en")} of ${data.decision.length.toLocaleString("en")} candidates`;
   document.getElementById("pager").replaceChildren(...pager());
@@ -86,9 +120,25 @@ function fail(error) {
   document.getElementById("found").textContent = error.message;
 }
 
-function refresh(page) {
+function refresh(page, card = -1) {
   view.page = page;
-  show().catch(fail);
+  chosen = card;
+  return show().catch(fail);
+}
+
+// Makes a card of this page the one that keys act on.
+function choose(card, scroll = true) {
+  chosen = card;
+  const cards = [...document.querySelectorAll("#gallery article")];
+  cards.forEach((element, i) => element.classList.toggle("chosen", i === card));
+  if (scroll && cards[card]) cards[card].scrollIntoView({ block: "center" });
+}
+
+async function step(by) {
+  const cards = document.querySelectorAll("#gallery article").length;
+  if (chosen + by >= cards && view.page < pages()) await refresh(view.page + 1, 0);
+  else if (chosen + by < 0 && view.page > 1) await refresh(view.page - 1, PER_PAGE - 1);
+  choose(Math.min(Math.max(chosen < 0 ? 0 : chosen + (by > 0 && chosen + by >= cards ? 0 : by), 0), cards - 1));
 }
 
 function pager() {
@@ -147,6 +197,56 @@ function zoom(step, votes) {
 
 const quoted = (value) => (value ? `  “${value}”` : "");
 
+function said(mark) {
+  const state = mark.mark !== "veto" ? "" : !mark.counts ? "; withdrawn since this version was made" : mark.applied ? "" : "; the next version leaves it out";
+  return make("p", { class: mark.mark === "veto" ? "no" : "warn" },
+    make("b", {}, MARKED[mark.mark]), ` ${mark.plan === null ? "(whole step) " : ""}by ${mark.by}, ${mark.at.slice(0, 16).replace("T", " ")}: ${mark.reason}${state}`);
+}
+
+// Asks who says so and why, and sends it; the server answers with all marks of this D_k.
+function ask(kind, row, step) {
+  const dialog = document.getElementById("marking");
+  const by = make("input", { required: "", maxlength: 100, "aria-label": "your name" });
+  by.value = localStorage.getItem("coepg.by") ?? "";
+  const reason = make("input", { required: "", maxlength: 1000, "aria-label": "reason" });
+  const whole = make("input", { type: "checkbox", "aria-label": "the whole step" });
+  whole.checked = row.same === null;
+  whole.disabled = row.same === null;
+  const error = make("p", { class: "no", role: "alert" });
+  const send = async (event) => {
+    event.preventDefault();
+    error.textContent = "";
+    localStorage.setItem("coepg.by", by.value);
+    const body = { k: data.iteration, what: row.id ?? row.candidate, mark: kind, whole_step: whole.checked, by: by.value, reason: reason.value };
+    try {
+      const answer = await fetch("marks", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+      if (!answer.ok) throw new Error(await answer.text());
+      keep(await answer.json());
+      dialog.close();
+      await refresh(view.page, chosen);
+    } catch (failure) {
+      error.textContent = failure.message;
+    }
+  };
+  dialog.replaceChildren(
+    make("form", { onsubmit: send },
+      make("h3", {}, `${kind}: ${row.plan ?? "a step whose answer is no plan"}`),
+      make("p", { class: "dim" }, step.goal),
+      make("label", {}, "your name", by), make("label", {}, "reason", reason),
+      make("label", { class: "line" }, whole, "the whole step, with every plan of it"),
+      error,
+      make("p", {}, make("button", {}, kind), " ", make("button", { type: "button", onclick: () => dialog.close() }, "cancel"))));
+  dialog.showModal();
+  (by.value ? reason : by).focus();
+}
+
+function marking(row, step) {
+  if (!window.coepgMarks?.live) return null;
+  const marked = marksOf(step.id, row.same).some((mark) => mark.counts);
+  const kinds = ["veto", "flag", ...(marked ? ["withdraw"] : [])];
+  return make("p", { class: "marking" }, ...kinds.map((kind) => make("button", { type: "button", "data-mark": kind, onclick: () => ask(kind, row, step) }, kind)));
+}
+
 function card(number, row, steps) {
   const step = steps[row.step];
   const decision = data.names.decision[data.decision[number]];
@@ -165,7 +265,7 @@ function card(number, row, steps) {
   const label = `${step.action}${quoted(step.value)}`;
   return make(
     "article",
-    { class: `card ${decision}`, "data-candidate": row.candidate },
+    { class: `card ${decision}`, "data-candidate": row.candidate, onclick: (event) => choose([...event.currentTarget.parentNode.children].indexOf(event.currentTarget), false) },
     screen(step, row.votes, 200, 300, () => zoom(step, row.votes)),
     make(
       "div",
@@ -180,6 +280,9 @@ function card(number, row, steps) {
         ? make("details", {}, make("summary", {}, `${step.history.length} actions before`), make("ol", {}, ...step.history.map((text) => make("li", {}, text))))
         : null,
       row.votes.length ? make("table", {}, make("tr", {}, ...heads), ...votes) : null,
+      ...marksOf(step.id, row.same).map(said),
+      marking(row, step),
+      data.repeats[number] > 1 ? make("p", { class: "dim" }, `${data.repeats[number].toLocaleString("en")} candidates say this plan`) : null,
       make("p", { class: "from" }, `${row.row ? `row ${row.row} (${row.id})` : row.candidate} · planner ${data.names.planner[data.planner[number]]} · made in iteration ${row.madeIn} · `,
         row.row === null ? null : `candidate ${row.candidate} · `,
         make("a", { href: "#" + new URLSearchParams({ search: step.id }) }, "all plans of this step"),
@@ -191,7 +294,7 @@ function card(number, row, steps) {
 // The filters are part of the address, so that a view can be linked to.
 function remember() {
   const state = new URLSearchParams();
-  for (const name of ["decision", "planner", "action", "search"]) if (view[name]) state.set(name, view[name]);
+  for (const name of [...CHOICES, "search"]) if (view[name]) state.set(name, view[name]);
   view.votes.forEach((value, i) => value && state.set(`vote.${data.names.verifier[i]}`, value));
   if (view.page > 1) state.set("page", view.page);
   const hash = state.size ? `#${state}` : "";
@@ -202,7 +305,7 @@ const bare = () => location.href.split("#")[0];
 
 function recall() {
   const state = new URLSearchParams(location.hash.slice(1));
-  for (const name of ["decision", "planner", "action", "search"]) view[name] = state.get(name) ?? "";
+  for (const name of [...CHOICES, "search"]) view[name] = state.get(name) ?? "";
   view.votes = data.names.verifier.map((name) => state.get(`vote.${name}`) ?? "");
   view.page = Number(state.get("page") ?? 1) || 1;
   document.getElementById("filters").replaceChildren(...filters());
@@ -214,9 +317,9 @@ function filters() {
     for (const code of column) count[code]++;
     return names.map((name, i) => [name, `${name.replaceAll("_", " ")} (${count[i].toLocaleString("en")})`]);
   };
-  const choice = (label, options, value, set) => {
+  const choice = (label, options, value, set, none = "any") => {
     const select = make("select", { onchange: (event) => { set(event.target.value); refresh(1); } },
-      make("option", { value: "" }, "any"), ...options.map(([name, text]) => make("option", { value: name }, text)));
+      make("option", { value: "" }, none), ...options.map(([name, text]) => make("option", { value: name }, text)));
     select.value = value;
     select.setAttribute("aria-label", typeof label === "string" ? label : label.textContent);
     return make("label", {}, label, select);
@@ -227,6 +330,8 @@ function filters() {
     const label = make("span", {}, make("span", { class: "dot", style: `background:${COLORS[i % COLORS.length]}` }), name);
     made.push(choice(label, VOTES.map((text) => [text, text]), view.votes[i], (value) => (view.votes[i] = value)));
   });
+  made.push(choice("marked", Object.entries(MARKED), view.marked, (value) => (view.marked = value)));
+  made.push(choice("sort", Object.entries(SORTS), view.sort, (value) => (view.sort = value), "by step"));
   let timer = 0;
   const search = make("input", {
     type: "search", placeholder: "words of task, family, plan, or an id", "aria-label": "search",
@@ -242,7 +347,58 @@ function filters() {
   return made;
 }
 
+// A spreadsheet takes text that begins with one of these for a formula, also after blanks, and in its full-width form.
+const cell = (value) => {
+  const text = value === null || value === undefined ? "" : String(value);
+  const formula = typeof value === "string" && /^[\s\0]*[=+\-@＝＋－＠\t\r\n]/.test(text);
+  return `"${(formula ? "'" : "") + text.replaceAll('"', '""')}"`;
+};
+
+// The current selection, in its order, as the text of a CSV file (RFC 4180; the byte order mark tells Excel that it is UTF-8).
+async function csv() {
+  const verifiers = data.names.verifier;
+  const lines = [["row", "row_id", "candidate_id", "decision", "why", "step_id", "family", "goal", "plan", "answer", "planner", "action", "value",
+    "label_action", "label_value", "made_in", "repeats", "marks", ...verifiers.flatMap((name) => [`${name}: vote`, `${name}: x`, `${name}: y`, `${name}: confidence`])]];
+  for (const number of matches) {
+    const part = await chunk(Math.floor(number / data.perChunk));
+    const row = part.rows[number % data.perChunk];
+    const of = part.steps[row.step];
+    const votes = new Map(row.votes.map((cast) => [cast[0], cast]));
+    const marked = marksOf(of.id, row.same).filter((mark) => mark.counts).map((mark) => `${MARKED[mark.mark]} by ${mark.by}: ${mark.reason}`);
+    lines.push([row.row, row.id, row.candidate, data.names.decision[data.decision[number]], row.why, of.id, of.family, of.goal, row.plan, row.text,
+      data.names.planner[data.planner[number]], row.action, row.value, of.action, of.value, row.madeIn, data.repeats[number], marked.join("; "),
+      ...verifiers.flatMap((_, i) => { const [, state, x, y, confidence] = votes.get(i) ?? [i, 0, null, null, null]; return [VOTES[state], x, y, confidence]; })]);
+  }
+  return "\ufeff" + lines.map((line) => line.map(cell).join(",") + "\r\n").join("");
+}
+
+async function save() {
+  const address = URL.createObjectURL(new Blob([await csv()], { type: "text/csv" }));
+  make("a", { href: address, download: `${data.folder}.csv` }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  if (event.target.closest("input, select, textarea")) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const act = (kind) => document.querySelector(`#gallery .chosen [data-mark=${kind}]`)?.click();
+  const keys = {
+    j: () => step(1), k: () => step(-1), v: () => act("veto"), f: () => act("flag"),
+    n: () => view.page < pages() && refresh(view.page + 1), p: () => view.page > 1 && refresh(view.page - 1),
+    "/": () => document.querySelector("#filters input[type=search]").focus(),
+  };
+  if (Object.hasOwn(keys, event.key)) {
+    event.preventDefault();
+    keys[event.key]();
+  }
+});
+
+document.getElementById("csv").addEventListener("click", () => save().catch(fail));
 document.getElementById("filters").addEventListener("submit", (event) => event.preventDefault());
 window.addEventListener("hashchange", () => { recall(); show().catch(fail); });
+keep(window.coepgMarks?.marks ?? []);
 recall();
 show().catch(fail);
