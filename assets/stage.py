@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
+from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment import ExperimentError, Member, Models, code_version, fingerprint
 from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import training_refusals, trainings
-from coepg_dagster.provenance import CROSSING, SHARED, Asset, Input, NotUsable, Record, Ref
+from coepg_dagster.provenance import CROSSING, SHARED, Asset, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.store import UNPARTITIONED, Store
 
@@ -248,11 +250,16 @@ def _materialize(
             **_overrides(context, asset),
             **({"place": dg.MetadataValue.json(record.place)} if record.place else {}),
             **outcome.metadata,
-            **(numbers(outcome.figures) if outcome.plotted is None else outcome.plotted),
+            **{
+                name: rounded(value)
+                for name, value in (
+                    *(numbers(outcome.figures) if outcome.plotted is None else outcome.plotted).items(),
+                    ("seconds", seconds),
+                    *([("worker_seconds", outcome.seconds)] if outcome.seconds is not None else []),
+                )
+            },
             **_row_count(artifact.folder, outcome.content),
-            "seconds": record.seconds,
-            **({"worker_seconds": outcome.seconds} if outcome.seconds is not None else {}),
-            "inputs": _inputs_table(record.inputs),
+            "inputs": _inputs_table(record),
             "folder": record.folder,  # below the store, which may be moved
             **page_link(loop, work.ref),
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
@@ -314,6 +321,13 @@ def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> 
     )
 
 
+def rounded(value: float) -> float:
+    """A number as people read it: two decimals, or as many as show four digits. The record has all digits."""
+    if isinstance(value, int) or not math.isfinite(value) or value == 0:
+        return value
+    return round(value, max(2, 3 - math.floor(math.log10(abs(value)))))
+
+
 def numbers(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers in nested figures, under names like `test_seed/step_sr`, for Dagster's plots."""
     flat: dict[str, float] = {}
@@ -325,18 +339,14 @@ def numbers(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
-def _inputs_table(inputs: list[Input]) -> dg.TableMetadataValue:
+def _inputs_table(record: Record) -> dg.TableMetadataValue:
+    rows = [(used.asset, used.data_version, used.iteration, used.run_id[:8]) for used in record.inputs]
+    if read := record.figures.get(VETOES):
+        rows.append((VETOES, read["version"], record.iteration, ""))
     return dg.MetadataValue.table(
         [
-            dg.TableRecord(
-                {
-                    "asset": used.asset,
-                    "partition": str(used.iteration),
-                    "version": used.data_version,
-                    "run": used.run_id[:8],
-                }
-            )
-            for used in inputs
+            dg.TableRecord({"asset": asset, "partition": str(iteration), "version": version, "run": run})
+            for asset, version, iteration, run in rows
         ],
         dg.TableSchema([dg.TableColumn(name) for name in ("asset", "partition", "version", "run")]),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coepg_dagster.auditing.archive import BASE
+from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.progress import span_text
 from coepg_dagster.provenance import ORDER, SHARED, Asset, Record, Ref, Stale, inputs_of
@@ -107,6 +108,8 @@ def key_number(experiment: Experiment, record: Record) -> str:
     learned = (figures.get("probe") or {}).get("train")
     if record.asset in ("planner", "end_to_end") and learned:
         return f"GRPO {learned['difference']:+.1f} on train"
+    if vetoes := figures.get(VETOES):
+        return f"{figures['rows']:,} rows, {vetoes['left_out']:,} vetoed"
     for name, text in (
         ("rows", "{:,} rows"),
         ("models", "{} models"),
@@ -129,6 +132,7 @@ def lineage_page(
     models: Mapping[str, Mapping[str, Any]] | None = None,
     experiments: Sequence[Experiment] = (),
     map_of: Callable[[str, int], str | None] = lambda name, seed: None,
+    crumbs: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The map as HTML.
 
@@ -138,6 +142,7 @@ def lineage_page(
         models: what `open_models` lists: name → checkpoint, version (hash of the weights, or revision of the hub).
         experiments: drawn above the map, with arrows from parent to overlay; without them nothing is drawn there.
         map_of: the address of the map of an experiment and seed, relative to this one's.
+        crumbs: (text, address) of the pages above.
     """
     experiment, seed, records = view.experiment, view.seed, view.records
     nodes = {node.ref: node for node in _nodes(view)}
@@ -152,6 +157,7 @@ def lineage_page(
     return render(
         "lineage.html",
         name=view.name,
+        crumbs=crumbs,
         description=experiment.description,
         nodes=list(nodes.values()),
         edges=[(_path(start, end), _kind(start, end), start.ref, end.ref) for start, end in edges],
