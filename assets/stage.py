@@ -340,7 +340,9 @@ def numbers(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _inputs_table(record: Record) -> dg.TableMetadataValue:
-    rows = [(used.asset, used.data_version, used.iteration, used.run_id[:8]) for used in record.inputs]
+    rows: list[tuple[str, str, int | None, str]] = [
+        (used.asset, used.data_version, used.iteration, used.run_id[:8]) for used in record.inputs
+    ]
     if read := record.figures.get(VETOES):
         rows.append((VETOES, read["version"], record.iteration, ""))
     return dg.MetadataValue.table(
