@@ -628,7 +628,7 @@ def _hosts(host: str, port: int, public_url: str | None, without_login: bool) ->
         )
     try:
         listens_on = ip_address(socket.gethostbyname(host))  # IPv4
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         refuse(f"--host {host}: is no IPv4 address of this machine, nor a name of one: correct it")
     if not listens_on.is_loopback and not without_login:
         refuse(
