@@ -238,11 +238,11 @@ def _materialize(
     )
     if asset in CROSSING and is_read_next(loop, work.ref):  # after the last iteration too: K may be raised later
         hand_over(context, loop, record)
-    before = loop.records(context.instance, work.store.root)
-    records = before.replaced(record)
+    known = loop.records(context.instance, work.store.root)
+    records = known.replaced(record)
     skipped = with_readers(loop, asset) - {asset} if record.failed_checks else set()
-    told = (changed(loop, before, records) | {ref for ref in before if ref.asset in skipped}) - {work.ref}
-    evaluate_again(context.instance, loop, records, told, (context.run.run_id, skipped))
+    affected = (changed(loop, known, records) | {ref for ref in known if ref.asset in skipped}) - {work.ref}
+    evaluate_again(context.instance, loop, records, affected, (context.run.run_id, skipped))
     checks = {} if asset in SHARED else results_of(loop, work.ref, records, loop.stale(records)) | outcome.checks
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
