@@ -519,11 +519,3 @@ def each_prediction(
             return read_uground(path, protocol, labels=labels, answers=answers)
         case _:
             raise ScoringError(f"format {format!r} is not known; choose from {', '.join(FORMATS)}")
-
-
-def read_predictions(
-    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None
-) -> tuple[list[Case], Notes]:
-    """All readable cases of `each_prediction`, and its notes."""
-    rows, notes = each_prediction(path, format, protocol, labels=labels, answers=answers)
-    return [row for row in rows if isinstance(row, Case)], notes

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from coepg_dagster.evaluation.case import Case, Notes
+from coepg_dagster.evaluation.formats import each_prediction
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result
 from coepg_dagster.evaluation.score import score_file
@@ -20,6 +22,12 @@ needs_data = pytest.mark.skipif(
 )
 PREDICTIONS = DATA / "published_predictions"
 SAMPLES = DATA / "benchmark_samples"
+
+
+def read_predictions(path: Path, format: str, protocol: str, **files: Path) -> tuple[list[Case], Notes]:
+    """All readable cases of a file, and what its reader notices."""
+    rows, notes = each_prediction(path, format, protocol, **files)
+    return [row for row in rows if isinstance(row, Case)], notes
 
 
 def score_under_all(path: Path, format: str, family: str) -> dict[str, Result]:

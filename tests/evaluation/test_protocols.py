@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.android_control import TreeNode, canonical, os_atlas_text, smallest_node
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
-from coepg_dagster.evaluation.formats import read_predictions
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
 from coepg_dagster.evaluation.protocols import PROTOCOLS, find_protocol, protocols_markdown
 from coepg_dagster.evaluation.result import result_of, sop, summarise
 from coepg_dagster.evaluation.score import compare, score_file
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
+
+from .shared import read_predictions
 
 settings.register_profile("evaluation", deadline=None)
 settings.load_profile("evaluation")
