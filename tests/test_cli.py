@@ -293,7 +293,12 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
         assert "draft.yaml: key `iterations`: Input should be a valid integer (got 'yes') (and 1 more)" in err
         code, out, err = tell(project, "plan", "draft")
         assert code == 1 and not out and "key `seeds`" in err and "left out" not in err
-        for command in (["results", "sandbox"], ["trace", "r" + "0" * 16], ["gc", "--dry-run"], ["ui", "--host", "10.0.0.1"]):
+        for command in (
+            ["results", "sandbox"],
+            ["trace", "r" + "0" * 16],
+            ["gc", "--dry-run"],
+            ["ui", "--host", "10.0.0.1"],
+        ):
             assert tell(project, *command)[2].count("left out") == 2, command
     finally:
         for file in others:
