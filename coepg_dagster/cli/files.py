@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress as RichProgress
-from rich.table import Table
 
 from coepg_dagster.cli.common import err, open_experiment, print_table, two_decimals
 from coepg_dagster.progress import Report
 
 if TYPE_CHECKING:
-    from coepg_dagster.evaluation.result import Comparison, Result
+    from coepg_dagster.evaluation.result import Result
 
 app = typer.Typer()
 
@@ -28,32 +26,21 @@ def score(
     format: Annotated[str, typer.Option(help="coepg (our own), gui_r1, mai_ui, ui_genie or uground")],
     protocol: Annotated[str | None, typer.Option(help="see `coepg protocols`")] = None,
     every: Annotated[bool, typer.Option("--all", help="every protocol that fits the file, side by side")] = False,
-    against: Annotated[
-        Path | None, typer.Option(help="other predictions for the same items: paired difference")
-    ] = None,
     exclude: Annotated[Path | None, typer.Option(help="list of wrong labels: the score without them beside it")] = None,
     labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
     answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
-    from coepg_dagster.evaluation.score import compare, read_exclusions, score_file, without
+    from coepg_dagster.evaluation.score import read_exclusions, score_file, without
 
-    if every == (protocol is not None) or (every + (against is not None) + (exclude is not None) > 1):
-        raise typer.BadParameter("give --protocol NAME, with --against or --exclude or neither, or --all")
+    if every == (protocol is not None) or (every and exclude is not None):
+        raise typer.BadParameter("give --protocol NAME, with or without --exclude, or --all")
     if protocol is None:
         _score_all(file, format, labels, answers, as_json)
         return
     with _reading() as report:
         result = score_file(file, format, protocol, labels=labels, answers=answers, report=report)
-        other = None if against is None else score_file(against, format, protocol, report=report)
-    if other is not None:
-        comparison = compare(other, result)
-        if as_json:
-            typer.echo(json.dumps(comparison.as_dict(), indent=2))
-            return
-        _print_difference(comparison, str(file), str(against))
-        return
     results = [result] if exclude is None else [result, without(result, read_exclusions(exclude))]
     if as_json:
         whole, *rest = (json.loads(each.to_json()) for each in results)
@@ -99,19 +86,6 @@ def _print_result(result: Result) -> None:
             typer.echo(f"{reason}: {count}")
 
 
-def _print_difference(comparison: Comparison, file: str, against: str) -> None:
-    view = Table(
-        *("metric", "micro", "95 %", "macro", "95 %", "smallest that shows"),
-        title=f"{comparison.protocol}: {file} minus {against}, {comparison.steps} paired",
-    )
-    for name, difference in comparison.differences.items():
-        cells = [name]
-        for value, ends in ((difference.micro, difference.ci95_micro), (difference.macro, difference.ci95)):
-            cells += ["–" if value is None else f"{value:+.2f}", f"[{ends[0]:+.2f}, {ends[1]:+.2f}]" if ends else "–"]
-        view.add_row(*cells, two_decimals(difference.detectable_micro))
-    Console().print(view)
-
-
 def _score_all(file: Path, format: str, labels: Path | None, answers: Path | None, as_json: bool) -> None:
     from coepg_dagster.evaluation.score import differing_steps, score_under_every
 
@@ -122,11 +96,12 @@ def _score_all(file: Path, format: str, labels: Path | None, answers: Path | Non
         scores = {name: json.loads(result.to_json()) for name, result in results.items()}
         typer.echo(json.dumps({"protocols": scores, "differ": differing, "do not fit": refused}, indent=2))
         return
-    view = Table("protocol", "metric", "micro", "macro", "n", title=f"{file}: every protocol that fits")
-    for name, result in results.items():
-        for metric_name, metric in result.metrics.items():
-            view.add_row(name, metric_name, two_decimals(metric.micro), two_decimals(metric.macro), str(metric.n))
-    Console().print(view)
+    rows = [
+        [name, metric_name, two_decimals(metric.micro), two_decimals(metric.macro), str(metric.n)]
+        for name, result in results.items()
+        for metric_name, metric in result.metrics.items()
+    ]
+    print_table(f"{file}: every protocol that fits", ("protocol", "metric", "micro", "macro", "n"), rows)
     for step, values in differing.items():
         typer.echo(f"{step}: " + ", ".join(f"{name} {'–' if v is None else f'{v:g}'}" for name, v in values.items()))
     typer.echo(f"{len(differing)} rows on which they differ; protocols that do not fit: {', '.join(refused) or 'none'}")

@@ -700,7 +700,9 @@ def compare(
     a: Annotated[str, typer.Argument(help="a file of predictions, or EXPERIMENT@k")],
     b: Annotated[str, typer.Argument(help="another one, of the same steps")],
     protocol: Annotated[str, typer.Option(help="for files; experiments have their own")] = "miniwob/point",
-    format: Annotated[str, typer.Option(help="of the files: coepg (our own), gui_r1, ui_genie or uground")] = "coepg",
+    format: Annotated[
+        str, typer.Option(help="of the files: coepg (our own), gui_r1, mai_ui, ui_genie or uground")
+    ] = "coepg",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Says whether two results differ: paired by step, with a 95 % interval clustered by task.
@@ -720,20 +722,32 @@ def compare(
         typer.echo(json.dumps({"splits": {split: one.as_dict() for split, one in compared.items()}}, indent=2))
         return
     for split, one in compared.items():
-        title = f"{one.protocol}, {split}: {one.steps} steps; per cent, macro"
-        print_table(
-            title, ("metric", "A", "B", "B - A", "differs"), [_difference_row(name, one) for name in one.differences]
-        )
-    typer.echo(f"A: {a}, B: {b}. Differences in points, with 95 % intervals; `--json` has the averages over steps too.")
+        title = f"{one.protocol}, {split}: {one.steps} steps; per cent"
+        head = ("metric", "A", "B", "B - A", "differs", "over steps: B - A", "smallest that shows")
+        print_table(title, head, [_difference_row(name, one) for name in one.differences])
+    typer.echo(
+        f"A: {a}, B: {b}. Averages are macro but for those over steps (micro); differences in points, with 95 % intervals. "
+        "Of the smallest true difference that shows, 4 of 5 such comparisons find one."
+    )
 
 
 def _difference_row(name: str, compared: Comparison) -> list[str]:
     of = compared.differences[name]
-    inside = "–" if of.macro is None else f"{of.macro:+.2f}"
-    if of.ci95 is not None:
-        inside += f" [{of.ci95[0]:+.2f}, {of.ci95[1]:+.2f}]"
     differs = {None: "–", True: "yes", False: "no"}[of.differs]
-    return [name, two_decimals(of.macro_a), two_decimals(of.macro_b), inside, differs]
+    return [
+        name,
+        two_decimals(of.macro_a),
+        two_decimals(of.macro_b),
+        _with_interval(of.macro, of.ci95),
+        differs,
+        _with_interval(of.micro, of.ci95_micro),
+        two_decimals(of.detectable_micro),
+    ]
+
+
+def _with_interval(difference: float | None, ends: tuple[float, float] | None) -> str:
+    text = "–" if difference is None else f"{difference:+.2f}"
+    return text if ends is None else f"{text} [{ends[0]:+.2f}, {ends[1]:+.2f}]"
 
 
 @rewards.command("recompute")

@@ -313,8 +313,9 @@ def test_the_command_prints_averages_by_name_differences_and_every_protocol(tmp_
     command = ["score", str(path), "--format", "mai_ui"]
     one = CliRunner().invoke(app, [*command, "--protocol", PRO])
     assert one.exit_code == 0 and "acc by application, mean of 1: 100.00; vscode 100.00 (3)" in one.output
-    paired = CliRunner().invoke(app, [*command, "--protocol", PRO, "--against", str(path), "--json"])
-    assert json.loads(paired.output)["differences"]["acc"]["micro"] == 0
+    against = ["compare", str(path), str(path), "--format", "mai_ui", "--protocol", PRO]
+    [paired] = json.loads(CliRunner().invoke(app, [*against, "--json"]).output)["splits"].values()
+    assert paired["differences"]["acc"]["micro"] == 0
     every = CliRunner().invoke(app, [*command, "--all", "--json"])
     assert list(json.loads(every.output)["protocols"]) == [PRO]
     assert CliRunner().invoke(app, command).exit_code == 2
