@@ -365,7 +365,8 @@ class Grpo(Strict):
 
     enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
     prompts: Literal["dataset", "unseen"] = Field(
-        "dataset", description="training steps to ask about: those of D_{k-1}, or `unseen`, those without a row in it"
+        "dataset",
+        description="training steps to ask about: `dataset`, those with a row in D_{k-1}; `unseen`, those without one",
     )
     prompts_per_step: int = Field(42, ge=1, description="prompts per optimizer step")
     group_size: int = Field(7, ge=2, le=1024, description="G, rollouts per prompt")
