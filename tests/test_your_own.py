@@ -125,7 +125,7 @@ def test_7b_on_one_machine_and_the_reward_of_another_variant(project: Path) -> N
     shutil.copy(REPOSITORY / "experiments" / "web_7b.yaml", project / "experiments")
     (plan,) = commands("7B on one machine")
     code, out, err = tell(project, *plan)
-    assert code in (0, 1, 3) and "Traceback" not in err and "name: web_7b" in out
+    assert code in (0, 1, 3) and "Traceback" not in err and "web_7b/s13 on h100x8" in out
     (recompute,) = commands("Own reward")
     assert "run `coepg evolve mine/s13 --through 1` first" in tell(project, *recompute)[2]
 

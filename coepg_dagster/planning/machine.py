@@ -141,7 +141,9 @@ class Machine(Strict):
 
     name: Name
     description: str = ""
-    card: str | None = Field(None, description="its GPUs, as `coepg plan --gpu` knows them; null: it computes on CPUs")
+    card: str | None = Field(
+        None, description="its GPUs, as `--gpu` of `coepg plan` knows them; null: it computes on CPUs"
+    )
     gpus: int = Field(0, ge=0, le=1024, description="how many of them")
     sft: TrainingSettings = TrainingSettings()
     grpo_cdrem: TrainingSettings = TrainingSettings()
