@@ -25,8 +25,7 @@ from coepg_dagster.planning.machine import (
     ProcessSettings,
     TrainingSettings,
     place_models,
-    refuse_ray_with_ranks,
-    refuse_unknown_trackers,
+    refuse_training_settings,
 )
 
 Config = TypeVar("Config", bound=Strict)
@@ -81,8 +80,7 @@ class Training(_resource(TrainingSettings), Processes):  # type: ignore[misc]
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:
-        refuse_ray_with_ranks(self)
-        refuse_unknown_trackers(self.tracking)
+        refuse_training_settings(self)
         return self
 
     def settings(self) -> TrainingSettings:

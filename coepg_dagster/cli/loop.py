@@ -112,7 +112,9 @@ def evolve(
     placed = placed_machine(place, machine)
     # torch takes seconds to import: its GPUs are counted only where that matters
     if through and (placed.spread or placed.refusals(experiment, 0)):
-        _refuse_all(experiment, placed.refusals(experiment, _gpus()))
+        from coepg_dagster.training.launch import visible_gpus
+
+        _refuse_all(experiment, placed.refusals(experiment, visible_gpus()))
     made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
     err.print(f"{made} runs" if made else "everything is there and current")
 
@@ -121,13 +123,6 @@ def _refuse_all(experiment: Experiment, why: list[str]) -> None:
     """Ends with the reasons, if there are any."""
     if why:
         refuse("\n".join(f"{experiment.name}: {line}" for line in why))
-
-
-def _gpus() -> int:
-    """The GPUs of this machine."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 @app.command("import")

@@ -20,7 +20,7 @@ from coepg_dagster import jsonlines
 from coepg_dagster.evaluation.android_control import POINTED, TreeNode, canonical
 from coepg_dagster.evaluation.case import Action, Case, Notes, ScoringError, Unread, point_of
 from coepg_dagster.evaluation.grounding_logs import read_mai_ui
-from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.evaluation.metrics import BoxTuple, Point, direction
 from coepg_dagster.evaluation.rows import AnswerReader, PredictionRow, read_json, read_jsonl, readable_rows, rows_of
 from coepg_dagster.geometry import Point as PlacedPoint
 from coepg_dagster.geometry import Size, Space, Viewport
@@ -119,12 +119,7 @@ def _genie_action(text: str, reader: AnswerReader) -> Action | None:
 
 def _swipe_direction(start: Point | None, end: Point | None) -> str:
     """The finger's direction; "right" where a point is missing, as UI-Genie's script has it."""
-    if start is None or end is None:
-        return "right"
-    dx, dy = end[0] - start[0], end[1] - start[1]
-    if abs(dx) > abs(dy):
-        return "right" if dx > 0 else "left"
-    return "down" if dy > 0 else "up"
+    return "right" if start is None or end is None else direction(start, end)
 
 
 def read_ui_genie(path: Path, protocol: str) -> tuple[list[Case], Notes]:

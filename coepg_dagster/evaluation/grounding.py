@@ -12,22 +12,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from coepg_dagster.evaluation.case import Case, Protocol, Verdict
-from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
-from coepg_dagster.evaluation.screenspot import METRICS
+from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.evaluation.screenspot import METRICS, judge_uground
 
 REFUSAL: Final = "refusal"
 TARGET: Final = "target"
 
 
-def judge_items(case: Case) -> Verdict:
-    """Point in any box, borders included; no point is wrong. Exact for labels and points in the same space."""
-    point = case.prediction.point if case.prediction else None
-    return Verdict((float(point is not None and inside_any(point, case.boxes)),))
-
-
 def judge_any_order(case: Case) -> Verdict:
-    """As `judge_items`, whichever two opposite corners of a box the label has."""
-    return judge_items(replace(case, boxes=tuple(map(_in_order, case.boxes))))
+    """As `judge_uground`, whichever two opposite corners of a box the label has."""
+    return judge_uground(replace(case, boxes=tuple(map(_in_order, case.boxes))))
 
 
 def _in_order(box: BoxTuple) -> BoxTuple:
@@ -41,16 +35,11 @@ def judge_polygons(case: Case) -> Verdict:
     An answer of two negative coordinates is none. On the sides of a polygon, `in_polygon` decides.
     """
     point = case.prediction.point if case.prediction else None
-    if (
-        case.facts.get(
-            "target",
-        )
-        == REFUSAL
-    ):
+    if case.facts.get("target") == REFUSAL:
         return Verdict((float(point is None or (point[0] < 0 and point[1] < 0)),))
     if polygon := case.facts.get("polygon"):
         return Verdict((float(point is not None and in_polygon(point, polygon)),))
-    return judge_items(case)
+    return judge_uground(case)
 
 
 def in_polygon(point: Point, corners: Sequence[Point]) -> bool:
@@ -65,7 +54,7 @@ def in_polygon(point: Point, corners: Sequence[Point]) -> bool:
 
 _COMMON: Final[dict[str, Any]] = {
     "metrics": METRICS,
-    "judge": judge_items,
+    "judge": judge_uground,
     "element": "point in the box, borders included",
     "text": "–",
     "denominator": "all items, no answer is wrong",

@@ -223,7 +223,7 @@ def _case(row: PredictionRow, board: str, notice: Any, spaces: tuple[_Space, _Sp
             triples = zip(normal, size, point, strict=True)
             if any(abs(part * side - value) > _CLOSE * side for part, side, value in triples):
                 notice("rows whose `pred` and `pred_norm` differ; `pred` counts", step_id)
-    facts = _classes(data, board)
+    facts = _classes(data)
     if not any(numbers) or max(numbers) < 0:
         facts["target"] = REFUSAL
     elif board.startswith("osworld_g"):
@@ -306,7 +306,7 @@ def _differs(point: Point, raw: Point, size: tuple[int, int] | None, boxes: tupl
     return f"rows whose raw answer gives another point, {'with another' if changed else 'with the same'} verdict"
 
 
-def _classes(data: Mapping[str, Any], board: str) -> dict[str, Any]:
+def _classes(data: Mapping[str, Any]) -> dict[str, Any]:
     """The classes of a row over which a board's page averages."""
     facts: dict[str, Any] = {
         key: value

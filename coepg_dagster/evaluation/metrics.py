@@ -84,5 +84,13 @@ def inside_any(point: Point, boxes: Iterable[BoxTuple]) -> bool:
     return any(inside(point, box) for box in boxes)
 
 
+def direction(start: Point, end: Point) -> str:
+    """left, right, up or down: along the axis on which the two differ more; up or down where both differ as much."""
+    dx, dy = end[0] - start[0], end[1] - start[1]
+    if abs(dx) > abs(dy):
+        return "right" if dx > 0 else "left"
+    return "down" if dy > 0 else "up"
+
+
 def distance(a: Point, b: Point) -> float:
     return math.hypot(a[0] - b[0], a[1] - b[1])

@@ -335,9 +335,7 @@ class Difference:
     ci95_micro: Interval | None
     macro_a: float | None  # the two values that `macro` is the difference of
     macro_b: float | None
-    detectable_micro: float | None = (
-        None  # smallest difference of `micro` that this many steps can show, see _detectable
-    )
+    detectable_micro: float | None = None  # smallest true difference of `micro` that would show, see _detectable
 
     @property
     def differs(self) -> bool | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from coepg_dagster.evaluation.case import Case, Protocol, Verdict
-from coepg_dagster.evaluation.metrics import inside, strictly_inside
+from coepg_dagster.evaluation.metrics import inside_any, strictly_inside
 
 METRICS: Final = ("acc",)
 GROUPS: Final = ("mobile_text", "mobile_icon", "desktop_text", "desktop_icon", "web_text", "web_icon")
@@ -22,9 +22,9 @@ def judge_gui_r1(case: Case) -> Verdict:
 
 
 def judge_uground(case: Case) -> Verdict:
-    """Point inside the box or on its border."""
+    """Point in any box, borders included; no point is wrong. Exact for labels and points in the same space."""
     point = case.prediction.point if case.prediction else None
-    return Verdict((float(point is not None and any(inside(point, box) for box in case.boxes)),))
+    return Verdict((float(point is not None and inside_any(point, case.boxes)),))
 
 
 GUI_R1: Final = Protocol(

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Final
 
 from coepg_dagster.evaluation.case import Action, Case, Protocol, ScoringError, Verdict
-from coepg_dagster.evaluation.metrics import BoxTuple, Point, contains_either, distance, inside
+from coepg_dagster.evaluation.metrics import BoxTuple, Point, contains_either, direction, distance, inside, inside_any
 
 TYPE_ACC, STEP_ACC = "type_acc", "step_acc"
 NEAR: Final = 0.14
@@ -81,7 +81,7 @@ def judge_odyssey(case: Case) -> Verdict:
             right = predicted.value.strip().lower() == label.value.strip().lower()
         case "CLICK" | "LONG_PRESS":
             point = predicted.point
-            right = (point is not None and any(inside(point, box) for box in case.boxes)) or _near(case)
+            right = (point is not None and inside_any(point, case.boxes)) or _near(case)
         case _:
             right = True
     return Verdict((1.0, float(right)))
@@ -158,13 +158,6 @@ def squad_f1(predicted: str, label: str) -> float:
     return 2 * common / (a.total() + b.total())
 
 
-def _direction(start: Point, end: Point) -> str:
-    dx, dy = end[0] - start[0], end[1] - start[1]
-    if abs(dx) > abs(dy):
-        return "right" if dx > 0 else "left"
-    return "down" if dy > 0 else "up"
-
-
 def judge_guiact(case: Case) -> Verdict:
     """Name equal, and: click, hover the element; tap within NEAR; input, answer F1 > 0.5; select both; scroll, swipe direction.
 
@@ -199,7 +192,7 @@ def _element(case: Case) -> bool:
 
 
 def _way(action: Action, end: Point | None) -> str:
-    return action.value.strip().lower() if action.point is None or end is None else _direction(action.point, end)
+    return action.value.strip().lower() if action.point is None or end is None else direction(action.point, end)
 
 
 NEEDS: Final = "the action names of its owner"

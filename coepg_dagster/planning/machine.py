@@ -7,7 +7,7 @@ defaults of the Launchpad, and of all runs of sensors and schedules.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self, get_args
 
@@ -98,8 +98,7 @@ class TrainingSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:
-        refuse_ray_with_ranks(self)
-        refuse_unknown_trackers(self.tracking)
+        refuse_training_settings(self)
         return self
 
     @property
@@ -114,15 +113,14 @@ class TrainingSettings(ProcessSettings):
         )
 
 
-def refuse_ray_with_ranks(settings: Any) -> None:
-    """Raises ValueError if training is to run on Ray in several processes; `settings` has the fields of TrainingSettings."""
+def refuse_training_settings(settings: Any) -> None:
+    """Raises ValueError for training on Ray in several processes, and for a name that is no tracker.
+
+    `settings` has the fields of TrainingSettings: the Dagster resource, which takes over its fields alone, asks here too.
+    """
     if settings.launcher == "ray" and (settings.training_processes > 1 or settings.strategy != "ddp"):
         raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
-
-
-def refuse_unknown_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for a name that is no tracker."""
-    for name in names:
+    for name in settings.tracking:
         if name not in get_args(Tracker):
             raise ValueError(f"{name!r} is no tracker: choose from {', '.join(get_args(Tracker))}")
 

@@ -134,7 +134,7 @@ def accumulation(rows: int, micro: int, processes: int) -> int:
     return passes
 
 
-def _gpus() -> int:
+def visible_gpus() -> int:
     """The GPUs that this process sees."""
     import torch
 
@@ -177,7 +177,7 @@ def accelerate_config(placement: Placement, *, on_gpu: bool) -> dict[str, Any]:
 
 def launch_ranks(placement: Placement, scratch: Path, module: str, arguments: list[str], *, on_gpu: bool) -> int:
     """Runs `module` in the processes of `placement`. Returns the exit code of `accelerate launch`."""
-    if why := hardware_refusals(placement, _gpus() if on_gpu else 0, "this resource"):
+    if why := hardware_refusals(placement, visible_gpus() if on_gpu else 0, "this resource"):
         raise Ended("\n".join(why))
     config = scratch / "accelerate.yaml"
     config.write_text(yaml.safe_dump(accelerate_config(placement, on_gpu=on_gpu)))
