@@ -43,6 +43,7 @@ from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Regeneration
 from coepg_dagster.inference.weights import is_local
+from coepg_dagster.planning.machine import Machine
 from coepg_dagster.pools.quality import Regenerated, by_episode
 from coepg_dagster.processes import LAST_WORDS, ended, words_left
 from coepg_dagster.progress import Pace, local_time, span_text
@@ -175,9 +176,8 @@ class Reproduction:
     instance: dg.DagsterInstance
     console: Console
     jobs: int
-    device: str
-    train_device: str
-    processes: int
+    place: list[str]  # the options of `coepg evolve` that say where it runs
+    machine: Machine  # the same with the profile, for the GPUs
     running: dict[tuple[str, int], tuple[LoopTask, WarmProcess]] = field(default_factory=dict)
 
     def run(self, study: StudyLoops, definitions: Callable[[Experiment], dg.Definitions]) -> list[LoopTask]:
@@ -250,11 +250,9 @@ class Reproduction:
         log.parent.mkdir(parents=True, exist_ok=True)
         words = self._words(task)
         words.unlink(missing_ok=True)
-        arguments = [*task.arguments, "--device", self.device, "--train-device", self.train_device]
-        arguments += ["--processes", str(self.processes)]
         return WarmProcess(
             "coepg_dagster.cli",
-            arguments,
+            [*task.arguments, *self.place],
             env=job_environment(1) | {"COLUMNS": "120", LAST_WORDS: str(words)} | task.gpu,
             cwd=self.project.root,
             output=log,
@@ -268,7 +266,11 @@ class Reproduction:
 
     @cached_property
     def _gpus(self) -> tuple[str, ...]:
-        if {self.device, self.train_device} == {"cpu"}:
+        if self.machine.spread or {
+            self.machine.sft.device,
+            self.machine.grpo_cdrem.device,
+            self.machine.regeneration.device,
+        } == {"cpu"}:
             return ()
         import torch
 

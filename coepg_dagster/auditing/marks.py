@@ -118,6 +118,11 @@ def read_marks(file: Path) -> list[Mark]:
     return marks
 
 
+def last_marks(marks: Sequence[Mark]) -> list[Mark]:
+    """What is vetoed or flagged and was not withdrawn, in the order of the first mark about it."""
+    return [mark for mark in _last(marks, None).values() if mark.mark != "withdraw"]
+
+
 def vetoes(marks: Sequence[Mark], iteration: int) -> Vetoes:
     """The vetoes among `marks` that count for D_k of `iteration`."""
     last = _last(marks, iteration)

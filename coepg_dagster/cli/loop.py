@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from coepg_dagster.assets.ledger import Loop, Records
     from coepg_dagster.auditing.archive import Archive
+    from coepg_dagster.auditing.marks import Mark
     from coepg_dagster.evaluation.result import Comparison, Result
     from coepg_dagster.provenance import Asset, Record, Ref, Stale
 
@@ -109,14 +110,19 @@ def evolve(
 
     loop = Loop(experiment, seed, project.root)
     place = place_of(device, train_device, processes, ray, machine)
-    placed = placed_machine(place, machine)
+    if through:
+        _refuse_training(experiment, placed_machine(place, machine))
+    made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
+    err.print(f"{made} runs" if made else "everything is there and current")
+
+
+def _refuse_training(experiment: Experiment, placed: Machine) -> None:
+    """Ends with the reasons why an experiment cannot be trained here, if there are any."""
     # torch takes seconds to import: its GPUs are counted only where that matters
-    if through and (placed.spread or placed.refusals(experiment, 0)):
+    if placed.spread or placed.refusals(experiment, 0):
         from coepg_dagster.training.launch import visible_gpus
 
         _refuse_all(experiment, placed.refusals(experiment, visible_gpus()))
-    made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
-    err.print(f"{made} runs" if made else "everything is there and current")
 
 
 def _refuse_all(experiment: Experiment, why: list[str]) -> None:
@@ -454,6 +460,31 @@ def mark(
 
 
 @app.command()
+def marks(
+    reference: Reference,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Lists what is vetoed or flagged in the D_k of a loop, with who, when and why; withdrawn marks are left out."""
+    from coepg_dagster.auditing.marks import MARKS, last_marks, read_marks
+
+    project, experiment, seed = open_experiment(reference)
+    from coepg_dagster.assets.ledger import Loop
+
+    owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
+    found = last_marks(read_marks(project.store / owner / f"s{seed}" / MARKS))
+    if as_json:
+        typer.echo(json.dumps({"marks": [mark.model_dump(mode="json") for mark in found]}))
+        return
+    title, head = f"{owner}/s{seed}: marks that count", ("mark", "from", "step", "plan", "reason", "by", "on")
+    print_table(title, head, [_mark_row(mark) for mark in found])
+
+
+def _mark_row(mark: Mark) -> list[str]:
+    plan = "the whole step" if mark.plan is None else json.dumps(mark.plan, ensure_ascii=False)[1:-1]  # on one line
+    return [mark.mark, f"D_{mark.iteration}", mark.step_id, plan, mark.reason, mark.by, f"{mark.at:%Y-%m-%d}"]
+
+
+@app.command()
 def audit(
     reference: Reference,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
@@ -645,13 +676,17 @@ def reproduce(
     seeds: Annotated[
         str | None, typer.Option(help="only these, e.g. 13,42; all of the experiment's if left out")
     ] = None,
-    device: Annotated[Device, typer.Option(help="for inference and training")] = "cpu",
+    device: Annotated[
+        Device | None, typer.Option(help="for inference and training; default: cpu, or as --on says")
+    ] = None,
     train_device: Annotated[
         Device | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="processes that share the inference of one iteration on a CPU", min=1, max=1024)
-    ] = 1,
+        int | None,
+        typer.Option(help="processes that share the inference of one iteration on a CPU; default: 1", min=1, max=1024),
+    ] = None,
+    on: On = None,
     only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
     out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
 ) -> None:
@@ -668,22 +703,38 @@ def reproduce(
     if "/" in name:
         refuse(f"{name}: name the experiment alone; --seeds chooses among its seeds")
     project, _, _ = open_experiment(name)
+    machine = machine_named(project.root, on)
+    if machine is None:
+        device, processes = device or "cpu", processes or 1
     if not only_collect:
         require_device(device, train_device)
+        if machine is not None and machine.spread and jobs > 1:
+            refuse(
+                f"machine {machine.name} trains on several GPUs at once: add --jobs 1, or name one with a GPU for each"
+            )
     from coepg_dagster.assets.ledger import end_dead_runs, open_instance
 
     instance = open_instance(project)
+    from coepg_dagster.assets.evolve import place_of, placed_machine
     from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
     from coepg_dagster.assets.reproduce import collect as collect_study
 
     study = find_study(project, name, chosen)
+    placed = placed_machine(place_of(device, train_device, processes, None, machine), machine)
+    if not only_collect:
+        for experiment in {loop.experiment.name: loop.experiment for loop in study.loops}.values():
+            _refuse_training(experiment, placed)
     out.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours of work
     failed = []
     if not only_collect:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the child processes, as Ctrl-C does
         with one_at_a_time(project):
             end_dead_runs(instance, project.store)
-            reproduction = Reproduction(project, instance, err, jobs, device, train_device or device, processes)
+            places = {"--device": device, "--train-device": train_device, "--processes": processes, "--on": on}
+            chosen_place = [
+                word for option, value in places.items() if value is not None for word in (option, str(value))
+            ]
+            reproduction = Reproduction(project, instance, err, jobs, chosen_place, placed)
             failed = reproduction.run(study, _definitions)
     page = collect_study(project, instance, find_study(project, name), out)
     typer.echo(str(page))

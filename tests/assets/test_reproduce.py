@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from coepg_dagster.assets.evolve import evolve_through
+from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
 from coepg_dagster.assets.reproduce import Reproduction, find_study, loop_tasks, one_at_a_time, pool_slots
 
 from coepg_dagster.experiment import ABLATIONS, ExperimentError
+from coepg_dagster.planning.machine import Machine, TrainingSettings
 from tests.assets.conftest import InProcess
 from tests.assets.test_evolve import QUIET
 from tests.project import REPOSITORY, Forked, make_project
@@ -57,14 +58,21 @@ def test_what_is_there_is_not_made_again_and_what_is_taken_comes_first(study: In
 
 def test_iterations_share_the_gpus(study: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    made = Reproduction(study.project, study.instance, QUIET, 4, "cpu", "cuda", 1)
+
+    def on(machine: Machine | None = None, **devices: str) -> Reproduction:
+        placed = placed_machine(place_of(devices["device"], devices.get("train_device"), machine=machine), machine)
+        return Reproduction(study.project, study.instance, QUIET, 4, [], placed)
+
+    made = on(device="cpu", train_device="cuda")
     seen = []
     for k, task in enumerate(loop_tasks(find_study(study.project, "light", [1]), study.instance)[:4]):
         task.gpu = made._free_gpu()
         made.running[str(k), k] = task, None  # type: ignore[assignment]
         seen.append(task.gpu["CUDA_VISIBLE_DEVICES"])
     assert seen == ["2", "5", "2", "5"]
-    assert Reproduction(study.project, study.instance, QUIET, 4, "cpu", "cpu", 1)._free_gpu() == {}
+    assert on(device="cpu")._free_gpu() == {}
+    together = Machine(name="two", card="H100-80GB", gpus=2, sft=TrainingSettings(training_processes=2))
+    assert on(together, device="cuda")._free_gpu() == {}  # its trainings take both
 
 
 def test_pools_have_their_slots_back_afterwards(study: InProcess) -> None:

@@ -30,6 +30,7 @@ from coepg_dagster.auditing.text import trace_text
 from coepg_dagster.auditing.trace import trace, what_to_mark
 from coepg_dagster.provenance import Ref, staleness
 from tests.auditing.loop import LOOP_NAME, Hand
+from tests.project import REPOSITORY, make_project, tell
 
 SAID = {"mark": "veto", "by": "anna", "reason": "names the wrong button"}
 
@@ -200,3 +201,20 @@ def test_a_version_is_shown_with_the_marks_that_it_read(hand: Hand) -> None:
         ("one", "veto", True, False),
         ("two", "flag", False, True),
     ]
+
+
+def test_the_command_lists_what_counts(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", REPOSITORY / "experiments" / "sandbox.yaml")
+    file = project / "store" / "sandbox" / "s13" / MARKS
+    add_mark(file, marking(SAID), 1, "s1", "<CLICK>\nthe \x1b[31mbutton", "row1")
+    add_mark(file, marking(SAID | {"mark": "flag", "whole_step": True}), 2, "s2", "a plan", "row2")
+    add_mark(file, marking(SAID), 1, "s3", "another plan", "row3")
+    add_mark(file, marking(SAID | {"mark": "withdraw"}), 1, "s3", "another plan", "row3")
+    code, out, _ = tell(project, "marks", "sandbox", "--json")
+    found = json.loads(out)["marks"]
+    assert code == 0 and [(one["step_id"], one["mark"], one["iteration"]) for one in found] == [
+        ("s1", "veto", 1),
+        ("s2", "flag", 2),
+    ]
+    out = tell(project, "marks", "sandbox")[1]
+    assert r"<CLICK>\nthe \u001b[31mbutton" in out and "the whole step" in out and "anna" in out and "s3" not in out
