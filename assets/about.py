@@ -95,7 +95,15 @@ ROLES: dict[Asset, str] = {
     "evaluation": "evaluation",
     "evolution_report": "evaluation",
 }
-"""What an asset is for: a tag and its owning team, by which the UI filters."""
+"""What an asset is for: a tag, by which the UI filters."""
+
+PARTS: dict[Asset, str] = {
+    **dict.fromkeys(SHARED, "inputs"),
+    "data_quality": "evaluation",
+    "evaluation": "evaluation",
+    "evolution_report": "evaluation",
+}
+"""The part of the graph that an asset is drawn in, from left to right inputs, iteration (all others), evaluation."""
 
 COLUMNS: dict[Asset, pa.Schema] = {
     "benchmark_steps": STEP_SCHEMA,
@@ -169,9 +177,10 @@ def about(loop: Loop, asset: Asset) -> About:
     tags = {"coepg/experiment": loop.experiment.name, "coepg/role": ROLES[asset]}
     if asset not in SHARED:
         tags["coepg/seed"] = str(loop.seed)
-    # Dagster's graph shows only the last part of a key: a group for each seed tells them apart
-    group = loop.experiment.name if asset in SHARED else f"{loop.experiment.name}_s{loop.seed}"
-    return About(group, f"{text}\n\n{_links(loop, asset)}", KINDS[asset], [f"team:{ROLES[asset]}"], tags, metadata)
+    # Dagster's graph shows only the last part of a key: groups for each seed tell them apart
+    whose = loop.experiment.name if asset in SHARED else f"{loop.experiment.name}_s{loop.seed}"
+    group = f"{whose}_{PARTS.get(asset, 'iteration')}"
+    return About(group, f"{text}\n\n{_links(loop, asset)}", KINDS[asset], loop.experiment.owners, tags, metadata)
 
 
 def _links(loop: Loop, asset: Asset) -> str:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 import httpx
-from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, Loop
-from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
+from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop
 
 from coepg_dagster.experiment import fingerprint
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usable
@@ -78,7 +77,7 @@ def failed_inputs(instance: dg.DagsterInstance, loop: Loop) -> list[str]:
 def running(instance: dg.DagsterInstance, loop: Loop, iteration: int | None = None) -> str | None:
     """Id of a queued or running run that makes artifacts of the loop (of `iteration`, if given); None: there is none."""
     keys = {loop.key(asset) for asset in loop.made}
-    for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES)):
+    for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED)):
         partition = run.tags.get("dagster/partition")
         mine = loop.name in run.tags.get(EXPERIMENT_TAG, "").split(",") or bool(keys & (run.asset_selection or set()))
         if mine and (iteration is None or partition == str(iteration)):

@@ -13,14 +13,8 @@ from itertools import groupby
 from typing import Final
 
 import dagster as dg
+from coepg_dagster.assets.internals import CheckRecord, is_planned, latest_checks, target_of
 from coepg_dagster.assets.ledger import Loop, Records
-from dagster._core.definitions.asset_checks.asset_check_evaluation import (
-    AssetCheckEvaluation,
-    AssetCheckEvaluationTargetMaterializationData,
-)
-from dagster._core.event_api import PartitionKeyFilter
-from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecord
-from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from coepg_dagster.experiment import Experiment, Quality
 from coepg_dagster.pools.controls import BLOCKING
@@ -117,14 +111,14 @@ def evaluate_again(
         refs: only these; None: all of the loop.
         unevaluated: a run, and the assets that it will not make although it has planned to.
     """
-    storage, stale = instance.event_log_storage, loop.stale(records)
+    stale = loop.stale(records)
     mine = sorted((ref for ref in records if ref.asset in loop.made), key=lambda ref: ref.iteration or 0)
     last_made = {ref.asset: ref for ref in mine}
     wanted = [ref for ref in mine if refs is None or ref in refs]
     keys = [
         dg.AssetCheckKey(loop.key(asset), name) for asset in {ref.asset for ref in wanted} for name in checks_of(asset)
     ]
-    newest = storage.get_latest_asset_check_execution_by_key(keys)
+    newest = latest_checks(instance, keys)
 
     @cache
     def is_over(run_id: str, asset: Asset) -> bool:
@@ -132,19 +126,19 @@ def evaluate_again(
         return run is None or run.is_finished or (run_id == unevaluated[0] and asset in unevaluated[1])
 
     for k, of_partition in groupby(wanted, key=lambda ref: ref.iteration):
-        known = storage.get_latest_asset_check_execution_by_key(keys, partition_filter=PartitionKeyFilter(key=str(k)))
+        known = latest_checks(instance, keys, str(k))
         for ref in of_partition:
             made_by = records[ref].run_id
             for name, why in results_of(loop, ref, records, stale).items():
                 key = dg.AssetCheckKey(loop.key(ref.asset), name)
                 shown, first = known.get(key), newest.get(key)
-                if shown is not None and shown.status is Status.PLANNED and not is_over(shown.run_id, ref.asset):
+                if shown is not None and is_planned(shown) and not is_over(shown.run_id, ref.asset):
                     continue
                 # the graph shows the newest result of all partitions: let it be one that was evaluated
                 if (
                     ref == last_made[ref.asset]
                     and first is not None
-                    and first.status is Status.PLANNED
+                    and is_planned(first)
                     and is_over(first.run_id, ref.asset)
                 ):
                     _report(instance, loop, ref, name, why, first.run_id)
@@ -152,9 +146,9 @@ def evaluate_again(
                     _report(instance, loop, ref, name, why, shown.run_id if shown is not None else made_by)
 
 
-def _says(shown: AssetCheckExecutionRecord | None, why: str | None, made_by: str) -> bool:
+def _says(shown: CheckRecord | None, why: str | None, made_by: str) -> bool:
     """Whether this is what the UI shows of the version that the run `made_by` made."""
-    if shown is None or shown.status is Status.PLANNED or shown.evaluation is None:
+    if shown is None or is_planned(shown) or shown.evaluation is None:
         return False
     of = shown.evaluation.target_materialization_data
     return shown.evaluation.passed is (why is None) and (
@@ -178,7 +172,7 @@ def _report(instance: dg.DagsterInstance, loop: Loop, ref: Ref, check: str, why:
     [made] = instance.fetch_materializations(
         dg.AssetRecordsFilter(loop.key(ref.asset), asset_partitions=[partition]), limit=1
     ).records
-    evaluation = AssetCheckEvaluation(
+    evaluation = dg.AssetCheckEvaluation(
         asset_key=loop.key(ref.asset),
         check_name=check,
         passed=why is None,
@@ -186,9 +180,7 @@ def _report(instance: dg.DagsterInstance, loop: Loop, ref: Ref, check: str, why:
         severity=_severity(ref.asset, check),
         blocking=check in CHECKS.get(ref.asset, {}),
         partition=partition,
-        target_materialization_data=AssetCheckEvaluationTargetMaterializationData(
-            storage_id=made.storage_id, run_id=made.run_id, timestamp=made.timestamp
-        ),
+        target_materialization_data=target_of(made),
     )
     run = instance.get_run_by_id(run_id)
     event = dg.DagsterEvent(

@@ -1,4 +1,8 @@
-"""`coepg evolve`: runs the loop from the command line, one run per iteration, in order, with its progress in the terminal."""
+"""`coepg evolve`: makes the loop from the command line, one run per iteration, in order, with its progress in the terminal.
+
+The runs go through the queue of the instance where a Dagster daemon serves it, so that its limits hold for them too. Else
+they are made in this process.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
-from coepg_dagster.assets.automation import Todo, next_todo, prefix, run_tags, why_failed
+from coepg_dagster.assets.automation import Todo, next_todo, run_tags, why_failed
 from coepg_dagster.assets.checks import evaluate_again
-from coepg_dagster.assets.ledger import EVOLVE_TAG, Loop, end_dead_runs, living_run
+from coepg_dagster.assets.internals import QUEUE_DAEMON, create_run, execute, submit
+from coepg_dagster.assets.ledger import EVOLVE_TAG, IN_PROCESS, QUEUED, UNFINISHED, Loop, end_dead_runs, living_run
 from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
-from dagster._core.definitions.job_base import InMemoryJob
-from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
-from dagster._core.execution.api import execute_run
-from dagster._core.execution.context.system import PlanOrchestrationContext
-from dagster._core.execution.plan.plan import ExecutionPlan
-from dagster._core.execution.retries import RetryMode
-from dagster._core.executor.in_process import InProcessExecutor
-from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
-from dagster._core.storage.tags import PARTITION_NAME_TAG
-from dagster._core.utils import make_new_run_id
-from dagster._core.workspace.load import location_origin_from_module_name
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from coepg_dagster import yaml_files
 from coepg_dagster.experiment import ABLATIONS, checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
+from coepg_dagster.processes import GRACE_SECONDS
 from coepg_dagster.progress import Pace, local_time, span_text
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import SHARED
@@ -40,10 +38,22 @@ from coepg_dagster.refusal import Refusal
 
 _PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
 _QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+ALIVE_SECONDS: Final = 120
+"""A daemon whose last heartbeat is older does not run any more; it sends one every 30 seconds, later on a busy machine."""
+ENDS_SECONDS: Final = 4 * GRACE_SECONDS
+"""How long a cancelled run has to end its processes: they get SIGINT, then SIGTERM, then SIGKILL."""
 
 
 Place: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Where the heavy steps run: resource → fields of `resources.training.Processes`."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where runs are made: the settings of the resources, and whether in this process even if a daemon runs."""
+
+    place: Place = field(default_factory=dict)
+    here: bool = False
 
 
 class RunFailed(Refusal, RuntimeError):
@@ -56,13 +66,12 @@ def evolve_through(
     loop: Loop,
     through: int,
     console: Console,
-    place: Place | None = None,
+    where: Where = Where(),
     first: int = 0,
 ) -> int:
     """Makes what is missing or stale in iterations `first`..`through`, and the report; returns the number of runs.
 
     Iterations before `first` are left as they are: inputs from them must exist and be current.
-    `place` says where the heavy steps run.
     """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
@@ -76,13 +85,20 @@ def evolve_through(
             )
         for lost in todo.lost:
             console.print(f"{lost}; it is made again", highlight=False, soft_wrap=True)
-        _run(defs, instance, loop, todo, console, place)
+        if runs == 0 and not where.here and (why := no_queue(instance, loop)) is not None:
+            console.print(f"runs are made in this process: {why}", highlight=False, soft_wrap=True)
+        _run(defs, instance, loop, todo, console, where)
         runs, last = runs + 1, todo
     return runs
 
 
 def make_inputs(
-    defs: dg.Definitions, instance: dg.DagsterInstance, loop: Loop, console: Console, only: Sequence[str] = SHARED
+    defs: dg.Definitions,
+    instance: dg.DagsterInstance,
+    loop: Loop,
+    console: Console,
+    only: Sequence[str] = SHARED,
+    where: Where = Where(),
 ) -> bool:
     """Makes the unpartitioned inputs of an experiment, which its seeds share, if they are missing or stale.
 
@@ -91,7 +107,7 @@ def make_inputs(
     todo = next_todo(instance, loop, -1)
     shared = tuple(asset for asset in todo.assets if asset in loop.shared and asset in only) if todo else ()
     if shared:
-        _run(defs, instance, loop, Todo(None, shared), console)
+        _run(defs, instance, loop, Todo(None, shared), console, where)
     return bool(shared)
 
 
@@ -101,87 +117,102 @@ def _run(
     loop: Loop,
     todo: Todo,
     console: Console,
-    place: Place | None = None,
+    where: Where,
 ) -> None:
-    iteration = todo.iteration
-    name = f"{prefix(loop)}_{'unpartitioned' if iteration is None else 'iteration'}"
-    job = defs.resolve_job_def(name).with_executor_def(in_this_process)
-    assets = frozenset(loop.key(asset) for asset in todo.assets)
-    tags = dict(job.run_tags) | run_tags(loop, iteration) | {EVOLVE_TAG: "yes"}
-    if iteration is not None:
-        tags[PARTITION_NAME_TAG] = str(iteration)
-    resources = {key: {"config": dict(fields)} for key, fields in (place or {}).items()}
-    run_id = make_new_run_id()
+    """Makes `todo` in one run: through the daemon's queue, or in this process if that is asked for or no daemon runs."""
+    project, iteration = Project(loop.root), todo.iteration
+    project.use(loop.experiment, loop.seed)  # the code location shows it, and the daemon's runs find it there
     title = f"{loop.name} k={'–' if iteration is None else iteration}"
+    job = defs.resolve_implicit_global_asset_job_def()
+    assets = frozenset(loop.key(asset) for asset in todo.assets)
+    config: dict[str, Any] = {"resources": {key: {"config": dict(fields)} for key, fields in where.place.items()}}
+    tags = run_tags(loop, iteration) | ({} if iteration is None else {"dagster/partition": str(iteration)})
+    queued = not where.here and no_queue(instance, loop) is None
+    tags[EVOLVE_TAG] = QUEUED if queued else IN_PROCESS
+    going_on = _going_on(instance, tags, assets) if queued else None
+    run_id = going_on or str(uuid.uuid4())
     with Interrupts() as interrupts:
         try:
-            with living_run(Project(loop.root).store, run_id), Watch(instance, run_id, title, console):
-                run = instance.create_run_for_job(
-                    job.get_subset(asset_selection=assets),
-                    run_id=run_id,
-                    run_config=_QUIET | {"resources": resources},
-                    tags=tags,
-                    asset_selection=assets,
-                    remote_job_origin=origin_of(loop, name),
-                )
-                success = execute_run(InMemoryJob(job), run, instance).success
+            alive = contextlib.nullcontext() if queued else living_run(project.store, run_id)
+            with alive, Watch(instance, run_id, title, console):
+                if going_on is None:
+                    settings = config if queued else _QUIET | config
+                    run = create_run(instance, job, assets, location_of(loop), run_id, settings, tags)
+                    if not queued:
+                        execute(instance, job, run)
+                    else:
+                        submit(instance, run)
+                if queued:
+                    said = "goes on" if going_on else "waits"
+                    console.print(
+                        f"{title}: run {run_id[:8]} {said} in the queue of the Dagster daemon", soft_wrap=True
+                    )
+                    queued = _await(instance, run_id)
         except KeyboardInterrupt:
             if interrupts.first is None:
                 raise
         if interrupts.first is not None:
-            end_cancelled_run(instance, run_id)
-            console.print(
-                f"{title}: ended by {interrupts.first.name}; what was finished is kept, a re-run goes on there",
-                soft_wrap=True,
-            )
+            if going_on is None:
+                end_cancelled_run(instance, run_id)
+                ended = f"ended by {interrupts.first.name}; what was finished is kept, a re-run goes on there"
+            else:
+                ended = f"run {run_id[:8]}, which another `coepg evolve` started, goes on: cancel it in the web UI"
+            console.print(f"{title}: {ended}", soft_wrap=True)
             raise SystemExit(128 + interrupts.first)
-    if not success:
+    run = instance.get_run_by_id(run_id)
+    if run is not None and run.tags.get(EVOLVE_TAG) == QUEUED and not queued:
+        console.print(f"{title}: the Dagster daemon is gone; the run is made in this process", soft_wrap=True)
+        _run(defs, instance, loop, todo, console, replace(where, here=True))
+    elif run is None or not run.is_success:
         raise RunFailed(_why(instance, run_id, iteration))
 
 
-def origin_of(loop: Loop, job: str) -> RemoteJobOrigin:
-    """Where the web UI looks for the runs of a job: the code location of workspace.yaml that holds the loop."""
+def location_of(loop: Loop) -> tuple[str, str, Path]:
+    """Name, module and working directory of the code location of workspace.yaml that holds a loop."""
     ablation = loop.experiment.name in Project(loop.root).experiments(ABLATIONS)
     location, module = ("reproductions", "reproductions") if ablation else ("coepg", "definitions")
-    origin = location_origin_from_module_name(f"coepg_dagster.{module}", None, str(loop.root), location)
-    return RemoteJobOrigin(RemoteRepositoryOrigin(origin, SINGLETON_REPOSITORY_NAME), job)
+    return location, f"coepg_dagster.{module}", loop.root
 
 
-class InThisProcess(InProcessExecutor):
-    """Runs the steps one after the other in this process. An interrupt cancels the run; Dagster's executor would fail it."""
-
-    def execute(
-        self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan
-    ) -> Iterator[dg.DagsterEvent]:
-        # a Ctrl-C reaches Dagster's log-copying processes too: they inherit this mask, so that it does not kill them
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            for event in _interruptible(super().execute(plan_context, execution_plan)):
-                if event.event_type in (dg.DagsterEventType.LOGS_CAPTURED, dg.DagsterEventType.STEP_START):
-                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                yield event
-        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            plan_context.instance.report_run_canceling(plan_context.dagster_run)
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def no_queue(instance: dg.DagsterInstance, loop: Loop) -> str | None:
+    """Why no daemon would start a queued run of a loop; None: one would."""
+    if not isinstance(instance.run_coordinator, dg.QueuedRunCoordinator):
+        return "the Dagster instance has no queue"
+    if not isinstance(instance.run_launcher, dg.DefaultRunLauncher):
+        return f"runs of the Dagster instance are started by {type(instance.run_launcher).__name__}"
+    if not _daemon_lives(instance):
+        return "no Dagster daemon runs (`coepg ui` starts one)"
+    location, workspace = location_of(loop)[0], loop.root / "workspace.yaml"
+    try:
+        places = [place for entry in yaml_files.read(workspace)["load_from"] for place in entry.values()]
+        if any(place["location_name"] == location for place in places):
+            return None
+    except (yaml_files.BadYaml, LookupError, TypeError, AttributeError):
+        pass  # Dagster says what is wrong with it
+    return f"{workspace} has no code location `{location}`"
 
 
-def _interruptible(events: Iterator[dg.DagsterEvent]) -> Iterator[dg.DagsterEvent]:
-    """The events, interruptible between steps too: Dagster alone would ignore interrupts while it waits for a pool slot."""
-    with contextlib.closing(events):  # type: ignore[type-var]
-        while True:
-            with dg.raise_execution_interrupts():
-                event = next(events, None)
-            if event is None:
-                return
-            yield event
+def _daemon_lives(instance: dg.DagsterInstance) -> bool:
+    heartbeat = instance.get_daemon_heartbeats().get(QUEUE_DAEMON)
+    return heartbeat is not None and time.time() - heartbeat.timestamp < ALIVE_SECONDS
 
 
-@dg.executor(name="in_this_process")
-def in_this_process(_: dg.InitExecutorContext) -> InThisProcess:
-    """The executor of `coepg evolve`."""
-    return InThisProcess(retries=RetryMode.ENABLED)
+def _going_on(instance: dg.DagsterInstance, tags: Mapping[str, str], assets: frozenset[dg.AssetKey]) -> str | None:
+    """Id of the queued run of the same assets that another `coepg evolve` left behind, if it has not ended."""
+    runs = instance.get_runs(dg.RunsFilter(tags=dict(tags), statuses=UNFINISHED))
+    return next((run.run_id for run in runs if run.asset_selection == assets), None)
+
+
+def _await(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Waits until a queued run is finished. False: it was taken from the queue, since its daemon is gone."""
+    while True:
+        run = instance.get_run_by_id(run_id)
+        if run is None or run.is_finished:
+            return True
+        if run.status is dg.DagsterRunStatus.QUEUED and not _daemon_lives(instance):
+            instance.run_coordinator.cancel_run(run_id)
+            return False
+        time.sleep(0.5)
 
 
 class Interrupts:
@@ -231,8 +262,14 @@ class Interrupts:
 
 
 def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:
-    """Marks an interrupted run as cancelled, whatever it was doing, and frees its pool slots."""
+    """Ends an interrupted run wherever it is, marks it as cancelled, and frees its pool slots."""
     run = instance.get_run_by_id(run_id)
+    if run is not None and run.tags.get(EVOLVE_TAG) == QUEUED and run.status is not dg.DagsterRunStatus.NOT_STARTED:
+        instance.run_coordinator.cancel_run(run_id)
+        end = time.monotonic() + ENDS_SECONDS
+        while run is not None and not run.is_finished and time.monotonic() < end:
+            time.sleep(0.5)
+            run = instance.get_run_by_id(run_id)
     if run is not None and not run.is_finished:
         instance.report_run_canceled(run)
     instance.event_log_storage.free_concurrency_slots_for_run(run_id)
@@ -271,11 +308,17 @@ def placed_machine(place: Place, machine: Machine | None = None) -> Machine:
 
 
 def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> str:
-    """The first failed step of a run and its message."""
+    """The first failed step of a run and its message; without one, why the run itself ended."""
+    why = "failed before any step: see the run in `make ui`"
     for entry in instance.all_logs(run_id):
         if entry.dagster_event and entry.dagster_event.is_step_failure:
             return f"run {run_id[:8]}, {entry.step_key}, iteration {iteration}: {why_failed(entry.dagster_event)}"
-    return f"run {run_id[:8]} of iteration {iteration} failed before any step: see the run in `make ui`"
+        if entry.dagster_event and entry.dagster_event.event_type in _ENDS:
+            why = f"{_ENDS[entry.dagster_event.event_type]}: {entry.dagster_event.message}"
+    return f"run {run_id[:8]} of iteration {iteration} {why}"
+
+
+_ENDS: Final = {dg.DagsterEventType.RUN_FAILURE: "failed", dg.DagsterEventType.RUN_CANCELED: "was cancelled"}
 
 
 class Bars:

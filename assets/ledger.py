@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 import dagster as dg
-from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
@@ -45,11 +44,19 @@ BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
 """Tags of every run."""
 EVOLVE_TAG = "coepg/evolve"
-"""Tag of the runs that live in the process of `coepg evolve`."""
+"""Tag of the runs of `coepg evolve`: IN_PROCESS or QUEUED."""
+IN_PROCESS, QUEUED = "yes", "queued"
+"""Whether a run lives in the process of `coepg evolve`, or in one that the daemon started."""
 RECORD = "record"
 """Metadata key of the record."""
 REPORTED: Final[tuple[Asset, ...]] = ("evaluation", "data_quality")
 """Assets that the report reads, of every iteration."""
+UNFINISHED: Final = [
+    status
+    for status in dg.DagsterRunStatus
+    if status not in (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+]
+"""Statuses of runs that are queued or go on."""
 CANNOT_OPEN: Final = (dg.DagsterError, SQLAlchemyError, YAMLError)
 """Errors that Dagster raises for an instance that it cannot open."""
 
@@ -374,7 +381,7 @@ def archive(project: Project, instance: dg.DagsterInstance) -> Archive:
 
 def unfinished_runs(instance: dg.DagsterInstance) -> list[str]:
     """The ids of all queued or running runs."""
-    return [run.run_id for run in instance.get_runs(dg.RunsFilter(statuses=NOT_FINISHED_STATUSES))]
+    return [run.run_id for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))]
 
 
 def finished_jobs(project: Project, instance: dg.DagsterInstance) -> set[str]:
@@ -462,7 +469,7 @@ def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
     Dagster does this for runs that it started itself. Returns their ids.
     """
     ended = []
-    for run in instance.get_runs(dg.RunsFilter(tags={EVOLVE_TAG: "yes"}, statuses=NOT_FINISHED_STATUSES)):
+    for run in instance.get_runs(dg.RunsFilter(tags={EVOLVE_TAG: IN_PROCESS}, statuses=UNFINISHED)):
         lock = FileLock(store / ".claims" / "evolve" / run.run_id, timeout=0)
         try:
             with lock:

@@ -16,10 +16,8 @@ from typing import Any
 import dagster as dg
 import uvicorn
 from coepg_dagster.assets.about import PAGES
+from coepg_dagster.assets.internals import web_ui
 from coepg_dagster.assets.ledger import Loop, archive
-from dagster._core.workspace.context import WorkspaceProcessContext
-from dagster._core.workspace.load_target import WorkspaceFileTarget
-from dagster_webserver.app import create_app_from_workspace_process_context
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -149,9 +147,7 @@ def ui_server(project: Project, instance: dg.DagsterInstance, hosts: Sequence[st
     It answers requests for `hosts` only: any other host name is an attack on the browser (DNS rebinding). Neither part has a
     login.
     """
-    target = WorkspaceFileTarget([str(project.root / "workspace.yaml")])
-    with WorkspaceProcessContext(instance, target, version=dg.__version__) as workspace:
-        app = create_app_from_workspace_process_context(workspace)
+    with web_ui(instance, project.root / "workspace.yaml") as app:
         pages = [Route(PAGES, lambda _: RedirectResponse(f"{PAGES}/")), Mount(PAGES, page_app(project, instance))]
         app.router.routes[:0] = pages  # Dagster's last route answers every path
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)

@@ -69,9 +69,9 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(artifact.version),
             metadata={
+                **page_link(loop, Ref("evolution_report")),
                 "figures": dg.MetadataValue.md(preview),
                 "file": f"{record.folder}/{REPORT}",  # below the store, which may be moved
-                **page_link(loop, Ref("evolution_report")),
                 RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
             },
         )

@@ -21,7 +21,7 @@ from typing import Final
 import dagster as dg
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from coepg_dagster.assets.evolve import make_inputs
+from coepg_dagster.assets.evolve import Where, make_inputs
 from coepg_dagster.assets.ledger import Loop, archive
 from coepg_dagster.resources.launcher import job_environment
 from coepg_dagster.resources.warm import WarmProcess
@@ -180,11 +180,11 @@ class Reproduction:
     machine: Machine  # the same with the profile, for the GPUs
     running: dict[tuple[str, int], tuple[LoopTask, WarmProcess]] = field(default_factory=dict)
 
-    def run(self, study: StudyLoops, definitions: Callable[[Experiment], dg.Definitions]) -> list[LoopTask]:
+    def run(self, study: StudyLoops, definitions: Callable[[Loop], dg.Definitions]) -> list[LoopTask]:
         """Makes what is missing or stale; returns the tasks that could not be made, each with the reason.
 
         Args:
-            definitions: experiment → the code location that contains it.
+            definitions: loop → definitions that contain it.
         """
         for name, why in study.left_out.items():
             self.console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
@@ -222,12 +222,12 @@ class Reproduction:
         self.console.print(f"{done} made, {len(failed)} not, {minutes:.1f} minutes", highlight=False)
         return failed
 
-    def _inputs(self, study: StudyLoops, definitions: Callable[[Experiment], dg.Definitions]) -> None:
+    def _inputs(self, study: StudyLoops, definitions: Callable[[Loop], dg.Definitions]) -> None:
         """Makes the inputs that seeds share, before the seeds start in parallel."""
         for name in dict.fromkeys(loop.experiment.name for loop in study.loops):
             loop = next(loop for loop in study.loops if loop.experiment.name == name)
             if loop.shared:
-                make_inputs(definitions(loop.experiment), self.instance, loop, self.console)
+                make_inputs(definitions(loop), self.instance, loop, self.console, where=Where(here=True))
 
     def _start(self, waiting: list[LoopTask], failed: list[LoopTask]) -> None:
         """Starts the tasks whose inputs are made, up to `jobs`; a task that depends on a failed one fails."""
@@ -252,7 +252,7 @@ class Reproduction:
         words.unlink(missing_ok=True)
         return WarmProcess(
             "coepg_dagster.cli",
-            [*task.arguments, *self.place],
+            [*task.arguments, "--here", *self.place],  # its environment names the GPU
             env=job_environment(1) | {"COLUMNS": "120", LAST_WORDS: str(words)} | task.gpu,
             cwd=self.project.root,
             output=log,

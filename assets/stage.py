@@ -16,10 +16,10 @@ import dagster as dg
 import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.checks import changed, check_results, evaluate_again, results_of, with_readers
+from coepg_dagster.assets.internals import observation
 from coepg_dagster.assets.ledger import RECORD, Loop, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
-from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
@@ -246,9 +246,10 @@ def _materialize(
     checks = {} if asset in SHARED else results_of(loop, work.ref, records, loop.stale(records)) | outcome.checks
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
+        # in the order in which the UI shows it: what, how good, how long, from what, where
         metadata={
-            **_overrides(context, asset),
-            **({"place": dg.MetadataValue.json(record.place)} if record.place else {}),
+            **page_link(loop, work.ref),
+            **_row_count(artifact.folder, outcome.content),
             **outcome.metadata,
             **{
                 name: rounded(value)
@@ -258,10 +259,10 @@ def _materialize(
                     *([("worker_seconds", outcome.seconds)] if outcome.seconds is not None else []),
                 )
             },
-            **_row_count(artifact.folder, outcome.content),
             "inputs": _inputs_table(record),
+            **_overrides(context, asset),
+            **({"place": dg.MetadataValue.json(record.place)} if record.place else {}),
             "folder": record.folder,  # below the store, which may be moved
-            **page_link(loop, work.ref),
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
         },
         check_results=check_results(asset, checks),
@@ -307,18 +308,13 @@ def _place(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, Any]:
 def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> None:
     """Records an observation of the twin that iteration k + 1 reads, before k materializes; a sensor would be too late."""
     assert record.iteration is not None
-    context.log_event(
-        dg.AssetObservation(
-            loop.twin(record.asset),
-            partition=str(record.iteration + 1),
-            tags={DATA_VERSION_TAG: record.data_version},
-            metadata={
-                "stands for": dg.MetadataValue.asset(loop.key(record.asset)),
-                "partition": str(record.iteration),
-                "run": dg.MetadataValue.dagster_run(record.run_id),
-            },
-        )
-    )
+    true = "/".join(loop.key(record.asset).path)
+    metadata = {
+        "stands for": dg.MetadataValue.url(f"/assets/{true}?view=partitions&partition={record.iteration}"),
+        **page_link(loop, record.ref),
+        "run": dg.MetadataValue.dagster_run(record.run_id),
+    }
+    context.log_event(observation(loop.twin(record.asset), str(record.iteration + 1), record.data_version, metadata))
 
 
 def rounded(value: float) -> float:

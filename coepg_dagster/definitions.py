@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -20,6 +20,30 @@ from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import default_resources
 
 
+def artifacts(
+    loops: Sequence[Loop],
+    makers: Mapping[Asset, StageFunction] = MAKERS,
+    resources: Mapping[str, dg.ConfigurableResource[Any]] | None = None,
+) -> dg.Definitions:
+    """The assets of some loops of a project, and their resources, with the settings of the machine that COEPG_MACHINE names.
+
+    Args:
+        makers: the functions that make the artifacts of the loop.
+        resources: replace the default ones, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
+    """
+    # asset checks per partition are in preview; the version range in pyproject.toml guards against changes
+    warnings.filterwarnings("ignore", category=dg.PreviewWarning)
+    roots = {loop.experiment.name: loop for loop in loops}
+    machine = machine_named(loops[0].root) if loops else None
+    return dg.Definitions(
+        assets=[
+            *(asset for loop in roots.values() for asset in shared_assets(loop.experiment, loop.root, makers)),
+            *(asset for loop in loops for asset in loop_assets(loop, makers)),
+        ],
+        resources={"store": StoreResource(), **default_resources(machine), **(resources or {})},
+    )
+
+
 def build(
     project: Project,
     folder: str = "",
@@ -29,32 +53,25 @@ def build(
     weekly: str = "0 3 * * 0",
     seconds: int = 30,
 ) -> dg.Definitions:
-    """Every experiment below `experiments/FOLDER` of the project, with all its seeds.
+    """What is in use of the experiments in `experiments/FOLDER` of the project (`Project.seeds_in_use`).
 
-    The defaults of the resources are those of the machine that COEPG_MACHINE names. A file that cannot be used leaves out only
-    its experiment; the group LEFT_OUT of the asset graph shows the reason.
+    A file that cannot be used leaves out only its experiment; the group LEFT_OUT of the asset graph shows the reason.
 
     Args:
-        makers: the functions that make the artifacts of the loop.
-        resources: replace the default ones, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
+        makers, resources: as for `artifacts`.
         nightly, weekly: when the schedules run (cron, UTC), once they are turned on.
         seconds: between two ticks of a sensor, once it is turned on.
     """
-    # asset checks per partition are in preview; the version range in pyproject.toml guards against changes
-    warnings.filterwarnings("ignore", category=dg.PreviewWarning)
     files = project.experiments(folder)
-    experiments = files.values()
-    loops = [Loop(experiment, seed, project.root) for experiment in experiments for seed in experiment.seeds]
-    artifacts = dg.Definitions(
-        assets=[
-            *(asset for experiment in experiments for asset in shared_assets(experiment, project.root, makers)),
-            *(asset for loop in loops for asset in loop_assets(loop, makers)),
-            *(left_out(name, why) for name, why in files.left_out.items()),
-        ],
-        sensors=[alert(seconds)],
-        resources={"store": StoreResource(), **default_resources(machine_named(project.root)), **(resources or {})},
+    loops = [Loop(one, seed, project.root) for one in files.values() for seed in project.seeds_in_use(one)]
+    return dg.Definitions.merge(
+        artifacts(loops, makers, resources),
+        dg.Definitions([left_out(name, why) for name, why in files.left_out.items()], sensors=[alert(seconds)]),
+        *(automation(loop, nightly, weekly, seconds) for loop in loops),
     )
-    return dg.Definitions.merge(artifacts, *(automation(loop, nightly, weekly, seconds) for loop in loops))
 
 
-defs = build(find_project())
+@dg.definitions
+def defs() -> dg.Definitions:
+    """What Dagster loads; whoever imports this module for `build` does not pay for it."""
+    return build(find_project())

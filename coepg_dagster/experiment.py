@@ -42,6 +42,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length
 """Names become parts of asset keys and of paths."""
 Pool = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=60)]
 """As Dagster wants the names of its pools."""
+Owner = Annotated[
+    str, StringConstraints(pattern=r"^(team:\S+|\w[\w.%+-]*@[A-Za-z0-9.-]+\.[A-Za-z]{2,7})$", max_length=100)
+]
+"""As Dagster wants the owners of assets."""
 
 
 class ExperimentError(Refusal, ValueError):
@@ -548,6 +552,12 @@ class Experiment(Strict):
     )
     iterations: int = Field(ge=1, le=100, description="K; partitions are 0..K")
     seeds: list[int] = Field(min_length=1, max_length=100, description="one run of the whole loop each")
+    shown: list[int] = Field(
+        [], description="seeds that the web UI shows before they have artifacts; those that have some are always shown"
+    )
+    owners: list[Owner] = Field(
+        [], description="who owns the assets: mail addresses and `team:NAME`, as Dagster wants them"
+    )
     pool: Pool = Field("gpu", description="the Dagster pool in which the heavy steps take turns")
     benchmark: Benchmark
     models: Models
@@ -579,6 +589,12 @@ class Experiment(Strict):
         if len(set(seeds)) != len(seeds) or not all(0 <= seed < 1 << 32 for seed in seeds):
             raise ValueError("seeds must be different non-negative numbers below 2^32")
         return seeds
+
+    @model_validator(mode="after")
+    def _shown_are_seeds(self) -> Self:
+        if unknown := sorted(set(self.shown) - set(self.seeds)):
+            raise ValueError(f"shown: {unknown} are not among `seeds`: add them there, or leave them out here")
+        return self
 
     @model_validator(mode="after")
     def _what_is_taken_has_an_owner(self) -> Self:
@@ -622,12 +638,12 @@ def load_experiment(path: Path) -> Experiment:
     """The experiment in the YAML file `path`, named as the file. Raises ExperimentError.
 
     A file with a `parent` holds only what differs: mappings are merged key by key; other values, and pools, replace those of
-    the parent. `description`, `take`, `variant` and `agent` are not inherited.
+    the parent. `description`, `take`, `variant`, `agent` and `shown` are not inherited.
     """
     return _load(path, ())
 
 
-_NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent")
+_NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent", "shown")
 """Keys that an overlay does not inherit."""
 _POOLS: Final = ("planners", "verifiers")
 """Mappings that are not merged: a pool in an overlay has exactly the members given there."""

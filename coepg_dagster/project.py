@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from coepg_dagster.experiment import ABLATIONS, ExperimentError, Experiments, find_experiments
+from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Experiments, find_experiments
+from coepg_dagster.provenance import SHARED
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,19 @@ class Project:
         """The experiments and the ablations."""
         main, ablations = self.experiments(), self.experiments(ABLATIONS)
         return Experiments({**main, **ablations}, {**ablations.left_out, **main.left_out})
+
+    def seeds_in_use(self, experiment: Experiment) -> list[int]:
+        """The seeds of an experiment that are to be shown: those under `shown` in its file, and those with artifacts.
+
+        Where only the inputs that its seeds share were made, the first one.
+        """
+        made = self.store / experiment.name
+        seeds = [seed for seed in experiment.seeds if seed in experiment.shown or (made / f"s{seed}").is_dir()]
+        return seeds or ([experiment.seeds[0]] if any((made / asset).is_dir() for asset in SHARED) else [])
+
+    def use(self, experiment: Experiment, seed: int) -> None:
+        """Marks a seed of an experiment as in use before its first artifact is made."""
+        (self.store / experiment.name / f"s{seed}").mkdir(parents=True, exist_ok=True)
 
     def prepare_dagster_home(self) -> Path:
         """Creates the Dagster home, with a link to the project's dagster.yaml, unless it exists."""

@@ -1,7 +1,13 @@
 """The second code location: the variants of `experiments/ablations/`, kept apart so that the first stays readable."""
 
+import dagster as dg
+
 from coepg_dagster.definitions import build
 from coepg_dagster.experiment import ABLATIONS
 from coepg_dagster.project import find_project
 
-defs = build(find_project(), ABLATIONS)
+
+@dg.definitions
+def defs() -> dg.Definitions:
+    """What Dagster loads."""
+    return build(find_project(), ABLATIONS)

@@ -36,7 +36,7 @@ from coepg_dagster.cli.common import (
     say,
     two_decimals,
 )
-from coepg_dagster.experiment import ABLATIONS, Experiment
+from coepg_dagster.experiment import Experiment
 from coepg_dagster.jobs import Strategy
 from coepg_dagster.planning.estimates import CARDS
 from coepg_dagster.planning.machine import MACHINE, Machine, TrainingSettings, machine_named
@@ -69,13 +69,11 @@ def _archive(project: Project) -> Archive:
     return archive(project, open_instance(project))
 
 
-def _definitions(experiment: Experiment) -> dg.Definitions:
-    """The definitions of the code location that holds an experiment; building them takes a while."""
-    if experiment.name in find_project().experiments(ABLATIONS):
-        from coepg_dagster.reproductions import defs
-    else:
-        from coepg_dagster.definitions import defs
-    return defs
+def _definitions(loop: Loop) -> dg.Definitions:
+    """The definitions of one loop, whether the web UI shows it or not."""
+    from coepg_dagster.definitions import artifacts
+
+    return artifacts([loop])
 
 
 @app.command()
@@ -90,10 +88,14 @@ def evolve(
     ] = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster for the heavy steps")] = None,
     on: On = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="run in this process, with its environment, even if a Dagster daemon runs")
+    ] = False,
 ) -> None:
     """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
 
-    Every iteration is one run: watch it in the web UI too. Call this again to resume a run that was killed.
+    Every iteration is one run: watch it in the web UI too. Where a Dagster daemon runs (`coepg ui`), runs wait in its queue, so
+    that its limits hold; else they are made in this process. Call this again to resume a run that was killed.
     """
     project, experiment, seed = open_experiment(reference)
     if through > experiment.iterations:
@@ -106,13 +108,13 @@ def evolve(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
+    from coepg_dagster.assets.evolve import Where, evolve_through, place_of, placed_machine
 
     loop = Loop(experiment, seed, project.root)
     place = place_of(device, train_device, processes, ray, machine)
     if through:
         _refuse_training(experiment, placed_machine(place, machine))
-    made = evolve_through(_definitions(experiment), instance, loop, through, err, place, first)
+    made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), first)
     err.print(f"{made} runs" if made else "everything is there and current")
 
 
@@ -159,7 +161,7 @@ def import_steps(reference: Reference) -> None:
     )
     from coepg_dagster.assets.evolve import make_inputs
 
-    made = make_inputs(_definitions(experiment), instance, loop, err, [ref.asset])
+    made = make_inputs(_definitions(loop), instance, loop, err, [ref.asset])
     record = loop.record(instance, ref)
     assert record is not None
     for split, steps in record.figures["steps"].items():
@@ -635,6 +637,7 @@ def ui(
     finally:
         daemon.terminate()
         daemon.wait()
+        instance.wipe_daemon_heartbeats()  # `coepg evolve` need not wait to see that it is gone
 
 
 def _hosts(host: str, port: int, public_url: str | None, without_login: bool) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import dagster as dg
 from coepg_dagster.assets.checks import CHECKS
+from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 from coepg_dagster.resources.launcher import job_environment, run_process
 
@@ -29,6 +30,7 @@ EXPERIMENT = """
 description: a loop of small JSON files
 iterations: 2
 seeds: [1, 2]
+shown: [1, 2]
 pool: gpu
 benchmark: {reader: miniwob, path: data, test: [test_seed], protocol: miniwob/point}
 models:
@@ -168,3 +170,10 @@ def light_definitions(project: Project, **settings: Any) -> dg.Definitions:
     return dg.Definitions.merge(
         build(project, **({"makers": LIGHT_MAKERS} | settings)), dg.Definitions(executor=dg.in_process_executor)
     )
+
+
+def light_artifacts(loop: Loop) -> dg.Definitions:
+    """The definitions of one loop, in use or not, as the command line has them, with light makers."""
+    from coepg_dagster.definitions import artifacts
+
+    return artifacts([loop], LIGHT_MAKERS)

@@ -88,8 +88,8 @@ def test_the_twin_says_what_it_stands_for(light: InProcess) -> None:
     assert [record.partition_key for record in observations] == ["1"]
     event = observations[0].event_log_entry.asset_observation
     assert event.tags["dagster/data_version"] == light.version("dataset", 0)
-    assert event.metadata["stands for"] == dg.MetadataValue.asset(light.loop.key("dataset"))
-    assert event.metadata["partition"].value == "0"
+    assert event.metadata["stands for"].value == "/assets/light/s1/dataset?view=partitions&partition=0"
+    assert list(event.metadata) == ["stands for", "page", "run"]
     # the pools of iteration 1 hold no model of iteration 0: nothing is handed over
     assert light.instance.fetch_observations(light.loop.twin("planner"), limit=5).records == []
 
@@ -163,7 +163,7 @@ def test_what_goes_on_from_the_models_before_is_an_edge_and_makes_stale(light: I
 def test_an_end_to_end_agent_may_go_on_from_the_one_before(light: InProcess) -> None:
     folder = light.project.root / "experiments" / ABLATIONS
     folder.mkdir()
-    text = "description: one model\nparent: light\nvariant: one\nagent: end_to_end\ntake: [dataset]\n"
+    text = "description: one model\nparent: light\nvariant: one\nagent: end_to_end\ntake: [dataset]\nshown: [1]\n"
     for init in ("base", "previous"):
         (folder / f"{init}.yaml").write_text(f"{text}init: {init}\n")
     graph = build(light.project, ABLATIONS).resolve_asset_graph()

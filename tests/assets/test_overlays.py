@@ -14,8 +14,8 @@ from coepg_dagster.assets.pages import lineage_of
 from coepg_dagster.experiment import ABLATIONS, load_experiment
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
-from tests.assets.light import light_definitions, light_project, plant
-from tests.assets.test_evolve import QUIET, runs_of_job
+from tests.assets.light import light_artifacts, light_definitions, light_project, plant
+from tests.assets.test_evolve import QUIET, runs_of
 
 SHARING = "description: another reward\nparent: light\nvariant: single\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
 ALONE = "description: no GRPO\nparent: light\nvariant: no_grpo\ngrpo: {enabled: false}\n"
@@ -42,21 +42,20 @@ def overlay(project: InProcess, name: str) -> Loop:
 
 
 def evolve(project: InProcess, name: str, through: int) -> int:
-    defs = light_definitions(project.project, folder=ABLATIONS)
-    return evolve_through(defs, project.instance, overlay(project, name), through, QUIET)
+    loop = overlay(project, name)
+    return evolve_through(light_artifacts(loop), project.instance, loop, through, QUIET)
 
 
 def test_runs_of_an_ablation_are_those_of_its_code_location(overlays: InProcess) -> None:
-    counts = {
-        place: len(runs_of_job(overlays.instance, place, "alone_s1_iteration")) for place in ("coepg", "reproductions")
-    }
-    assert counts == {"coepg": 0, "reproductions": 2}
+    counts = {place: len(runs_of(overlays.instance, place, "alone/s1")) for place in ("coepg", "reproductions")}
+    assert counts == {"coepg": 0, "reproductions": 4}
 
 
 def test_what_takes_its_data_is_made_at_one_iteration_alone(overlays: InProcess) -> None:
     (overlays.project.root / "experiments" / ABLATIONS / "late.yaml").write_text(SHARING)
     try:
-        defs, loop = light_definitions(overlays.project, folder=ABLATIONS), overlay(overlays, "late")
+        loop = overlay(overlays, "late")
+        defs = light_artifacts(loop)
         assert evolve_through(defs, overlays.instance, loop, 1, QUIET, first=1) == 2  # the iteration, the report
         made = {ref.iteration for ref in loop.records(overlays.instance) if ref.asset in loop.made}
         assert made == {1}
