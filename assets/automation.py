@@ -1,19 +1,33 @@
-"""Sensors and schedules of a loop. All are off by default; turn them on in the UI or in a deployment.
+"""What runs by itself, once the sensor `automation` is switched on: the conditions of the assets, and the alert.
 
-`refresh` makes whatever is stale or missing, one run at a time; `evolve` starts iteration k + 1 when D_k has landed; a nightly
-schedule evaluates again, a weekly one regenerates the newest D_k; `alert` posts failed runs to a webhook.
+An experiment file names what is automated (`automation`): *refresh* makes what is missing or stale, *nightly evaluation* and
+*weekly regeneration* make again what is there. All assets of a loop have to decide alike in a tick, or an iteration would fall
+apart into several runs. So a tick looks at each loop once (`Seen`), with the staleness that `coepg evolve` uses, and every part
+of a condition is a view of that.
+
+Dagster's own operands are not enough: they see direct readers only, no lost file, no veto and no new row of a benchmark; after a
+failure in iteration k they go on with what iteration k + 1 has got; and they start k + 1 while k is still being evaluated.
 """
 
+from __future__ import annotations
+
+import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from datetime import datetime
+from functools import reduce
+from operator import or_
+from typing import Final, TypeAlias
 
 import dagster as dg
 import httpx
-from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop
+from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop, Records
 
-from coepg_dagster.experiment import fingerprint
+from coepg_dagster.experiment import code_version, fingerprint
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usable
 from coepg_dagster.refusal import Refusal
 
@@ -21,7 +35,10 @@ WEBHOOK = "COEPG_ALERT_WEBHOOK"
 """Environment variable with the address that `alert` posts to. The address is a secret: it is never logged or stored."""
 WHY_AT_MOST = 2000
 """Characters of a reason in an alert."""
-REGENERATION: tuple[Asset, ...] = ("candidate_plans", "verdicts", "dataset", "data_quality")
+REGENERATION: Final[tuple[Asset, ...]] = ("candidate_plans", "verdicts", "dataset", "data_quality")
+REPORT: Final[Asset] = "evolution_report"
+AT_MOST: Final = 500
+"""Conditions that Dagster evaluates in one sensor."""
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs the address of every request
 
@@ -34,14 +51,20 @@ class Todo:
     assets: tuple[Asset, ...]
     lost: tuple[str, ...] = ()  # artifacts whose files are gone from the store, and which files
 
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        return tuple(Ref(asset, self.iteration) for asset in self.assets)
 
-def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0) -> Todo | None:
+
+def next_todo(
+    instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0, records: Records | None = None
+) -> Todo | None:
     """The next run that is needed to make iterations `first`..`through` current; None: nothing is missing or stale.
 
     In order: the benchmark and the open models (a change of their source files counts too); the iterations, from the first
-    stale one; the report.
+    stale one; the report. `records` are the loop's, if they are known.
     """
-    records = loop.records(instance)
+    records = loop.records(instance) if records is None else records
     stale = loop.stale(records)
 
     def todo(iteration: int | None, assets: Sequence[Asset]) -> Todo:
@@ -55,12 +78,16 @@ def next_todo(instance: dg.DagsterInstance, loop: Loop, through: int, first: int
     wanted = [k for k in sorted(plan) if k >= first]
     if wanted:
         return todo(wanted[0], loop.in_one_run(plan[wanted[0]], wanted[0]))
-    return None if loop.report_is_current(instance, records) else Todo(None, ("evolution_report",))
+    return None if loop.report_is_current(instance, records) else Todo(None, (REPORT,))
 
 
 def failed_inputs(instance: dg.DagsterInstance, loop: Loop) -> list[str]:
     """Inputs of the next iteration of `coepg evolve` that cannot be used, for example after a failed blocking check."""
-    todo, records = next_todo(instance, loop, loop.experiment.iterations), loop.records(instance)
+    records = loop.records(instance)
+    return _unusable(loop, next_todo(instance, loop, loop.experiment.iterations, records=records), records)
+
+
+def _unusable(loop: Loop, todo: Todo | None, records: Records) -> list[str]:
     if todo is None or todo.iteration is None:
         return []
     made = [Ref(asset, todo.iteration) for asset in todo.assets]
@@ -74,103 +101,20 @@ def failed_inputs(instance: dg.DagsterInstance, loop: Loop) -> list[str]:
     return why
 
 
-def running(instance: dg.DagsterInstance, loop: Loop, iteration: int | None = None) -> str | None:
-    """Id of a queued or running run that makes artifacts of the loop (of `iteration`, if given); None: there is none."""
-    keys = {loop.key(asset) for asset in loop.made}
-    for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED)):
-        partition = run.tags.get("dagster/partition")
-        mine = loop.name in run.tags.get(EXPERIMENT_TAG, "").split(",") or bool(keys & (run.asset_selection or set()))
-        if mine and (iteration is None or partition == str(iteration)):
-            return run.run_id
+def running(instance: dg.DagsterInstance, *loops: Loop) -> str | None:
+    """What makes artifacts of one of the loops: a run, queued, running or about to be retried, or a backfill."""
+    keys = {loop.key(asset) for loop in loops for asset in (*loop.shared, *loop.made, REPORT)}
+    names = {loop.name for loop in loops}
+    runs = list(instance.get_runs(dg.RunsFilter(statuses=UNFINISHED)))
+    lost = instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.FAILURE], tags={"dagster/will_retry": "true"}))
+    runs += [run for run in lost if run.is_complete_and_waiting_to_retry]
+    for run in runs:
+        if names & set(run.tags.get(EXPERIMENT_TAG, "").split(",")) or keys & (run.asset_selection or set()):
+            return f"run {run.run_id[:8]}"
+    for backfill in instance.get_backfills(limit=100):  # the newest ones
+        if backfill.status.name == "REQUESTED" and keys & set(backfill.asset_selection or ()):
+            return f"backfill {backfill.backfill_id}"
     return None
-
-
-def prefix(loop: Loop) -> str:
-    """Prefix of the names of a loop's jobs, sensors and schedules."""
-    return f"{loop.experiment.name}_s{loop.seed}"
-
-
-def jobs(loop: Loop) -> dict[str, dg.JobDefinition]:
-    """The jobs of one experiment and seed, by what they make: `iteration`, `unpartitioned`, `evaluation`, and `regeneration`
-    where it makes data."""
-
-    def job(what: str, assets: tuple[Asset, ...], description: str) -> dg.JobDefinition:
-        return dg.define_asset_job(  # type: ignore[return-value]
-            f"{prefix(loop)}_{what}",
-            selection=dg.AssetSelection.assets(*(loop.key(asset) for asset in assets)),
-            tags={EXPERIMENT_TAG: loop.name},
-            description=f"{loop.name}: {description}",
-        )
-
-    made = {
-        "iteration": job("iteration", loop.made, f"one iteration: {', '.join(loop.made)}."),
-        "unpartitioned": job(
-            "unpartitioned", (*loop.shared, "evolution_report"), "the benchmark, the open models, and the report."
-        ),
-        "evaluation": job("evaluation", ("evaluation",), "M_k on validation and on the test splits, again."),
-    }
-    if "dataset" in loop.made:
-        made["regeneration"] = job("regeneration", REGENERATION, "D_k again, with the models that are there.")
-    return made
-
-
-def automation(loop: Loop, nightly: str, weekly: str, seconds: int) -> dg.Definitions:
-    """Jobs, sensors and schedules of one experiment and seed.
-
-    Args:
-        nightly, weekly: cron strings.
-        seconds: between two ticks of a sensor.
-    """
-    made = jobs(loop)
-    writes_data = "dataset" in loop.made
-    return dg.Definitions(
-        jobs=list(made.values()),
-        sensors=[refresh(loop, made, seconds), *([evolve(loop, made, seconds)] if writes_data else [])],
-        schedules=[
-            evaluate_nightly(loop, made, nightly),
-            *([regenerate_weekly(loop, made, weekly)] if writes_data else []),
-        ],
-    )
-
-
-def refresh(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.SensorDefinition:
-    """Makes whatever is stale or missing, in order, one run at a time; does not repeat a failed run until something changes."""
-
-    @dg.sensor(
-        name=f"{prefix(loop)}_refresh",
-        jobs=[made["iteration"], made["unpartitioned"]],
-        minimum_interval_seconds=seconds,
-        description=f"Makes what is stale or missing in {loop.name}, in order, one run at a time: new benchmark rows lead "
-        "to D_0 and everything after it. A run that failed is not tried again until something else changed.",
-    )
-    def sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        busy = running(context.instance, loop)
-        if busy is not None:
-            return dg.SkipReason(f"run {busy[:8]} is making something of {loop.name}")
-        todo = next_todo(context.instance, loop, loop.experiment.iterations)
-        if todo is None:
-            return dg.SkipReason("everything is there and current")
-        records = loop.records(context.instance)
-        awaited = loop.awaited(records, loop.stale(records), todo.iteration)
-        if todo.iteration is not None and awaited:
-            return dg.SkipReason(f"{loop.name} waits for {awaited[0]} of {loop.experiment.parent}")
-        return _request(context.instance, loop, made, todo)
-
-    return sensor
-
-
-def _request(instance: dg.DagsterInstance, loop: Loop, made: dict[str, dg.JobDefinition], todo: Todo) -> dg.RunRequest:
-    """A run whose key covers all current records, code and sources, so that the same attempt is not made twice."""
-    records = loop.records(instance)
-    current = [[str(ref), record.run_id] for ref, record in records.items()]
-    sources = [loop.source(asset) for asset in SHARED]
-    return dg.RunRequest(
-        run_key=fingerprint([todo.iteration, todo.assets, current, loop.code_versions(), sources]),
-        job_name=made["unpartitioned" if todo.iteration is None else "iteration"].name,
-        partition_key=None if todo.iteration is None else str(todo.iteration),
-        asset_selection=[loop.key(asset) for asset in todo.assets],
-        tags=run_tags(loop, todo.iteration),
-    )
 
 
 def run_tags(loop: Loop, iteration: int | None) -> dict[str, str]:
@@ -178,92 +122,231 @@ def run_tags(loop: Loop, iteration: int | None) -> dict[str, str]:
     return {EXPERIMENT_TAG: loop.name} | ({} if iteration is None else {ITERATION_TAG: str(iteration)})
 
 
-def evolve(loop: Loop, made: dict[str, dg.JobDefinition], seconds: int) -> dg.SensorDefinition:
-    """Starts iteration k + 1 when D_k has landed and its blocking checks passed."""
+@dataclass(frozen=True)
+class Seen:
+    """A loop at one tick."""
 
-    @dg.asset_sensor(
-        asset_key=loop.key("dataset"),
-        name=f"{prefix(loop)}_evolve",
-        job=made["iteration"],
-        minimum_interval_seconds=seconds,
-        description=f"Starts iteration k + 1 of {loop.name} when D_k has landed, its blocking checks passed, and it is not "
-        "stale; makes what is missing or stale there.",
-    )
-    def sensor(context: dg.SensorEvaluationContext, event: dg.EventLogEntry) -> dg.RunRequest | dg.SkipReason:
-        assert event.dagster_event is not None
-        k = int(event.dagster_event.partition or 0)
-        if k >= loop.experiment.iterations:
-            return dg.SkipReason(f"D_{k} is the last one")
-        records = loop.records(context.instance)
-        stale = loop.stale(records)
-        ref = Ref("dataset", k)
-        if records[ref].failed_checks:
-            return dg.SkipReason(f"{ref}: blocking check failed: {', '.join(records[ref].failed_checks)}")
-        if ref in stale:
-            return dg.SkipReason(f"{ref} is stale ({stale[ref]})")
-        busy = running(context.instance, loop, k + 1)
-        if busy is not None:
-            return dg.SkipReason(f"run {busy[:8]} is making iteration {k + 1}")
-        assets = loop.in_one_run(loop.to_make(records, stale, k + 1).get(k + 1, []), k + 1)
-        if not assets:
-            return dg.SkipReason(f"iteration {k + 1} is there and current")
-        return dg.RunRequest(
-            run_key=f"{k + 1}:{event.run_id}",
-            partition_key=str(k + 1),
-            asset_selection=[loop.key(asset) for asset in assets],
-            tags=run_tags(loop, k + 1),
-        )
-
-    return sensor
+    todo: Todo | None  # the next run
+    needed: frozenset[Ref]  # missing or stale, or made from what is
+    making: str | None  # what makes something of the loop now
+    waits: str | None  # why the inputs of the next run cannot be used yet
+    before: str  # fingerprint of code, sources, and all that comes before the next run
+    within: str  # fingerprint of what is there of the iteration that the next run makes
+    agents: frozenset[int]  # iterations whose agent is there
+    newest: frozenset[int]  # the last iteration whose D_k is there
 
 
-def evaluate_nightly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -> dg.ScheduleDefinition:
-    """Evaluates the agent of every iteration that is there, again."""
+def look(instance: dg.DagsterInstance, loop: Loop, seeds: Sequence[Loop]) -> Seen:
+    """`loop` as it is now; `seeds` are all loops of its experiment, which share the benchmark and the open models."""
+    records, last = loop.records(instance), loop.experiment.iterations
+    stale = loop.stale(records)
+    todo = next_todo(instance, loop, last, records=records)
+    plan = loop.to_make(records, stale, last)
+    awaited = loop.awaited(records, stale, todo.iteration) if todo is not None and todo.iteration is not None else []
+    waits = [f"for {ref} of {loop.experiment.parent}" for ref in awaited] + _unusable(loop, todo, records)
+    there = records.keys() - records.lost.keys()
+    data = [k for k in range(last + 1) if Ref("dataset", k) in there]
 
-    @dg.schedule(
-        name=f"{prefix(loop)}_evaluate_nightly",
-        job=made["evaluation"],
-        cron_schedule=cron,
-        execution_timezone="UTC",
-        description=f"Evaluates every agent M_k of {loop.name} that is there, again.",
-    )
-    def schedule(context: dg.ScheduleEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
-        records = loop.records(context.instance)
-        there = [
-            k
-            for k in range(loop.experiment.iterations + 1)
-            if all(used in records and used not in records.lost for used in loop.inputs_of(Ref("evaluation", k)))
+    def state(place: Collection[int]) -> list[list[str | None]]:
+        return [
+            [str(ref), record.data_version, record.code_version, records.lost.get(ref), records.changed.get(ref)]
+            for ref, record in sorted(records.items(), key=lambda item: str(item[0]))
+            if (-1 if ref.iteration is None else ref.iteration) in place
         ]
-        if not there:
-            yield dg.SkipReason("there is no agent yet")
-        for k in there:
-            yield _scheduled(context, loop, k)
 
-    return schedule
-
-
-def regenerate_weekly(loop: Loop, made: dict[str, dg.JobDefinition], cron: str) -> dg.ScheduleDefinition:
-    """Regenerates the newest D_k with the models that are there."""
-
-    @dg.schedule(
-        name=f"{prefix(loop)}_regenerate_weekly",
-        job=made["regeneration"],
-        cron_schedule=cron,
-        execution_timezone="UTC",
-        description=f"Regenerates the newest D_k of {loop.name}: candidates, verdicts, selection, quality.",
+    # shared inputs come before all iterations, the report after them
+    place = last + 1 if todo is None or todo.assets == (REPORT,) else -1 if todo.iteration is None else todo.iteration
+    code = [loop.code_versions(), code_version(loop.experiment, REPORT), [loop.source(asset) for asset in loop.shared]]
+    return Seen(
+        todo=todo,
+        needed=frozenset((*(Ref(asset, k) for k in plan for asset in plan[k]), *(todo.refs if todo else ()))),
+        making=running(instance, *(seeds if todo is not None and todo.assets[0] in SHARED else [loop])),
+        waits=waits[0] if waits else None,
+        before=fingerprint([code, state(range(-1, place))]),
+        within=fingerprint(state([place])),
+        agents=frozenset(k for k in range(last + 1) if there.issuperset(loop.inputs_of(Ref("evaluation", k)))),
+        newest=frozenset(data[-1:]),
     )
-    def schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        records = loop.records(context.instance)
-        there = [ref.iteration for ref in records if ref.asset == "dataset" and ref.iteration is not None]
-        return _scheduled(context, loop, max(there)) if there else dg.SkipReason("there is no D_k yet")
-
-    return schedule
 
 
-def _scheduled(context: dg.ScheduleEvaluationContext, loop: Loop, k: int) -> dg.RunRequest:
-    return dg.RunRequest(
-        run_key=f"{k}:{context.scheduled_execution_time.isoformat()}", partition_key=str(k), tags=run_tags(loop, k)
+@dataclass(frozen=True)
+class Tried:
+    """The last run that refresh asked for, and the state in which it did; kept in the cursor of a condition."""
+
+    made: tuple[str, ...]
+    before: str
+    within: str | None  # as the run left it; None: it has not ended
+
+    @classmethod
+    def read(cls, cursor: str | None) -> Tried | None:
+        if cursor is None:
+            return None
+        made, before, within = json.loads(cursor)
+        return cls(tuple(made), before, within)
+
+    def text(self) -> str:
+        return json.dumps(astuple(self))
+
+
+def decide(tried: Tried | None, seen: Seen) -> tuple[Tried | None, bool]:
+    """Whether the next run starts now, and what to keep in mind.
+
+    A run that did not make what it was asked for (it failed or was cancelled) is not asked for again until something else
+    than that run has changed its inputs, its code, or what is there of its iteration.
+    """
+    if seen.todo is None:
+        return None, False
+    if seen.making is not None:
+        return tried, False
+    made = tuple(map(str, seen.todo.refs))
+    again = tried is not None and tried.before == seen.before and not set(tried.made).isdisjoint(made)
+    if tried is not None and again and tried.within in (None, seen.within):
+        return replace(tried, within=seen.within), False
+    return (tried, False) if seen.waits is not None else (Tried(made, seen.before, None), True)
+
+
+class Watched:
+    """A loop, looked at once in each tick.
+
+    Args:
+        seeds: all loops of its experiment, which share the benchmark and the open models.
+    """
+
+    def __init__(self, loop: Loop, seeds: Sequence[Loop]) -> None:
+        self._loop, self._seeds = loop, seeds
+        self._last: tuple[datetime, Seen] | None = None
+
+    def seen(self, context: dg.AutomationContext[dg.AssetKey]) -> Seen:
+        """The loop as it is at this tick."""
+        last = self._last
+        if last is None or last[0] != context.evaluation_time:
+            last = context.evaluation_time, look(context.asset_graph_view.instance, self._loop, self._seeds)
+            self._last = last
+            if last[1].waits is not None:
+                context.log.info(f"{self._loop.name} waits: {last[1].waits}")
+        return last[1]
+
+
+class Part(dg.AutomationCondition[dg.AssetKey]):
+    """A part of a condition, under its label: true for the iterations that `holds` names, or for all or none of them."""
+
+    def __init__(self, label: str, watched: Watched, holds: Callable[[Seen], Collection[int | None] | bool]) -> None:
+        self._label, self._watched, self._holds = label, watched, holds
+
+    def get_label(self) -> str:
+        return self._label
+
+    def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
+        holds = self._holds(self._watched.seen(context))
+        if not isinstance(holds, bool) and context.partitions_def is not None:
+            keys = {str(iteration) for iteration in holds}
+            return dg.AutomationResult(context, context.candidate_subset.compute_intersection_with_partition_keys(keys))
+        return dg.AutomationResult(context, context.candidate_subset if holds else context.get_empty_subset())
+
+
+class Starts(dg.AutomationCondition[dg.AssetKey]):
+    """Whether refresh starts the next run of the loop at this tick; the answer is the same for all assets of the loop."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def get_label(self) -> str:
+        return "it did not fail before, with the same inputs and code"
+
+    def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
+        tried, starts = decide(Tried.read(context.cursor), self._watched.seen(context))
+        true = context.candidate_subset if starts else context.get_empty_subset()
+        return dg.AutomationResult(context, true, cursor=None if tried is None else tried.text())
+
+
+Condition: TypeAlias = dg.AutomationCondition[dg.AssetKey]
+
+
+def automated(defs: dg.Definitions, loops: Sequence[Loop], nightly: str, weekly: str, seconds: int) -> dg.Definitions:
+    """`defs` with the conditions of the assets of `loops`, and the sensors that are their switch.
+
+    Args:
+        nightly, weekly: when agents are evaluated again, and D_k is regenerated (cron, UTC).
+        seconds: between two ticks.
+    """
+    # a sensor that evaluates conditions of our own is in beta; the version range in pyproject.toml guards against changes
+    warnings.filterwarnings("ignore", category=dg.BetaWarning)
+    seeds = defaultdict[str, list[Loop]](list)
+    for loop in loops:
+        seeds[loop.experiment.name].append(loop)
+    decided = [conditions(loop, seeds[loop.experiment.name], nightly, weekly) for loop in loops]
+    when = {key: condition for mapping in decided for key, condition in mapping.items()}
+    with_conditions = defs.map_asset_specs(
+        func=lambda spec: spec.replace_attributes(automation_condition=when[spec.key]) if spec.key in when else spec
     )
+    return dg.Definitions.merge(with_conditions, dg.Definitions(sensors=switches(decided, seconds)))
+
+
+def conditions(loop: Loop, seeds: Sequence[Loop], nightly: str, weekly: str) -> dict[dg.AssetKey, Condition]:
+    """When the assets of a loop are made by themselves: any of what the experiment's file names under `automation`.
+
+    The assets that it shares with the other `seeds` of the experiment have their conditions from the first of these.
+    """
+    watched, chosen = Watched(loop, seeds), loop.experiment.automation
+    idle = Part("nothing of the loop is being made", watched, lambda seen: seen.making is None)
+    rested = idle & ~Starts(watched)
+    found = defaultdict[Asset, list[Condition]](list)
+    if "refresh" in chosen:
+        shared = loop.shared if loop is seeds[0] else ()  # the other seeds would say the same
+        for asset in (*shared, *loop.made, REPORT):
+            found[asset].append(_refresh(asset, watched, idle))
+    if "evaluate_nightly" in chosen:
+        due = dg.AutomationCondition.cron_tick_passed(nightly).since_last_handled()
+        there = Part("the agent is there", watched, lambda seen: seen.agents)
+        found["evaluation"].append((due & there & rested).with_label("nightly evaluation"))
+    if "regenerate_weekly" in chosen:
+        # all four are handled when the first of them is
+        handled = dg.AutomationCondition.newly_requested() | dg.AutomationCondition.newly_updated()
+        first = dg.AutomationCondition.asset_matches(loop.key(REGENERATION[0]), handled).with_label("handled")
+        due = dg.AutomationCondition.cron_tick_passed(weekly).since(first)
+        newest = Part("it is of the newest D_k", watched, lambda seen: seen.newest)
+        for asset in REGENERATION:
+            found[asset].append((due & newest & rested).with_label("weekly regeneration"))
+    return {loop.key(asset): reduce(or_, any_of) for asset, any_of in found.items()}
+
+
+def _refresh(asset: Asset, watched: Watched, idle: Part) -> Condition:
+    def iterations(refs: Iterable[Ref]) -> set[int | None]:
+        return {ref.iteration for ref in refs if ref.asset == asset}
+
+    return (
+        Part("it is missing or stale, or made from what is", watched, lambda seen: iterations(seen.needed))
+        & Part("everything before it is current", watched, lambda seen: iterations(seen.todo.refs if seen.todo else ()))
+        & idle
+        & Part("what it reads passed its blocking checks", watched, lambda seen: seen.waits is None)
+        & Starts(watched)
+    ).with_label("refresh")
+
+
+def switches(decided: Iterable[Collection[dg.AssetKey]], seconds: int) -> list[dg.AutomationConditionSensorDefinition]:
+    """The switch of all conditions of a code location; another one if there are more than Dagster evaluates in a sensor.
+
+    Args:
+        decided: the assets of each loop that have conditions; they stay together.
+        seconds: between two ticks.
+    """
+    targets: list[list[dg.AssetKey]] = []
+    for keys in filter(None, decided):
+        if not targets or len(targets[-1]) + len(keys) > AT_MOST:
+            targets.append([])
+        targets[-1] += keys
+    return [
+        dg.AutomationConditionSensorDefinition(
+            "automation" if i == 0 else f"automation_{i + 1}",
+            target=dg.AssetSelection.assets(*target),
+            minimum_interval_seconds=seconds,
+            emit_backfills=False,
+            use_user_code_server=True,  # as conditions of our own need
+            description="Makes what is due of the experiments whose files say so under `automation`. Each asset's page shows "
+            "under Automation why it was made or not.",
+        )
+        for i, target in enumerate(targets)
+    ]
 
 
 def alert(seconds: int) -> dg.SensorDefinition:
@@ -284,6 +367,8 @@ def alert(seconds: int) -> dg.SensorDefinition:
         iteration = run.tags.get(ITERATION_TAG)
         first = f"{failed[0]['step']}: {failed[0]['why']}" if failed else context.failure_event.message
         text = f"{name}{'' if iteration is None else f', iteration {iteration}'}: run {run.run_id[:8]} failed: {first}"
+        if run.tags.get("dagster/will_retry") == "true":
+            text += "; its process or machine is gone, so Dagster goes on with it by itself"
         post({"text": text, "run_id": run.run_id, "tags": dict(run.tags), "failed": failed})
 
     return sensor

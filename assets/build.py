@@ -68,6 +68,7 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
         check_specs=check_specs(loop, asset),
         required_resource_keys={"store", "engines", *needed_resources(asset)},
         pool=loop.experiment.pool if heavy else None,
+        backfill_policy=None if shared else dg.BackfillPolicy.multi_run(1),
         output_required=True,
         group_name=page.group,
         description=page.description,

@@ -129,6 +129,8 @@ def _run(
     tags = run_tags(loop, iteration) | ({} if iteration is None else {"dagster/partition": str(iteration)})
     queued = not where.here and no_queue(instance, loop) is None
     tags[EVOLVE_TAG] = QUEUED if queued else IN_PROCESS
+    if not queued:
+        tags["dagster/max_retries"] = "0"  # of a lost run the daemon repeats nothing: `coepg evolve` goes on there
     going_on = _going_on(instance, tags, assets) if queued else None
     run_id = going_on or str(uuid.uuid4())
     with Interrupts() as interrupts:

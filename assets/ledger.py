@@ -446,7 +446,7 @@ def tag_run(context: dg.AssetExecutionContext) -> None:
     loops = {"/".join(path[:2]) for path in keys if len(path) > 2}
     names = loops or {path[0] for path in keys}  # shared assets alone belong to no seed
     tags = {EXPERIMENT_TAG: ",".join(sorted(names))}
-    if context.has_partition_key:
+    if context.has_partition_key or context.has_partition_key_range:  # a range of one, in backfills
         tags[ITERATION_TAG] = context.partition_key
     context.instance.add_run_tags(context.run.run_id, tags)
 

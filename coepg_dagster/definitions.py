@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 
-from coepg_dagster.assets.automation import alert, automation
+from coepg_dagster.assets.automation import alert, automated
 from coepg_dagster.assets.build import left_out, loop_assets, shared_assets
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
@@ -59,16 +59,16 @@ def build(
 
     Args:
         makers, resources: as for `artifacts`.
-        nightly, weekly: when the schedules run (cron, UTC), once they are turned on.
+        nightly, weekly: when agents are evaluated again and D_k is regenerated (cron, UTC), where a file asks for it.
         seconds: between two ticks of a sensor, once it is turned on.
     """
     files = project.experiments(folder)
     loops = [Loop(one, seed, project.root) for one in files.values() for seed in project.seeds_in_use(one)]
-    return dg.Definitions.merge(
+    found = dg.Definitions.merge(
         artifacts(loops, makers, resources),
         dg.Definitions([left_out(name, why) for name, why in files.left_out.items()], sensors=[alert(seconds)]),
-        *(automation(loop, nightly, weekly, seconds) for loop in loops),
     )
+    return automated(found, loops, nightly, weekly, seconds)
 
 
 @dg.definitions

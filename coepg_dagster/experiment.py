@@ -535,6 +535,10 @@ class Quality(Strict):
     )
 
 
+Automated = Literal["refresh", "evaluate_nightly", "regenerate_weekly"]
+"""What an experiment may have made without being asked for; it decides no result."""
+
+
 class Experiment(Strict):
     """One experiment: everything that decides its results, for every seed."""
 
@@ -567,6 +571,11 @@ class Experiment(Strict):
     quality: Quality = Quality()
     evaluation: Evaluation = Evaluation()
     batch_size: int = Field(64, ge=1, description="requests per forward pass in generation, verification, evaluation")
+    automation: list[Automated] = Field(
+        [],
+        description="what is made without being asked for, while the sensor `automation` is on: `refresh` what is missing or "
+        "stale, `evaluate_nightly` every agent, `regenerate_weekly` the newest D_k; an overlay does not inherit it",
+    )
 
     @property
     def taken(self) -> frozenset[Asset]:
@@ -604,6 +613,10 @@ class Experiment(Strict):
             raise ValueError("`agent: end_to_end` writes no data: add `take: [dataset]` and a `parent` that makes it")
         if self.agent == "end_to_end" and {"planner_sft", "grounder"} & set(self.take):
             raise ValueError("`agent: end_to_end` has neither planner nor grounder: take `dataset` only")
+        if "regenerate_weekly" in self.automation and "dataset" not in self.made:
+            raise ValueError(
+                "automation: `regenerate_weekly` belongs where D_k is made, and here it is taken: remove it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -638,12 +651,12 @@ def load_experiment(path: Path) -> Experiment:
     """The experiment in the YAML file `path`, named as the file. Raises ExperimentError.
 
     A file with a `parent` holds only what differs: mappings are merged key by key; other values, and pools, replace those of
-    the parent. `description`, `take`, `variant`, `agent` and `shown` are not inherited.
+    the parent. `description`, `take`, `variant`, `agent`, `shown` and `automation` are not inherited.
     """
     return _load(path, ())
 
 
-_NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent", "shown")
+_NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent", "shown", "automation")
 """Keys that an overlay does not inherit."""
 _POOLS: Final = ("planners", "verifiers")
 """Mappings that are not merged: a pool in an overlay has exactly the members given there."""

@@ -247,36 +247,32 @@ class Deployment:
             if node["staleStatus"] == "STALE"
         }
 
-    def switch_on(self, *sensors: str, schedules: Sequence[str] = ()) -> None:
-        """Turns sensors and schedules on."""
-        for kind, names in (("Sensor", sensors), ("Schedule", schedules)):
-            start = "startSensor" if kind == "Sensor" else "startSchedule"
-            for name in names:
-                result = self.graphql(
-                    f"mutation($s: {kind}Selector!) {{ {start}({kind.lower()}Selector: $s) {{ __typename }} }}",
-                    s=self.repository | {f"{kind.lower()}Name": name},
-                )
-                assert result[start]["__typename"] in ("Sensor", "ScheduleStateResult"), result
+    def switch_on(self, *sensors: str) -> None:
+        """Turns sensors on."""
+        for name in sensors:
+            result = self.graphql(
+                "mutation($s: SensorSelector!) { startSensor(sensorSelector: $s) { __typename } }",
+                s=self.repository | {"sensorName": name},
+            )
+            assert result["startSensor"]["__typename"] == "Sensor", result
 
-    def switch_off(self, *schedules: str) -> None:
-        """Turns schedules off."""
-        for name in schedules:
-            data = self.graphql(
-                "query($s: ScheduleSelector!) { scheduleOrError(scheduleSelector: $s) {"
-                " ... on Schedule { scheduleState { id } } } }",
-                s=self.repository | {"scheduleName": name},
-            )
-            stopped = self.graphql(
-                "mutation($id: String!) { stopRunningSchedule(id: $id) { __typename } }",
-                id=data["scheduleOrError"]["scheduleState"]["id"],
-            )
-            assert stopped["stopRunningSchedule"]["__typename"] == "ScheduleStateResult", stopped
+    def switch_off(self, sensor: str) -> None:
+        """Turns a sensor off."""
+        data = self.graphql(
+            "query($s: SensorSelector!) { sensorOrError(sensorSelector: $s) { ... on Sensor { sensorState { id } } } }",
+            s=self.repository | {"sensorName": sensor},
+        )
+        stopped = self.graphql(
+            "mutation($id: String!) { stopSensor(id: $id) { __typename } }",
+            id=data["sensorOrError"]["sensorState"]["id"],
+        )
+        assert stopped["stopSensor"]["__typename"] == "StopSensorMutationResult", stopped
 
     def ticks(self, name: str) -> list[dict[str, Any]]:
-        """The ticks of a sensor or schedule, newest first: status, runIds, skipReason, error."""
+        """The ticks of a sensor, newest first: status, timestamp (when it began), runIds, error."""
         data = self.graphql(
             "query($s: InstigationSelector!) { instigationStateOrError(instigationSelector: $s) {"
-            " ... on InstigationState { ticks { status runIds skipReason error { message } } } } }",
+            " ... on InstigationState { ticks { status timestamp runIds error { message } } } } }",
             s=self.repository | {"name": name},
         )
         ticks: list[dict[str, Any]] = data["instigationStateOrError"]["ticks"]

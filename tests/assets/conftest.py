@@ -14,7 +14,7 @@ from coepg_dagster.assets.ledger import Loop
 
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
-from tests.assets.light import light_definitions, light_project
+from tests.assets.light import automate, light_definitions, light_project
 from tests.deployment import Deployment, Webhook
 
 
@@ -81,13 +81,17 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> Iterator[Deployment]:
-    """A running daemon and web server over three light experiments, each with a pool of its own."""
-    project = light_project(tmp_path_factory.mktemp("deployment") / "project", "other", "driven", seconds=0.3)
+    """A running daemon and web server over four light experiments, each with a pool of its own."""
+    project = light_project(tmp_path_factory.mktemp("deployment") / "project", "other", "driven", "timed", seconds=0.3)
+    automate(project, "driven", "refresh")
+    automate(project, "timed", "refresh", "evaluate_nightly", "regenerate_weekly")
+    timed = project.root / "experiments" / "timed.yaml"
+    timed.write_text(timed.read_text().replace("seeds: [1, 2]", "seeds: [1]"))
     location = Path(__file__).with_name("light_location.py")
     deployment = Deployment(project, location, **{WEBHOOK: webhook.url})
     try:
         # what test_ticks.py looks at goes on beside the other tests
-        deployment.switch_on("driven_s1_refresh", "driven_s2_evolve", "alert")
+        deployment.switch_on("automation", "alert")
         yield deployment
     finally:
         deployment.close()

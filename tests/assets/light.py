@@ -1,6 +1,6 @@
 """A project whose artifacts are small JSON files, for tests of everything around them.
 
-The graph, twins, ledger, claims, checks, pools, job, sensors and schedules are the real ones. Files in the project's folder
+The graph, twins, ledger, claims, checks, pools, conditions and sensors are the real ones. Files in the project's folder
 `control/` plant what a test needs, each named KIND-LOOP-ASSET-PARTITION: `salt` changes the content, `fail` fails the step,
 `check` fails its blocking checks, `progress` reports that all is done, `worker` runs a real worker process that has a child and
 hangs, `meet` waits until the loop that the file names has made something of the same iteration. `control/seconds` is how long
@@ -54,6 +54,12 @@ def light_project(root: Path, *others: str, seconds: float = 0) -> Project:
         (root / "experiments" / f"{name}.yaml").write_text(text)
     shutil.copy(REPOSITORY / "dagster.yaml", root)
     return Project(root)
+
+
+def automate(project: Project, name: str, *what: str) -> None:
+    """Names in the file of an experiment what of it is automated."""
+    file = project.root / "experiments" / f"{name}.yaml"
+    file.write_text(f"{file.read_text()}automation: [{', '.join(what)}]\n")
 
 
 def plant(project: Project, kind: str, loop: str, ref: Ref, text: str = "planted") -> Path:

@@ -1,149 +1,228 @@
-"""Sensors and schedules: each decision, in process, with real events. test_ticks.py has them ticked by a real daemon."""
+"""Conditions: each decision, in process, with real events. test_ticks.py has them evaluated by a real daemon."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
-from pathlib import Path
+import shutil
 from typing import Any
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.automation import WEBHOOK, AlertFailed, Todo, next_todo, post
-from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
+from coepg_dagster.assets.automation import (
+    REPORT,
+    WEBHOOK,
+    AlertFailed,
+    Todo,
+    conditions,
+    next_todo,
+    post,
+    switches,
+)
+from coepg_dagster.assets.ledger import Loop
 
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.conftest import InProcess
-from tests.assets.light import light_project, plant
+from tests.assets.light import automate, plant
 from tests.deployment import Webhook
 
+Runs = list[tuple[int | None, list[str]]]
+DATA = ["candidate_plans", "verdicts", "dataset", "data_quality"]
+ORDER = [*SHARED, *LOOP, REPORT]
 
-def tick(light: InProcess, name: str, cursor: str | None = None) -> Any:
-    """What a sensor decides now."""
+
+class Automation:
+    """The conditions of light/s1, evaluated tick by tick as the sensor does it; half a minute passes between two ticks."""
+
+    def __init__(self, light: InProcess, *what: str) -> None:
+        automate(light.project, "light", *what)
+        self.light = light
+        self.now = datetime.datetime(2030, 1, 5, 12, tzinfo=datetime.UTC)  # a Saturday
+        self.cursor: Any = None
+
+    def results(self) -> dict[str, dg.AutomationResult]:
+        """Asset of light/s1 → what its condition says now."""
+        self.now += datetime.timedelta(seconds=30)
+        evaluated = dg.evaluate_automation_conditions(
+            self.light.defs, self.light.instance, cursor=self.cursor, evaluation_time=self.now
+        )
+        self.cursor = evaluated.cursor
+        return {result.key.path[-1]: result for result in evaluated.results if "s2" not in result.key.path}
+
+    def tick(self) -> Runs:
+        """The runs that a tick asks for: (iteration, assets)."""
+        runs: dict[int, list[str]] = {}
+        for asset, result in sorted(self.results().items(), key=lambda item: ORDER.index(item[0])):
+            true = result.true_subset
+            for k in true.expensively_compute_partition_keys() if true.is_partitioned else ["-1"] * true.size:
+                runs.setdefault(int(k), []).append(asset)
+        return [(None if k == -1 else k, runs[k]) for k in sorted(runs)]
+
+    def settle(self) -> Runs:
+        """Makes what is asked for until twice nothing is; returns the runs."""
+        made: Runs = []
+        rests = 0
+        while rests < 2:
+            runs = self.tick()
+            rests = 0 if runs else rests + 1
+            for k, assets in runs:
+                self.light.run(k, *assets)  # type: ignore[arg-type]
+            made += runs
+            assert len(made) < 20, made
+        return made
+
+    def tell(self, asset: str) -> dict[str, bool]:
+        """The labelled parts of an asset's refresh, as the UI shows them: whether each holds for some iteration."""
+        (refresh,) = [r for r in _all(self.results()[asset]) if r.condition.get_label() == "refresh"]
+        return {str(part.condition.get_label()): not part.true_subset.is_empty for part in refresh.child_results}
+
+
+def _all(result: dg.AutomationResult) -> list[dg.AutomationResult]:
+    return [result, *(one for child in result.child_results for one in _all(child))]
+
+
+def salt(light: InProcess, asset: str, k: int, text: str) -> None:
+    """Makes other content of an artifact."""
+    plant(light.project, "salt", "light/s1", Ref(asset, k), text)  # type: ignore[arg-type]
+    assert light.run(k, asset).success  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def short(light: InProcess) -> InProcess:
+    file = light.project.root / "experiments" / "light.yaml"
+    file.write_text(file.read_text().replace("seeds: [1, 2]", "seeds: [1]").replace("iterations: 2", "iterations: 1"))
+    return light
+
+
+def test_the_switch_and_the_alert_are_off_until_turned_on(light: InProcess) -> None:
+    assert [sensor.name for sensor in light.defs.get_repository_def().sensor_defs] == ["alert"]
+    automate(light.project, "light", "refresh")
     repository = light.defs.get_repository_def()
-    with dg.build_sensor_context(light.instance, cursor=cursor, repository_def=repository) as context:
-        return repository.get_sensor_def(name).evaluate_tick(context)
+    assert sorted(sensor.name for sensor in repository.sensor_defs) == ["alert", "automation"]
+    assert not repository.schedule_defs
+    for sensor in repository.sensor_defs:
+        assert sensor.default_status.value == "STOPPED" and sensor.description
 
 
-def requested(decision: Any) -> list[tuple[str | None, list[str]]]:
-    """(partition, asset names) of each run that was asked for."""
-    return [
-        (request.partition_key, [key.path[-1] for key in request.asset_selection or []])
-        for request in decision.run_requests
-    ]
-
-
-def make_all(light: InProcess) -> None:
-    assert light.run(None).success
-    for k in range(3):
-        assert light.run(k).success
-    assert light.run(None, "evolution_report").success
-
-
-def test_everything_is_off_until_it_is_turned_on(light: InProcess) -> None:
-    repository = light.defs.get_repository_def()
-    for definition in (*repository.sensor_defs, *repository.schedule_defs):
-        assert definition.default_status.value == "STOPPED" and definition.description
-
-
-def test_refresh_makes_what_is_missing_in_order(light: InProcess) -> None:
-    made = []
-    while runs := requested(tick(light, "light_s1_refresh")):
-        ((partition, assets),) = runs
-        made.append((partition, assets))
-        assert light.run(None if partition is None else int(partition), *assets).success
-    assert made == [
-        (None, list(SHARED)), ("0", list(LOOP)), ("1", list(LOOP)), ("2", list(LOOP)), (None, ["evolution_report"])
-    ]  # fmt: skip
-    assert "everything is there and current" in tick(light, "light_s1_refresh").skip_message
-
-
-def test_new_rows_lead_to_the_start_and_everything_after_it_and_touched_files_to_nothing(light: InProcess) -> None:
-    make_all(light)
-    (light.project.root / "data" / "rows").write_text("1")  # the same rows in a newer file
-    assert requested(tick(light, "light_s1_refresh")) == [(None, ["benchmark_steps"])]
-    light.run(None, "benchmark_steps")
-    assert tick(light, "light_s1_refresh").run_requests == []
-    (light.project.root / "data" / "rows").write_text("1, 2")
-    assert requested(tick(light, "light_s1_refresh")) == [(None, ["benchmark_steps"])]
-    light.run(None, "benchmark_steps")
-    ((partition, assets),) = requested(tick(light, "light_s1_refresh"))
-    # the base models of iteration 0 do not depend on the rows
-    assert partition == "0" and assets == ["candidate_plans", "verdicts", "dataset", "data_quality", "evaluation"]
-    light.run(0, *assets)
-    assert requested(tick(light, "light_s1_refresh")) == [("1", list(LOOP))]
-
-
-def test_refresh_does_not_repeat_what_failed_until_something_changed(light: InProcess) -> None:
+def test_refresh_makes_everything_in_order_and_rests(short: InProcess) -> None:
+    """Then: new content leads to everything after it; the same content and touched files to nothing."""
+    light, refresh = short, Automation(short, "refresh")
     light.run(None)
-    plant(light.project, "fail", "light/s1", Ref("planner", 0))
-    first = tick(light, "light_s1_refresh").run_requests[0]
-    assert first.tags[EXPERIMENT_TAG] == "light/s1" and first.tags[ITERATION_TAG] == "0"
-    light.run(0, "planner")
-    assert tick(light, "light_s1_refresh").run_requests[0].run_key == first.run_key
-    light.run(0, "grounder")
-    assert tick(light, "light_s1_refresh").run_requests[0].run_key != first.run_key
+    assert refresh.settle() == [(0, [*LOOP]), (1, [*LOOP]), (None, [REPORT])]
+    assert light.run(0, "dataset").success and refresh.settle() == []
+    salt(light, "dataset", 0, "other")
+    assert refresh.settle() == [(0, ["data_quality"]), (1, [*LOOP]), (None, [REPORT])]
+    shutil.rmtree(light.project.store / "light" / "s1" / "dataset" / "1")  # lost files are made again, alone
+    assert refresh.settle() == [(1, ["dataset"])]
+    (light.project.root / "data" / "rows").write_text("1")  # the same rows in a newer file
+    assert refresh.settle() == [(None, ["benchmark_steps"])]
+    (light.project.root / "data" / "rows").write_text("1, 2")
+    assert refresh.tick() == [(None, ["benchmark_steps"])]
+    light.run(None, "benchmark_steps")
+    # the base models of iteration 0 do not depend on the rows
+    assert refresh.tick() == [(0, [*DATA, "evaluation"])]
 
 
-def test_refresh_waits_for_a_run_that_goes_on(light: InProcess) -> None:
+def test_a_run_that_failed_is_not_tried_again_until_something_changed(short: InProcess) -> None:
+    light, refresh = short, Automation(short, "refresh")
+    planted = plant(light.project, "fail", "light/s1", Ref("planner", 0))
+    # what the failed run did make is no change
+    assert refresh.settle() == [(None, [*SHARED]), (0, [*LOOP])]
+    assert light.loop.record(light.instance, Ref("grounder", 0)) is not None
+    assert not refresh.tell("planner")["it did not fail before, with the same inputs and code"]
+    left = [asset for asset in LOOP if asset not in ("planner_sft", "grounder")]
+    assert light.run(None, "open_models").success and refresh.settle() == []  # the same content
+    file = light.project.root / "experiments" / "light.yaml"
+    file.write_text(file.read_text() + "grpo: {max_steps: 7}\n")
+    assert refresh.settle() == [(0, left)]
+    planted.unlink()
+    assert refresh.settle() == []
+    assert light.run(0, "planner").success  # by hand
+    assert refresh.tick() == [(0, left[1:])]
+
+
+def test_refresh_waits_while_something_of_the_loop_is_made(short: InProcess) -> None:
+    light, refresh = short, Automation(short, "refresh")
     light.run(None)
     job = light.defs.resolve_implicit_global_asset_job_def()
-    light.instance.create_run_for_job(
-        job, status=dg.DagsterRunStatus.STARTED, asset_selection=frozenset({light.loop.key("planner")})
-    )
-    assert "is making something of light/s1" in tick(light, "light_s1_refresh").skip_message
+    made = frozenset({light.loop.key("planner")})
+    run = light.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED, asset_selection=made)
+    assert refresh.tick() == [] and not refresh.tell("planner")["nothing of the loop is being made"]
+    light.instance.report_run_failed(run)
+    light.instance.add_run_tags(run.run_id, {"dagster/will_retry": "true"})  # as Dagster does, with run_retries
+    assert refresh.tick() == []
+    light.instance.add_run_tags(run.run_id, {"dagster/auto_retry_run_id": "x"})
+    assert refresh.tick() == [(0, [*LOOP])]
 
 
-def test_evolve_starts_the_next_iteration_when_a_dataset_has_landed(light: InProcess) -> None:
+def test_the_next_iteration_waits_for_the_blocking_checks_of_the_data(short: InProcess) -> None:
+    light, refresh = short, Automation(short, "refresh")
+    planted = plant(light.project, "check", "light/s1", Ref("dataset", 0))
+    made = refresh.settle()
+    assert made[:2] == [(None, [*SHARED]), (0, [*LOOP])] and all(k != 1 for k, _ in made)
+    planted.unlink()
+    salt(light, "dataset", 0, "mended")
+    assert refresh.tick() == [(0, ["data_quality"])] and light.run(0, "data_quality").success
+    assert refresh.tick() == [(1, [*LOOP])]
+
+
+def test_agents_are_evaluated_nightly_and_the_newest_data_regenerated_weekly(short: InProcess) -> None:
+    light, automation = short, Automation(short, "evaluate_nightly", "regenerate_weekly")
+
+    def at(day: int, hour: int) -> Runs:
+        automation.now = datetime.datetime(2030, 1, day, hour, tzinfo=datetime.UTC)
+        return automation.settle()
+
     light.run(None)
-    assert tick(light, "light_s1_evolve").run_requests == []
+    automation.tick()
+    assert at(6, 4) == []  # both ticks have passed, there is nothing to make again
     light.run(0)
-    decision = tick(light, "light_s1_evolve")
-    assert requested(decision) == [("1", list(LOOP))]
-    assert decision.run_requests[0].tags == {
-        EXPERIMENT_TAG: "light/s1", ITERATION_TAG: "1",
-        **{k: v for k, v in decision.run_requests[0].tags.items() if k.startswith("dagster/")},
-    }  # fmt: skip
-    assert tick(light, "light_s1_evolve", decision.cursor).run_requests == []
+    assert automation.settle() == []
+    assert at(7, 3) == [(0, ["evaluation"])]
+    assert at(8, 1) == []
+    file = light.project.root / "experiments" / "light.yaml"
+    file.write_text(file.read_text().replace("iterations: 1", "iterations: 3"))
+    assert automation.settle() == []
+    assert at(13, 4) == [(0, [*DATA, "evaluation"])]
     light.run(1)
-    light.run(2)
-    assert "D_2 is the last one" in tick(light, "light_s1_evolve", decision.cursor).skip_message
+    assert automation.settle() == []
+    assert at(20, 4) == [(0, ["evaluation"]), (1, [*DATA, "evaluation"])]
 
 
-def test_evolve_does_not_go_on_from_a_failed_check(light: InProcess) -> None:
-    light.run(None)
-    plant(light.project, "check", "light/s1", Ref("dataset", 0))
-    light.run(0)
-    assert "blocking check failed" in tick(light, "light_s1_evolve").skip_message
+def test_seeds_share_inputs_and_go_on_each_for_itself(light: InProcess) -> None:
+    refresh = Automation(light, "refresh")
+    plant(light.project, "fail", "light/s2", Ref("verdicts", 0))
+
+    def asked() -> set[str]:
+        evaluated = dg.evaluate_automation_conditions(light.defs, light.instance, cursor=refresh.cursor)
+        refresh.cursor = evaluated.cursor
+        requested = {}
+        for result in evaluated.results:
+            if not result.true_subset.is_empty:
+                keys = (
+                    result.true_subset.expensively_compute_partition_keys() if result.true_subset.is_partitioned else []
+                )
+                requested[result.key] = next(iter(keys), None)
+        for k in dict.fromkeys(requested.values()):
+            job = light.defs.resolve_implicit_global_asset_job_def()
+            assets = [key for key, partition in requested.items() if partition == k]
+            job.execute_in_process(
+                instance=light.instance, partition_key=k, asset_selection=assets, raise_on_error=False
+            )
+        return {f"{'/'.join(key.path[1:-1])}[{k}]" for key, k in requested.items()}
+
+    assert [asked() for _ in range(3)] == [{"[None]"}, {"s1[0]", "s2[0]"}, {"s1[1]"}]
 
 
-def test_evolve_does_not_go_on_from_something_stale(light: InProcess) -> None:
-    light.run(None)
-    light.run(0)
-    plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
-    light.run(0, "verdicts")
-    assert "dataset[0] is stale" in tick(light, "light_s1_evolve").skip_message
-
-
-def test_schedules_ask_for_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    # a schedule opens its instance by reference: one in memory has none
-    instance = dg.DagsterInstance.local_temp(str(tmp_path / "home"))
-    light = InProcess(light_project(tmp_path / "project"), instance)
-
-    def due(name: str) -> list[Any]:
-        now = datetime.datetime(2030, 1, 6, 3, tzinfo=datetime.UTC)
-        with dg.build_schedule_context(light.instance, scheduled_execution_time=now) as context:
-            decided = light.defs.get_repository_def().get_schedule_def(name)(context)
-            return list(decided) if isinstance(decided, Iterator) else [decided]
-
-    assert "no agent yet" in due("light_s1_evaluate_nightly")[0].skip_message
-    assert "no D_k yet" in due("light_s1_regenerate_weekly")[0].skip_message
-    light.run(None)
-    light.run(0)
-    light.run(1)
-    assert [request.partition_key for request in due("light_s1_evaluate_nightly")] == ["0", "1"]
-    assert [request.partition_key for request in due("light_s1_regenerate_weekly")] == ["1"]
+def test_what_decides_together_stays_in_one_sensor(light: InProcess) -> None:
+    """Dagster evaluates 500 conditions in one sensor."""
+    experiment = light.project.experiments()["light"].model_copy(update={"automation": ["refresh"]})
+    loops = [Loop(experiment, seed, light.project.root) for seed in range(100)]
+    decided = [set(conditions(loop, loops, "0 0 * * *", "0 0 * * *")) for loop in loops]
+    sensors = switches(decided, 30)
+    targets = [set(sensor.asset_selection.selected_keys) for sensor in sensors]
+    assert [sensor.name for sensor in sensors] == ["automation", "automation_2"]
+    assert all(len(target) <= 500 for target in targets) and sum(map(len, targets)) == 902
+    assert all(sum(keys <= target for target in targets) == 1 for keys in decided)
 
 
 def test_the_command_line_makes_the_same_runs_as_refresh(light: InProcess) -> None:

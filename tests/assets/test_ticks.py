@@ -1,64 +1,142 @@
-"""Every sensor and schedule, ticked by a real daemon; what they decide is in test_automation.py."""
+"""The sensors, ticked by a real daemon; what the conditions decide is in test_automation.py."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
+from coepg_dagster.assets.automation import REGENERATION, REPORT
 
-from coepg_dagster.provenance import LOOP
-from tests.assets.light import steps_log
+from coepg_dagster.provenance import LOOP, SHARED, Ref
+from tests.assets.light import plant, steps_log
 from tests.deployment import Deployment, Webhook
 
 pytestmark = pytest.mark.slow
 
+Asked = list[tuple[str | None, set[str]]]
 
-@pytest.fixture(scope="module")
-def refreshed(deployment: Deployment) -> Deployment:
-    """A loop that was made by `refresh` alone; the sensors are on from the deployment's start."""
+
+def asked(deployment: Deployment, loop: str, since: float = 0) -> list[dict[str, Any]]:
+    """The runs that the sensor asked for since then, oldest first; `of`: the partition, and the assets of the loop."""
+    places = (loop.split("/"), loop.split("/")[:1])
+    runs = []
+    for run in deployment.runs(dagster__sensor_name="automation"):
+        assets = {key["path"][-1] for key in run["assetSelection"] if key["path"][:-1] in places}
+        if assets and run["creationTime"] >= since:
+            runs.append(run | {"of": (run["tags"].get("dagster/partition"), assets)})
+    return runs
+
+
+def after(deployment: Deployment, loop: str, since: float, number: int) -> Asked:
+    """What the sensor has asked for since then, when these are so many runs, all ended, and it looked twice again."""
     deployment.wait(
-        lambda: "current" in _last(deployment, "driven_s1_refresh")["skipReason"], "refresh to be done", 900
+        lambda: (
+            len(runs := asked(deployment, loop, since)) >= number
+            and all(run["status"] in ("SUCCESS", "FAILURE") for run in runs)
+        ),
+        f"{number} runs of {loop}",
+        900,
     )
-    return deployment
+    rest(deployment)
+    return [run["of"] for run in asked(deployment, loop, since)]
 
 
-def _last(deployment: Deployment, name: str) -> dict[str, Any]:
-    ticks = [tick for tick in deployment.ticks(name) if tick["status"] != "STARTED"]
-    assert not ticks or ticks[0]["error"] is None, ticks[0]
-    return {"skipReason": "", "runIds": []} | {k: v for tick in ticks[:1] for k, v in tick.items() if v is not None}
+def rest(deployment: Deployment) -> None:
+    """Waits until the sensor has looked twice."""
+    now = time.time()
+
+    def looked() -> bool:
+        ticks = [tick for tick in deployment.ticks("automation") if tick["timestamp"] > now]
+        assert all(tick["error"] is None for tick in ticks), ticks
+        return sum(tick["status"] != "STARTED" for tick in ticks) > 1
+
+    deployment.wait(looked, "two ticks")
 
 
-def test_the_daemon_refreshes_in_order(refreshed: Deployment) -> None:
-    runs = refreshed.runs(dagster__sensor_name="driven_s1_refresh")
-    assert [run["status"] for run in runs] == ["SUCCESS"] * 4
-    assert [run["tags"].get(ITERATION_TAG) for run in runs] == [None, "0", "1", None]
-    assert {run["tags"][EXPERIMENT_TAG] for run in runs} == {"driven/s1"}
-    steps = [step for step in steps_log(refreshed.project) if step["loop"] == "driven/s1"]
-    assert [step["k"] for step in steps] == [None, None] + [0] * len(LOOP) + [1] * len(LOOP)
+def new_data(deployment: Deployment, loop: str, text: str | None) -> str:
+    """Makes D_0 again, with other content or (None) with the same; returns the run."""
+    if text is not None:
+        plant(deployment.project, "salt", loop, Ref("dataset", 0), text)
+    run = deployment.launch([[*loop.split("/"), "dataset"]], "0")
+    deployment.wait_run(run)
+    return run
 
 
-def test_the_daemon_evolves_alerts_and_keeps_its_schedules(refreshed: Deployment, webhook: Webhook) -> None:
-    schedules = ["driven_s1_evaluate_nightly", "driven_s1_regenerate_weekly"]
-    refreshed.switch_on(schedules=schedules)
-    failing = refreshed.launch([["driven", "s2", "data_quality"]], "1")
-    first = refreshed.launch([["driven", "s2", asset] for asset in LOOP], "0")
-    refreshed.wait_run(failing, "FAILURE")
-    refreshed.wait_run(first, "SUCCESS")
-    evolved = refreshed.wait(lambda: refreshed.runs(dagster__sensor_name="driven_s2_evolve"), "evolve to start a run")
-    assert [run["tags"]["dagster/partition"] for run in evolved] == ["1"]
-    assert refreshed.wait_run(evolved[0]["runId"], "SUCCESS")
-    for name, partitions in zip(schedules, ({"0", "1"}, {"1"}), strict=True):
-        refreshed.wait(
-            lambda name=name, partitions=partitions: (
-                {run["tags"]["dagster/partition"] for run in refreshed.runs(dagster__schedule_name=name)} == partitions
-            ),
-            f"{name} to run",
-        )
-    refreshed.switch_off(*schedules)
-    refreshed.wait(lambda: any(failing == message["run_id"] for message in webhook.taken), "the alert")
-    message = next(message for message in webhook.taken if message["run_id"] == failing)
-    assert message["text"].startswith("driven/s2, iteration 1: run ")
-    assert "does not exist: materialize" in message["failed"][0]["why"]
-    log = "".join(path.read_text(errors="replace") for path in refreshed.home.glob("*.log"))
+def by_cron(deployment: Deployment, partition: str, since: float = 0) -> list[set[str]]:
+    """What of an iteration of timed/s1 cron ticks have asked for."""
+    of = [run["of"] for run in asked(deployment, "timed/s1", since)]
+    return [assets for k, assets in of if k == partition and assets <= {*REGENERATION, "evaluation"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def raised(deployment: Deployment) -> Iterator[float]:
+    """When K of `timed` was raised, after cron ticks with the old one. The daemon sees it when it loads the code anew."""
+    deployment.wait(lambda: by_cron(deployment, "1"), "cron ticks of timed/s1", 900)
+    file = deployment.project.root / "experiments" / "timed.yaml"
+    file.write_text(file.read_text().replace("iterations: 1", "iterations: 2"))
+    yield time.time()
+    deployment.switch_off("automation")
+
+
+def test_the_daemon_makes_everything_in_order_and_rests(deployment: Deployment) -> None:
+    everything = [(None, {*SHARED}), ("0", {*LOOP}), ("1", {*LOOP}), (None, {REPORT})]
+    for loop in ("driven/s1", "driven/s2"):
+        assert after(deployment, loop, 0, 4) == everything
+        steps = [step for step in steps_log(deployment.project) if step["loop"] == loop and step["k"] is not None]
+        assert [step["k"] for step in steps] == [0] * len(LOOP) + [1] * len(LOOP)
+    now = time.time()
+    assert deployment.status(new_data(deployment, "driven/s1", None)) == "SUCCESS"
+    rest(deployment)
+    assert asked(deployment, "driven/s1", now) == []
+
+
+def test_new_data_leads_to_all_that_comes_after_unless_a_check_blocks_it(deployment: Deployment) -> None:
+    now = time.time()
+    blocked = plant(deployment.project, "check", "driven/s2", Ref("dataset", 0))
+    new_data(deployment, "driven/s2", "bad")
+    new_data(deployment, "driven/s1", "other")
+    cascade = [("0", {"data_quality"}), ("1", {*LOOP}), (None, {REPORT})]
+    assert after(deployment, "driven/s1", now, 3) == cascade
+    assert asked(deployment, "driven/s2", now) == []
+    blocked.unlink()
+    new_data(deployment, "driven/s2", "good")
+    assert after(deployment, "driven/s2", now, 3) == cascade
+
+
+def test_a_run_that_failed_is_reported_once_and_not_tried_again(deployment: Deployment, webhook: Webhook) -> None:
+    now = time.time()
+    fails = plant(deployment.project, "fail", "driven/s1", Ref("verdicts", 1))
+    new_data(deployment, "driven/s1", "again")
+    assert after(deployment, "driven/s1", now, 2) == [("0", {"data_quality"}), ("1", {*LOOP})]
+    failed = asked(deployment, "driven/s1", now)[1]["runId"]
+    deployment.wait(lambda: any(failed == message["run_id"] for message in webhook.taken), "the alert")
+    (message,) = [message for message in webhook.taken if message["run_id"] == failed]
+    assert message["text"].startswith("driven/s1, iteration 1: run ") and "planted" in message["failed"][0]["why"]
+    log = "".join(path.read_text(errors="replace") for path in deployment.home.glob("*.log"))
     assert "token=secret" not in log
+    fails.unlink()
+    now = time.time()
+    new_data(deployment, "driven/s1", "changed")
+    assert after(deployment, "driven/s1", now, 3)[1:] == [("1", {*LOOP}), (None, {REPORT})]
+
+
+def test_cron_ticks_go_on_after_k_was_raised(deployment: Deployment, raised: float) -> None:
+    deployment.wait(
+        lambda: ("2", {*LOOP}) in [run["of"] for run in asked(deployment, "timed/s1", raised)], "k = 2", 900
+    )
+    # whole agents are evaluated again, and the newest D_k is regenerated
+    deployment.wait(lambda: {*REGENERATION, "evaluation"} in by_cron(deployment, "2", raised), "a cron tick", 900)
+    assert {"evaluation"} in by_cron(deployment, "0", raised)
+
+
+def test_never_two_runs_of_a_loop_at_once(deployment: Deployment) -> None:
+    steps = [step for step in steps_log(deployment.project) if step["loop"] == "driven/s1"]
+    spans: dict[str, tuple[float, float]] = {}
+    for step in steps:
+        start, end = spans.get(step["run"], (step["start"], step["end"]))
+        spans[step["run"]] = min(start, step["start"]), max(end, step["end"])
+    assert len(spans) > 6
+    assert all(before[1] <= later[0] for before, later in pairwise(sorted(spans.values())))

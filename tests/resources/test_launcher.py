@@ -13,6 +13,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets.ledger import ITERATION_TAG
 from coepg_dagster.resources import warm
 
 from coepg_dagster.processes import is_alive
@@ -73,10 +74,10 @@ def until(done: Callable[[], object], run: subprocess.Popen[bytes], root: Path) 
     raise AssertionError((root / "output").read_text())
 
 
-def statuses(root: Path) -> list[tuple[str, str]]:
-    """Job and status of each run, in order."""
+def statuses(root: Path) -> list[tuple[str | None, str]]:
+    """Iteration and status of each run, in order."""
     with dg.DagsterInstance.local_temp(str(root / "home")) as instance:
-        return [(run.job_name, run.status.value) for run in reversed(instance.get_runs())]
+        return [(run.tags.get(ITERATION_TAG), run.status.value) for run in reversed(instance.get_runs())]
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ def test_nothing_survives_its_run_and_who_ended_it_cancelled_it(
         time.sleep(0.1)
     assert not is_alive(worker) and not is_alive(child)
     assert not (project.store / "light" / "s1" / "planner_sft").exists()
-    assert statuses(root) == [("light_s1_unpartitioned", "SUCCESS"), ("light_s1_iteration", status)]
+    assert statuses(root) == [(None, "SUCCESS"), ("0", status)]
     if status == "CANCELED":
         output = (root / "output").read_text()
         assert "Traceback" not in output
@@ -123,12 +124,12 @@ def test_who_waits_for_a_slot_can_be_ended_too(tmp_path: Path) -> None:
     root = tmp_path / "project"
     light_project(root)
     run = evolving(root, "waits")
-    until(lambda: ("light_s1_iteration", "STARTED") in statuses(root), run, root)
+    until(lambda: ("0", "STARTED") in statuses(root), run, root)
     time.sleep(2)
     assert run.poll() is None
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait(timeout=60) == 130
-    assert statuses(root)[-1] == ("light_s1_iteration", "CANCELED")
+    assert statuses(root)[-1] == ("0", "CANCELED")
     assert "Traceback" not in (root / "output").read_text()
 
 
