@@ -12,10 +12,12 @@ import typer
 from rich.progress import Progress as RichProgress
 
 from coepg_dagster.cli.common import err, open_experiment, print_table, two_decimals
+from coepg_dagster.geometry import Space
 from coepg_dagster.progress import Report
 
 if TYPE_CHECKING:
     from coepg_dagster.evaluation.result import Result
+    from coepg_dagster.evaluation.score import PredictionFile
 
 app = typer.Typer()
 
@@ -27,27 +29,60 @@ def score(
     protocol: Annotated[str | None, typer.Option(help="see `coepg protocols`")] = None,
     every: Annotated[bool, typer.Option("--all", help="every protocol that fits the file, side by side")] = False,
     exclude: Annotated[Path | None, typer.Option(help="list of wrong labels: the score without them beside it")] = None,
-    labels: Annotated[Path | None, typer.Option(help="uground: the file of labelled steps")] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(help="label files of a board, for predictions with ids alone; uground: labelled steps"),
+    ] = None,
     answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
+    space: Annotated[
+        Space | None, typer.Option(help="mai_ui: the space of `pred`, where it is not pixels of the screenshot")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Scores a file of predictions under a named protocol: the number that the protocol's owner would get."""
-    from coepg_dagster.evaluation.score import read_exclusions, score_file, without
+    """Scores a file of predictions under a named protocol: the number that the protocol's owner would get.
+
+    Where labels of the board are known to be wrong, the score without them is printed beside the whole one.
+    """
+    from coepg_dagster.evaluation.exclusions import read_exclusions, shipped
+    from coepg_dagster.evaluation.result import EXCLUDED
+    from coepg_dagster.evaluation.score import PredictionFile, score_predictions, without
 
     if every == (protocol is not None) or (every and exclude is not None):
         raise typer.BadParameter("give --protocol NAME, with or without --exclude, or --all")
+    predictions = PredictionFile(file, format, labels, answers, space)
     if protocol is None:
-        _score_all(file, format, labels, answers, as_json)
+        _score_all(predictions, as_json)
         return
+    exclusions = shipped(protocol) if exclude is None else read_exclusions(exclude)
     with _reading() as report:
-        result = score_file(file, format, protocol, labels=labels, answers=answers, report=report)
-    results = [result] if exclude is None else [result, without(result, read_exclusions(exclude))]
+        result = score_predictions(predictions, protocol, exclusions=exclusions, report=report)
+    results = [result]
+    if exclusions is not None and (exclude is not None or EXCLUDED in result.steps.column_names):
+        results.append(without(result, exclusions))
     if as_json:
         whole, *rest = (json.loads(each.to_json()) for each in results)
         typer.echo(json.dumps(whole | ({"without exclusions": rest[0]} if rest else {}), indent=2))
         return
     for each in results:
         _print_result(each)
+
+
+@app.command()
+def label_changes(
+    board: Annotated[str, typer.Argument(help="screenspot, screenspot_v2, …, as the protocols are named")],
+    old: Annotated[Path, typer.Argument(help="the labels that predictions were made for")],
+    next_board: Annotated[str, typer.Argument(help="the board of the next version")],
+    new: Annotated[Path, typer.Argument(help="the labels of the next version")],
+    source: Annotated[str, typer.Option(help="who published the next version, and where")],
+) -> None:
+    """Prints the items of a board whose target its next version moved or dropped, as a list for `score --exclude`."""
+    from coepg_dagster.evaluation.exclusions import list_of_changes
+    from coepg_dagster.evaluation.labels import readable_labels
+
+    found = list_of_changes(
+        f"{board}: changed in {next_board}", source, *map(readable_labels, (board, next_board), (old, new))
+    )
+    typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 @contextmanager
@@ -86,11 +121,13 @@ def _print_result(result: Result) -> None:
             typer.echo(f"{reason}: {count}")
 
 
-def _score_all(file: Path, format: str, labels: Path | None, answers: Path | None, as_json: bool) -> None:
+def _score_all(file: PredictionFile, as_json: bool) -> None:
     from coepg_dagster.evaluation.score import differing_steps, score_under_every
 
     with _reading() as report:
-        results, refused = score_under_every(file, format, labels=labels, answers=answers, report=report)
+        results, refused = score_under_every(
+            file.path, file.format, labels=file.labels, answers=file.answers, space=file.space, report=report
+        )
     differing = differing_steps(results)
     if as_json:
         scores = {name: json.loads(result.to_json()) for name, result in results.items()}
@@ -101,7 +138,7 @@ def _score_all(file: Path, format: str, labels: Path | None, answers: Path | Non
         for name, result in results.items()
         for metric_name, metric in result.metrics.items()
     ]
-    print_table(f"{file}: every protocol that fits", ("protocol", "metric", "micro", "macro", "n"), rows)
+    print_table(f"{file.path}: every protocol that fits", ("protocol", "metric", "micro", "macro", "n"), rows)
     for step, values in differing.items():
         typer.echo(f"{step}: " + ", ".join(f"{name} {'–' if v is None else f'{v:g}'}" for name, v in values.items()))
     typer.echo(f"{len(differing)} rows on which they differ; protocols that do not fit: {', '.join(refused) or 'none'}")

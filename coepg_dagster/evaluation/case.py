@@ -27,12 +27,35 @@ def point_of(x: float, y: float) -> Point | None:
     return (float(x), float(y)) if abs(x) <= FARTHEST and abs(y) <= FARTHEST else None
 
 
-Notes = dict[str, int | str]
+MOST_LISTED: Final = 10_000
+"""Rows that a result lists by name."""
+_FEW: Final = 5
+
+
+@dataclass
+class Rows:
+    """Rows that have something in common: how many, and the names of the first MOST_LISTED; as text it names a few."""
+
+    n: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> None:
+        self.n += 1
+        if len(self.names) < MOST_LISTED:
+            self.names.append(name)
+
+    def __str__(self) -> str:
+        return f"{self.n} ({', '.join(self.names[:_FEW])}{', …' if self.n > _FEW else ''})"
+
+
+Notes = dict[str, int | str | Rows]
 """What a reader of a file notices, for the notes of the result."""
 NO_PREDICTION: Final = "rows without a prediction"
 UNREADABLE: Final = "rows with an unreadable prediction"
 
 
+SEVERAL: Final = "\x1f"
+"""Joins the classes of a fact of which a case has several: it counts in each of them."""
 FILE_SAYS: Final = "file_says"
 """Fact: `correct` or `wrong`, as the file of predictions itself judges the row."""
 

@@ -82,9 +82,10 @@ _OSWORLD_G: Final[dict[str, Any]] = _COMMON | {
     "macro": "episode",
     "element": "point in the box, borders included; of a polygon, in the box that its first four numbers make",
     "denominator": "all items; those without a target (refusals) are wrong whatever the answer, by `target` without them",
-    "averages": "micro over 564 items; by `target` the 510 with one; macro over screenshots",
+    "averages": "micro over 564 items; by `target` the 510 with one; by `ability` where labels have them; macro over "
+    "screenshots",
     "source": "Tongyi-MAI/MAI-UI evaluation/grounding, which follows eval_screenspot_pro.py",
-    "groupings": ("target",),
+    "groupings": ("target", "ability"),
     "items": 564,
 }
 OSWORLD_G: Final = Protocol(**_OSWORLD_G, name="osworld_g/items")
@@ -103,6 +104,7 @@ MMBENCH_GUI: Final = Protocol(
     averages="mean of basic and advanced (macro); each platform × level; text and icon; micro beside them",
     source="open-compass/MMBench-GUI benchmarks/l2_element_grounding.py and matrics.py",
     groupings=("platform", "platform × group", "platform × group × ui_type", "ui_type", "application"),
+    items=3594,
 )
 UI_VISION: Final = Protocol(
     **_COMMON
@@ -111,6 +113,7 @@ UI_VISION: Final = Protocol(
     averages="micro over each of basic, functional, spatial (macro: the mean of those in the file)",
     source="uivision/UI-Vision eval/grounding/eval_uivision.py",
     groupings=("ui_type", "platform"),
+    items=5479,
 )
 BOARDS: Final = (
     SCREENSPOT_PRO,

@@ -3,7 +3,9 @@
 Two kinds of rows, label and prediction in each: `local` (`prompt_to_evaluate`, no size of the image) and `server`
 (`instruction`, `img_filename`, `img_size`, `pred_norm`). `bbox` is [x1, y1, x2, y2] and `pred` the point [x, y], both
 in pixels of the stored screenshot, `raw_response` the model's answer with `"coordinate": [x, y]` in 0..1000. Public
-code that writes them: Tongyi-MAI/MAI-UI evaluation/grounding, likaixin2000/ScreenSpot-Pro-GUI-Grounding.
+code that writes them: Tongyi-MAI/MAI-UI evaluation/grounding, likaixin2000/ScreenSpot-Pro-GUI-Grounding, and for UI-Vision
+uivision/UI-Vision. Rows may also have the board's own fields of a label (`readers.boards`), or only an id beside the board's
+label files.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from coepg_dagster.evaluation.case import (
     FILE_SAYS,
@@ -25,28 +27,28 @@ from coepg_dagster.evaluation.case import (
     Action,
     Case,
     Notes,
+    Rows,
     ScoringError,
     Unread,
     point_of,
 )
 from coepg_dagster.evaluation.grounding import REFUSAL, TARGET
+from coepg_dagster.evaluation.labels import NO_ITEM, BoardLabels, case_of, instruction_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
-from coepg_dagster.evaluation.rows import PredictionRow, each_row, is_coordinate
+from coepg_dagster.evaluation.rows import REPEATED, PredictionRow, each_row, is_coordinate, placed
+from coepg_dagster.evaluation.spaces import Readings
+from coepg_dagster.geometry import Space
+from coepg_dagster.notations import locate
 from coepg_dagster.progress import Report
+from coepg_dagster.readers import boards
+from coepg_dagster.readers.rows import RejectedRow
 
-BOARDS: Final = {
-    "screenspot",
-    "screenspot_v2",
-    "screenspot_pro",
-    "osworld_g",
-    "osworld_g_refined",
-    "mmbench_gui",
-    "ui_vision",
-}
-BAD_LABEL: Final = "rows whose label cannot be read"
+BOARDS: Final = frozenset(boards.BOARDS)
 NEGATIVE_LABEL: Final = "rows with a negative label, which no point answers"
 OTHER_BOARD: Final = "rows of another board"
-REPEATED: Final = "further rows of an item"
+OTHER_BOX: Final = "rows whose own box is another than that of the labels: are they of one version?"
+OTHER_INSTRUCTION: Final = "rows whose own instruction is another than that of the labels: are they of one version?"
+NO_ANSWER: Final = "items without a prediction, which count as wrong"
 _PRO_GROUPS: Final = frozenset({"Creative", "Dev", "CAD", "Scientific", "Office", "OS"})
 _DEVICES: Final = ("mobile", "desktop", "web")
 _CATEGORIES: Final = ("basic", "functional", "spatial")
@@ -54,59 +56,30 @@ _COORDINATE: Final = re.compile(r'"coordinate"\s*:\s*\[\s*(-?[\d.]+)\s*,\s*(-?[\
 _THOUSAND: Final = 1000.0
 _CLOSE: Final = 1e-6
 """Of a coordinate, relative to the screen: what products of floats differ by."""
-_FEW: Final = 5
-"""Rows that a note names."""
-
-
-@dataclass
-class _Rows:
-    """How many rows have something in common, and the first of them."""
-
-    n: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, name: str) -> None:
-        self.n += 1
-        if len(self.first) < _FEW:
-            self.first.append(name)
-
-    def text(self) -> str:
-        return f"{self.n} ({', '.join(self.first)}{', …' if self.n > len(self.first) else ''})"
-
-
-@dataclass
-class _Space:
-    """Whether points that should be pixels could also be in another space; and what they score in both."""
-
-    name: str
-    fits: bool = True
-    points: int = 0
-    as_pixels: int = 0
-    as_other: int = 0
-    sizes: bool = True
-
-    def add(self, fits: bool, point: Point, other: Point | None, boxes: tuple[BoxTuple, ...]) -> None:
-        self.fits = self.fits and fits
-        self.points += 1
-        self.as_pixels += inside_any(point, boxes)
-        self.sizes = self.sizes and other is not None
-        self.as_other += other is not None and inside_any(other, boxes)
-
-    def refuse(self, path: Path) -> None:
-        """Raises ScoringError where all points fit both spaces, and the two readings differ."""
-        if not self.fits or not self.points or (self.sizes and self.as_pixels == self.as_other):
-            return
-        other = f"{self.as_other} of them are right" if self.sizes else "the rows lack the `img_size` that this needs"
-        raise ScoringError(
-            f"{path}: all {self.points} points fit two spaces: read as pixels {self.as_pixels} of them are right, read as "
-            f"{self.name} {other}; the format has pixels of the stored screenshot, so convert `pred` to these"
-        )
+_HALF_PIXEL: Final = 0.5
+_LONGEST_ANSWER: Final = 100_000
+"""Characters of a raw answer that are searched for a point."""
+_REMEDY: Final = (
+    "the format has pixels of the stored screenshot: convert `pred` to these, or say which space it is in with --space "
+    f"({', '.join(Space)})"
+)
+_LABEL_FIELDS: Final = {
+    "osworld_g": "box_coordinates",
+    "osworld_g_refined": "box_coordinates",
+    "mmbench_gui": "grounding_type",
+}
+"""Board → a field that only a label in its owner's own layout has."""
 
 
 def board_of(row: Mapping[str, Any]) -> str:
     """The board that a row's own fields name, of BOARDS; empty where they name none."""
+    get = row.get
     return _board(
-        *(str(row.get(key, "")) for key in ("dataset_source", "task_filename", "application", "group", "platform"))
+        str(get("dataset_source", "")),
+        str(get("task_filename", "")),
+        str(get("application", "")),
+        str(get("group", "")),
+        str(get("platform", "")),
     )
 
 
@@ -124,199 +97,370 @@ def _board(source: str, task: str, application: str, group: str, platform: str) 
     return "screenspot_pro" if group in _PRO_GROUPS else ""
 
 
-def read_mai_ui(path: Path, protocol: str, report: Report | None = None) -> tuple[Iterator[Case | Unread], Notes]:
+def read_mai_ui(
+    path: Path,
+    protocol: str,
+    report: Report | None = None,
+    *,
+    labels: Path | None = None,
+    space: Space | None = None,
+) -> tuple[Iterator[Case | Unread], Notes]:
     """The cases of a log, one after the other, and notes that are complete after the last. Also JSON with `details`.
 
-    A row that cannot be read costs itself; so does a second row of one item, and a row of another board. `pred` may be
-    null (no answer), a point, a box (its centre counts) or a list of points (the first counts). Rows of original and of
-    refined OSWorld-G, whose boxes are the same, are taken for each other with a note. Raises ScoringError for a file whose
-    points could as well be in another space.
+    A row that cannot be read costs itself; so does a second row of one item, and a row of another board. `pred` may be null (no
+    answer), a point, a box (its centre counts) or a list of points (the first counts). Rows of original and of refined
+    OSWorld-G, whose boxes are the same, are taken for each other with a note. Raises ScoringError for a file whose points could
+    as well be in another space.
+
+    Args:
+        labels: the board's label files, as its owner publishes them; they count, and items without a row are wrong.
+        space: of `pred`, where it is not pixels of the stored screenshot; a row's own `space` goes first.
     """
     board = protocol.split("/")[0]
     if board not in BOARDS:
         raise ScoringError(f"{path}: mai_ui files hold predictions for {', '.join(sorted(BOARDS))}, not {board}'s")
     notes: Notes = {}
-    return _cases(path, board, notes, report), notes
+    known = BoardLabels.read(board, labels) if labels is not None else None
+    return _Log(path, board, notes, known, space).cases(report), notes
 
 
-def _cases(path: Path, board: str, notes: Notes, report: Report | None) -> Iterator[Case | Unread]:
-    noticed: dict[str, _Rows] = {}
-    spaces = _Space("parts of the screen (0..1)"), _Space("thousandths of the screen (0..1000)")
-    seen: set[str] = set()
-    named, again = Counter[str](), Counter[str]()
+class _Log:
+    """One pass over a log."""
 
-    def notice(what: str, name: str) -> None:
-        noticed.setdefault(what, _Rows()).add(name)
+    def __init__(self, path: Path, board: str, notes: Notes, labels: BoardLabels | None, space: Space | None) -> None:
+        self.path, self.board, self.notes, self.labels, self.space = path, board, notes, labels, space
+        self.noticed: dict[str, Rows] = {}
+        self.readings = Readings()
+        self.answers = _Answers()
+        self.category = next((name for name in _CATEGORIES if name in path.name.lower()), "")
 
-    for row in each_row(path, report, within="details"):
-        if isinstance(row, Unread):
-            yield row
-            continue
-        own = board_of(row.data)
-        named[own] += 1
-        if own and own.removesuffix("_refined") != board.removesuffix("_refined"):
-            detail = f"the row's fields name the board {own}, not {board}: score it with --protocol {own}/…"
-            yield Unread(row.where, OTHER_BOARD, detail)
-            continue
-        try:
-            case = _case(row, board, notice, spaces)
-        except ScoringError as error:
-            yield Unread(row.where, BAD_LABEL, str(error).removeprefix(f"{row.where}: "))
-            continue
-        if row.data.get("gt_type") == "negative":
-            yield Unread(row.where, NEGATIVE_LABEL, f"item {case.step_id}: `gt_type` is negative")
-        elif case.step_id in seen and row.data.get("id") is None:
-            # nothing says that these are one item: two screenshots may have the same button
-            again[case.step_id] += 1
-            yield replace(case, step_id=f"{case.step_id}-{again[case.step_id] + 1}")
-        elif case.step_id in seen:
-            yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
+    def notice(self, what: str, name: str) -> None:
+        if (rows := self.noticed.get(what)) is None:
+            rows = self.noticed[what] = Rows()
+        rows.add(name)
+
+    def cases(self, report: Report | None) -> Iterator[Case | Unread]:
+        """All cases; afterwards the notes are complete."""
+        seen: set[str] = set()
+        named, again = Counter[str](), Counter[str]()
+        family = self.board.removesuffix("_refined")
+        for row in each_row(self.path, report, within="details"):
+            if isinstance(row, Unread):
+                yield row
+                continue
+            own = board_of(row.data)
+            named[own] += 1
+            if own and own.removesuffix("_refined") != family:
+                detail = f"the row's fields name the board {own}, not {self.board}: score it with --protocol {own}/…"
+                yield Unread(row.where, OTHER_BOARD, detail)
+                continue
+            if row.data.get("gt_type") == "negative":
+                yield Unread(row.where, NEGATIVE_LABEL, "`gt_type` is negative")
+                continue
+            try:
+                case = self._case(row)
+            except ScoringError as error:
+                yield row.unread(error)
+                continue
+            if case is None:
+                yield Unread(
+                    row.where, NO_ITEM, f"{self._named(row.data)} is no item of {self.labels and self.labels.source}"
+                )
+            elif case.step_id not in seen:
+                seen.add(case.step_id)
+                yield case
+            elif row.data.get("id") is None and self.labels is None:
+                # nothing says that these are one item: two screenshots may have the same button
+                again[case.step_id] += 1
+                yield replace(case, step_id=f"{case.step_id}-{again[case.step_id] + 1}")
+            else:
+                yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
+        if self.labels is not None:
+            yield from self._unanswered(seen)
+        self.readings.check(str(self.path), _REMEDY)
+        for own, n in sorted(named.items()):
+            if own and own != self.board:
+                self.notes[f"rows that call themselves {own}"] = n
+        self.answers.into(self.noticed)
+        self.notes |= self.noticed
+
+    def _unanswered(self, seen: set[str]) -> Iterator[Case | Unread]:
+        """The items that no row is about, and the entries of the label files that cannot be read."""
+        assert self.labels is not None
+        for item, case in self.labels.items.items():
+            if item not in seen:
+                self.notice(NO_ANSWER, item)
+                yield case
+        yield from self.labels.unread
+
+    @staticmethod
+    def _named(data: Mapping[str, Any]) -> str:
+        own = next((data[name] for name in ("id", "step_id", "item", "index") if data.get(name) is not None), None)
+        return f"{shown(own)}" if own is not None else f"the question {shown(instruction_of(data))}"
+
+    def _case(self, row: PredictionRow) -> Case | None:
+        """The case of a row; None where no label is its."""
+        data = row.data
+        if self.labels is None:
+            item = self._label(row)
         else:
-            seen.add(case.step_id)
-            yield case
-    for space in spaces:
-        space.refuse(path)
-    for own, n in sorted(named.items()):
-        if own and own != board:
-            notes[f"rows that call themselves {own}"] = n
-    for what, rows in noticed.items():
-        notes[what] = rows.text()
+            name = self.labels.item_of(data)
+            if name is None:
+                return None
+            item = self.labels.items[name]
+            item = replace(item, facts=dict(item.facts))
+            self._compare(row, item)
+        said = data.get("correctness")
+        if isinstance(said, str):
+            item.facts[FILE_SAYS] = "correct" if said == "correct" else "wrong"  # type: ignore[index]
+        raw = _raw_point(data.get("raw_response"))
+        point, lacks, stated = self._point(row, item, raw)
+        case = replace(item, prediction=None if point is None else Action("click", "", point), lacks=lacks)
+        if point is not None:
+            if not stated:
+                self.readings.add(case, raw)
+            if raw is not None:
+                self.answers.add(point, raw, case)
+            self._compare_parts(data.get("pred_norm"), point, case)
+        elif raw is not None and lacks == NO_PREDICTION:
+            self.notice("rows without a prediction whose raw answer names a point", case.step_id)
+        return case
+
+    def _compare(self, row: PredictionRow, item: Case) -> None:
+        """Notices where a row's own label is another than that of the label files."""
+        data, own = row.data, instruction_of(row.data)
+        assert self.labels is not None
+        if own is not None and own.strip() != self.labels.instructions[item.step_id].strip():
+            self.notice(OTHER_INSTRUCTION, item.step_id)
+        box = data.get("bbox")
+        if isinstance(box, list) and len(box) == 4 and all(map(is_coordinate, box)) and len(item.boxes) == 1:
+            apart = max(abs(a - b) for a, b in zip(_in_order(box), _in_order(item.boxes[0]), strict=True))
+            if apart > _HALF_PIXEL and "polygon" not in item.facts:
+                self.notice(OTHER_BOX, item.step_id)
+
+    def _label(self, row: PredictionRow) -> Case:
+        """The item of a row that holds its label, without a prediction."""
+        data, board = row.data, self.board
+        if board in _LABEL_FIELDS and _LABEL_FIELDS[board] in data and "img_size" not in data:
+            return self._own_label(row)
+        boxes, numbers, polygon = _targets(row, board)
+        size = _size(row)
+        image = data.get("img_filename") or data.get("image_path") or data.get("img_path")
+        own = data.get("id")
+        name = str(own) if type(own) in (str, int) else ""
+        # of both kinds of rows the same, so that a local and a server log can be compared
+        label = (
+            data.get("prompt_to_evaluate", data.get("instruction")),
+            data.get("lang") or "en",
+            data.get("instruction_style") or "instruction",
+            None if name else image,
+            numbers,
+        )
+        digest = hashlib.blake2b(repr(label).encode(errors="backslashreplace"), digest_size=6).hexdigest()
+        step_id = f"{name}-{digest}" if name else digest
+        facts: dict[str, Any] = {}
+        for key in ("ui_type", "application", "platform"):
+            value = data.get(key)
+            if isinstance(value, str) and value:
+                facts[key] = value
+        if not any(numbers) or max(numbers) < 0:
+            facts["target"] = REFUSAL
+        elif board.startswith("osworld_g"):
+            facts["target"] = TARGET
+        if polygon:
+            facts["polygon"] = polygon
+            self.notice("rows with a polygon, of which `items` takes the first four numbers as a box", step_id)
+        screenshot = name.rpartition("-")[0] if board.startswith("osworld_g") else ""
+        return Case(
+            step_id=step_id,
+            episode_id=str(image) if image else screenshot or None,
+            label=_CLICK,
+            prediction=None,
+            boxes=boxes,
+            size=size,
+            group=_group(data, board, facts) or self.category,
+            facts=facts,
+        )
+
+    def _own_label(self, row: PredictionRow) -> Case:
+        """The item of a row in the fields of the board's own label files."""
+        try:
+            label = boards.label_of(cast(boards.Board, self.board), dict(row.data), 0, "row")
+        except RejectedRow as rejected:
+            raise row.fail(rejected.detail) from rejected
+        return case_of(self.board, label)
+
+    def _point(self, row: PredictionRow, item: Case, raw: Point | None) -> tuple[Point | None, str, bool]:
+        """The predicted point in pixels, what it lacks, and whether its space is stated."""
+        data = row.data
+        name = data.get("space") or self.space
+        value = data.get("pred")
+        if value is None and "pred" not in data:
+            # what the format says of these fields decides their space
+            for other, space in (("pred_norm", Space.UNIT), ("raw_response", Space.NORM_1000)):
+                value = raw if other == "raw_response" and raw is not None else data.get(other)
+                if isinstance(value, list | tuple):
+                    value, name = list(value), space
+                    self.notice(f"rows without `pred`, of which `{other}` counts", item.step_id)
+                    break
+            else:
+                value = None
+        point, lacks = self._read(value, item.step_id)
+        if point is not None and raw is None and data.get("raw_response") and max(point) < 0:
+            return None, UNREADABLE, False  # the log's mark of an answer without a point
+        if point is None or name is None:
+            return point, lacks, False
+        return placed(row, point, name, item.size), lacks, True
+
+    def _read(self, value: Any, step_id: str) -> tuple[Point | None, str]:
+        """`pred` as a point in the space in which it stands, and what it lacks."""
+        if value is None or value == []:
+            return None, NO_PREDICTION
+        if isinstance(value, list):
+            if value and all(isinstance(each, list) for each in value):
+                if len(value) > 1:
+                    self.notice("rows with several predictions, of which the first counts", step_id)
+                value = value[0]
+            if len(value) == 2 and is_coordinate(value[0]) and is_coordinate(value[1]):
+                return (float(value[0]), float(value[1])), ""
+            if len(value) == 4 and all(map(is_coordinate, value)):
+                self.notice("rows with a box as prediction, whose centre counts", step_id)
+                return ((value[0] + value[2]) / 2, (value[1] + value[3]) / 2), ""
+        return None, UNREADABLE
+
+    def _compare_parts(self, normal: Any, point: Point, case: Case) -> None:
+        """Notices where the point in parts of the screen, which servers write too, is another one."""
+        if case.size is None or not isinstance(normal, list) or len(normal) != 2 or not all(map(is_coordinate, normal)):
+            return
+        triples = zip(normal, case.size, point, strict=True)
+        if any(abs(part * side - value) > _CLOSE * side for part, side, value in triples):
+            self.notice("rows whose `pred` and `pred_norm` differ; `pred` counts", case.step_id)
 
 
-def _case(row: PredictionRow, board: str, notice: Any, spaces: tuple[_Space, _Space]) -> Case:
-    data = row.data
-    numbers = _numbers(row)
+_CLICK: Final = Action("click")
+
+
+class _Answers:
+    """Rows whose raw answer gives another point than `pred`.
+
+    The format says that answers are in 0..1000. Where fewer rows differ if they are read as pixels, or as parts of the screen,
+    the log is of another model, and these are noted.
+    """
+
+    _OTHERS: Final = {" (read as pixels)": None, " (read as parts of the screen)": 1.0}
+
+    def __init__(self) -> None:
+        self.as_thousandths: dict[str, Rows] = {}
+        self.as_others: dict[str, dict[str, Rows]] = {name: {} for name in self._OTHERS}
+        self.only_thousandths = 0  # rows that agree, which hardly agree in another space too
+
+    def add(self, point: Point, raw: Point, case: Case) -> None:
+        problem = _differs(point, raw, case.size, case.boxes, _THOUSAND)
+        if not problem:
+            self.only_thousandths += 1
+            return
+        self.as_thousandths.setdefault(problem, Rows()).add(case.step_id)
+        for name, side in self._OTHERS.items():
+            if problem := _differs(point, raw, case.size, case.boxes, side):
+                self.as_others[name].setdefault(problem, Rows()).add(case.step_id)
+
+    def into(self, noticed: dict[str, Rows]) -> None:
+        """Adds the differences in the space in which the fewest rows differ."""
+        found, ending = self.as_thousandths, ""
+        for name, rows in self.as_others.items():
+            if self._count(rows) + self.only_thousandths < self._count(found):
+                found, ending = rows, name
+        for problem, those in found.items():
+            noticed[problem + ending] = those
+
+    @staticmethod
+    def _count(problems: Mapping[str, Rows]) -> int:
+        return sum(rows.n for rows in problems.values())
+
+
+def _in_order(box: Any) -> BoxTuple:
+    x1, y1, x2, y2 = box
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+def _targets(row: PredictionRow, board: str) -> tuple[tuple[BoxTuple, ...], tuple[float, ...], list[Point]]:
+    """`bbox` as boxes, its numbers, and the corners of a polygon; the first two without a polygon's other corners.
+
+    It is four numbers, more of them (a polygon), a list of boxes (each counts), or of points (a polygon).
+    """
+    value = row.data.get("bbox")
+    if value is None and "bbox" not in row.data:
+        raise row.fail(
+            f"field 'bbox' is missing (there are {', '.join(sorted(row.data))}); give the board's label files with --labels"
+        )
+    flat = value
+    if isinstance(value, list) and value and all(isinstance(each, list) for each in value):
+        if all(len(each) == 4 and all(map(is_coordinate, each)) for each in value):
+            boxes = tuple((float(a), float(b), float(c), float(d)) for a, b, c, d in value)
+            return boxes, tuple(number for box in boxes for number in box), []
+        if len(value) > 2 and all(len(each) == 2 for each in value):
+            flat = [number for each in value for number in each]
+    if not isinstance(flat, list) or len(flat) < 4 or len(flat) % 2 or not all(map(is_coordinate, flat)):
+        raise row.fail(f"field 'bbox' must be [x1, y1, x2, y2] or the corners of a polygon, not {shown(value)}")
+    numbers = tuple(map(float, flat))
     x1, y1, x2, y2 = numbers[:4]
-    boxes = ((x1, y1, x2, y2),)
-    size = _size(row)
-    image = data.get("img_filename") or data.get("image_path")
-    name = str(data["id"]) if isinstance(data.get("id"), str | int) else ""
-    # of both kinds of rows the same, so that a local and a server log can be compared
-    label = (
-        data.get("prompt_to_evaluate", data.get("instruction")),
-        data.get("lang") or "en",
-        data.get("instruction_style") or "instruction",
-        None if name else image,
-        numbers,
-    )
-    digest = hashlib.blake2b(repr(label).encode(errors="backslashreplace"), digest_size=6).hexdigest()
-    step_id = f"{name}-{digest}" if name else digest
-
-    raw = _raw_point(data.get("raw_response"))
-    point, lacks = _point(data.get("pred"), step_id, notice)
-    if point is not None and raw is None and data.get("raw_response") and max(point) < 0:
-        point, lacks = None, UNREADABLE  # the log's mark of an answer without a point
-    if point is not None and any(numbers):
-        parts, thousandths = spaces
-        if parts.fits:
-            # labels in 0..1 share the space of such points, whatever it is called
-            fits = max(numbers) > 1 and min(point) >= 0 and max(point) <= 1
-            parts.add(fits, point, size and (point[0] * size[0], point[1] * size[1]), boxes)
-        if thousandths.fits:
-            other = size and (point[0] * size[0] / _THOUSAND, point[1] * size[1] / _THOUSAND)
-            thousandths.add(raw == point and size != (1000, 1000), point, other, boxes)
-    if point is not None:
-        if raw is not None and (problem := _differs(point, raw, size, boxes)):
-            notice(problem, step_id)
-        normal = data.get("pred_norm")
-        if size is not None and isinstance(normal, list) and len(normal) == 2 and all(map(is_coordinate, normal)):
-            triples = zip(normal, size, point, strict=True)
-            if any(abs(part * side - value) > _CLOSE * side for part, side, value in triples):
-                notice("rows whose `pred` and `pred_norm` differ; `pred` counts", step_id)
-    facts = _classes(data)
-    if not any(numbers) or max(numbers) < 0:
-        facts["target"] = REFUSAL
-    elif board.startswith("osworld_g"):
-        facts["target"] = TARGET
-    if len(numbers) > 4:
-        # the log made [x, y, width, height] of a box to corners, and so the first four numbers of a polygon
-        corners = (x1, y1, x2 - x1, y2 - y1, *numbers[4:])
-        facts["polygon"] = list(zip(corners[::2], corners[1::2], strict=True))
-        notice("rows with a polygon, of which `items` takes the first four numbers as a box", step_id)
-    screenshot = name.rpartition("-")[0] if board.startswith("osworld_g") else ""
-    return Case(
-        step_id=step_id,
-        episode_id=str(image) if image else screenshot or None,
-        label=Action("click"),
-        prediction=None if point is None else Action("click", "", point),
-        boxes=boxes,
-        size=size,
-        group=_group(data, board, facts),
-        lacks=lacks,
-        facts=facts,
-    )
-
-
-def _numbers(row: PredictionRow) -> tuple[float, ...]:
-    """`bbox`: four numbers of a box, or the coordinates of a polygon."""
-    box = row.get("bbox", list)
-    if len(box) < 4 or len(box) % 2 or not all(map(is_coordinate, box)):
-        raise row.fail(f"field 'bbox' must be [x1, y1, x2, y2] or the corners of a polygon, not {shown(box)}")
-    return tuple(map(float, box))
+    if len(numbers) == 4:
+        return ((x1, y1, x2, y2),), numbers, []
+    if flat is not value:  # points as such, which nothing has turned into corners
+        return ((x1, y1, x1 + x2, y1 + y2),), numbers, list(zip(numbers[::2], numbers[1::2], strict=True))
+    # the log made [x, y, width, height] of a box to corners, and so the first four numbers of a polygon
+    corners = (x1, y1, x2 - x1, y2 - y1, *numbers[4:])
+    return ((x1, y1, x2, y2),), numbers, list(zip(corners[::2], corners[1::2], strict=True))
 
 
 def _size(row: PredictionRow) -> tuple[int, int] | None:
     """The stored screenshot's width and height; None where the row has none."""
-    if row.data.get("img_size") is not None:
-        return row.size("img_size")
-    return row.size("image_size") if row.data.get("image_size") is not None else None
+    for key in ("img_size", "image_size"):
+        if row.data.get(key) is not None:
+            return row.size(key)
+    return None
 
 
 def _raw_point(answer: Any) -> Point | None:
-    """The last `"coordinate": [x, y]` of an answer, in 0..1000; None where there is none."""
-    found = _COORDINATE.findall(answer) if isinstance(answer, str) else []
-    try:
-        return point_of(*map(float, found[-1])) if found else None
-    except ValueError:
+    """The point in a model's answer, as it stands there; None where there is none.
+
+    It is the last `"coordinate": [x, y]`, else what `notations.locate` finds.
+    """
+    if not isinstance(answer, str) or not answer:
         return None
+    found = _COORDINATE.findall(answer)
+    if found:
+        try:
+            return point_of(*map(float, found[-1]))
+        except ValueError:
+            return None
+    place = locate(answer[-_LONGEST_ANSWER:])
+    return None if place is None else point_of(place.x, place.y)
 
 
-def _point(value: Any, step_id: str, notice: Any) -> tuple[Point | None, str]:
-    """`pred` as a point, and what it lacks."""
-    if value is None or value == []:
-        return None, NO_PREDICTION
-    if isinstance(value, list) and value and all(isinstance(each, list) for each in value):
-        if len(value) > 1:
-            notice("rows with several predictions, of which the first counts", step_id)
-        value = value[0]
-    if isinstance(value, list) and all(map(is_coordinate, value)):
-        if len(value) == 2:
-            return (float(value[0]), float(value[1])), ""
-        if len(value) == 4:
-            notice("rows with a box as prediction, whose centre counts", step_id)
-            return ((value[0] + value[2]) / 2, (value[1] + value[3]) / 2), ""
-    return None, UNREADABLE
-
-
-def _differs(point: Point, raw: Point, size: tuple[int, int] | None, boxes: tuple[BoxTuple, ...]) -> str:
+def _differs(
+    point: Point, raw: Point, size: tuple[int, int] | None, boxes: tuple[BoxTuple, ...], side: float | None
+) -> str:
     """What to note where the raw answer gives another point than `pred`; empty where it is the same.
 
-    Without the image's size, a side of it follows from the two and must be a whole number of pixels.
+    `side` is what the screen's sides are in the answer's space; None: pixels. Without the image's size, a side of it follows
+    from the two and must be a whole number of pixels.
     """
-    if size is None:
-        for value, thousandths in zip(point, raw, strict=True):
-            side = value * _THOUSAND / thousandths if thousandths else 0.0
-            if abs(side - round(side)) > _CLOSE * max(1.0, abs(side)) or (not thousandths and value):
+    if side is None:
+        again = raw
+    elif size is not None:
+        again = raw[0] * size[0] / side, raw[1] * size[1] / side
+    else:
+        for value, part in zip(point, raw, strict=True):
+            pixels = value * side / part if part else 0.0
+            if abs(pixels - round(pixels)) > _CLOSE * max(1.0, abs(pixels)) or (not part and value):
                 return "rows whose `pred` does not follow from the raw answer"
         return ""
-    again = raw[0] * size[0] / _THOUSAND, raw[1] * size[1] / _THOUSAND
-    if all(abs(a - b) <= _CLOSE * side for a, b, side in zip(again, point, size, strict=True)):
+    width, height = size or (1, 1)
+    if abs(again[0] - point[0]) <= _CLOSE * width and abs(again[1] - point[1]) <= _CLOSE * height:
         return ""
     changed = inside_any(again, boxes) != inside_any(point, boxes)
     return f"rows whose raw answer gives another point, {'with another' if changed else 'with the same'} verdict"
-
-
-def _classes(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The classes of a row over which a board's page averages."""
-    facts: dict[str, Any] = {
-        key: value
-        for key in ("ui_type", "application", "platform")
-        if isinstance(value := data.get(key), str) and value
-    }
-    said = data.get("correctness")
-    if isinstance(said, str):
-        facts[FILE_SAYS] = "correct" if said == "correct" else "wrong"
-    return facts
 
 
 def _group(data: Mapping[str, Any], board: str, facts: Mapping[str, Any]) -> str:

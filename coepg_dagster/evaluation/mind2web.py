@@ -7,11 +7,11 @@ target boxes. Step SR is 1 where Ele.Acc is 1 and Op.F1 is exactly 1. Where the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from coepg_dagster.evaluation.case import Action, Case, Protocol, ScoringError, Verdict, skipped
+from coepg_dagster.evaluation.case import Action, Case, Notes, Protocol, ScoringError, Unread, Verdict, skipped
 from coepg_dagster.evaluation.metrics import inside, inside_any, operation_f1
 
 METRICS: Final = ("ele_acc", "op_f1", "step_sr")
@@ -111,19 +111,25 @@ def judge_seeclick(case: Case) -> Verdict:
     return _verdict(inside((point[0] / width, point[1] / height), box), operation_f1(*texts))
 
 
-def pad(cases: Sequence[Case]) -> list[Case]:
-    """`cases` and, for each task, 0 / 0 / 0 rows up to its `episode_steps` (`mind2web/uground`)."""
-    counts = Counter(case.episode_id for case in cases)
-    padded = list(cases)
-    for case in {case.episode_id: case for case in cases if case.episode_steps is not None}.values():
+def pad(cases: Iterable[Case | Unread], notes: Notes | None = None) -> Iterator[Case | Unread]:
+    """`cases`, then for each task 0 / 0 / 0 rows up to its `episode_steps` (`mind2web/uground`); `notes` get their number."""
+    counts, last = Counter[str | None](), dict[str | None, Case]()
+    for case in cases:
+        if isinstance(case, Case):
+            counts[case.episode_id] += 1
+            if case.episode_steps is not None:
+                last[case.episode_id] = case
+        yield case
+    padded = 0
+    for case in last.values():
         for i in range(counts[case.episode_id], case.episode_steps or 0):
+            padded += 1
             step_id = f"{case.episode_id}/lost_{i}"
-            padded.append(
-                replace(
-                    case, step_id=step_id, padding=True, prediction=None, lacks="", boxes=(), label=Action(""), facts={}
-                )
+            yield replace(
+                case, step_id=step_id, padding=True, prediction=None, lacks="", boxes=(), label=Action(""), facts={}
             )
-    return padded
+    if padded and notes is not None:
+        notes["padded"] = padded
 
 
 MINIWOB_POINT: Final = Protocol(

@@ -82,6 +82,7 @@ _ACTIONS: Final[Mapping[str, frozenset[str]]] = {
     "mind2web": frozenset(mind2web.OPERATIONS),
     "gui_odyssey": step_boards.ODYSSEY_ACTIONS,
     "aitw": step_boards.AITW_ACTIONS,
+    "aitz": step_boards.AITZ_ACTIONS,
     "guiact": step_boards.GUIACT_ACTIONS,
 }
 """By family: its labels' actions, where they are not `android_control`'s or a single click."""
@@ -95,6 +96,8 @@ def misfit_of(name: str, cases: Sequence[Case]) -> str:
         other = actions - _ACTIONS[family]
     elif family == "android_control":
         other = actions & _ACTIONS["mind2web"]
+    elif family == "omniact":
+        return "" if all("label_actions" in case.facts for case in cases) else "rows without `actions`"
     else:
         return "" if all(case.boxes and case.group for case in cases) else "rows without a box or a group"
     return f"labels with the action {min(other)!r}" if other else ""

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from coepg_dagster.evaluation.case import FILE_SAYS, Case, Protocol, ScoringError, Unread, Verdict
+from coepg_dagster.evaluation.case import FILE_SAYS, SEVERAL, Case, Protocol, Rows, ScoringError, Unread, Verdict
 from coepg_dagster.evaluation.statistics import Floats, Ints, Sampled, interval, sampled_averages
 
 Interval = tuple[float, float]
-Notes = Mapping[str, int | str]
+Notes = Mapping[str, int | str | Rows]
 LOST = "lost"
 """Key of the note on steps that could not be read: the denominator is short of the published one by these."""
 _ROWS_AT_ONCE: Final = 5_000
@@ -95,8 +95,10 @@ class Result:
             "scored": self.scored,
             "skipped": dict(self.skipped),
             "metrics": {name: metric.to_json() for name, metric in self.metrics.items()},
-            "notes": dict(self.notes),
+            "notes": {name: str(note) if isinstance(note, Rows) else note for name, note in self.notes.items()},
         }
+        if listed := {name: note.names for name, note in self.notes.items() if isinstance(note, Rows)}:
+            body["listed"] = listed
         return json.dumps(body, indent=2)
 
 
@@ -161,10 +163,12 @@ def _batches(cases: Iterable[Case | Unread], size: int | None) -> Iterator[list[
 def _kept_facts(protocol: Protocol) -> list[str]:
     """The facts that the table of steps keeps: those that groupings are made of, and what the file itself says."""
     facts = {fact: None for grouping in protocol.groupings for fact in grouping.split(_CROSS)}
-    return [fact for fact in (*facts, FILE_SAYS) if fact not in STEP_COLUMNS.names]
+    return [fact for fact in (*facts, FILE_SAYS, EXCLUDED) if fact not in STEP_COLUMNS.names]
 
 
 _CROSS: Final = " × "
+EXCLUDED: Final = "excluded"
+"""Fact: the name of the list of wrong labels that has the item."""
 
 
 def _steps_table(protocol: Protocol, rows: Sequence[Case | Unread], verdicts: Sequence[Verdict]) -> pa.Table:
@@ -318,11 +322,14 @@ def _percent_pair(pair: Floats) -> Interval | None:
 def _by_class(values: Floats, weights: Floats, codes: Ints, names: Sequence[str]) -> Classes:
     hits = np.bincount(codes, np.nan_to_num(values), len(names))
     counts = np.bincount(codes, weights, len(names))
-    return {
-        name: (100 * float(h) / float(n), round(float(n)))
-        for name, h, n in zip(names, hits, counts, strict=True)
-        if n > 0 and name  # a lost step (padding) has no class
-    }
+    sums: dict[str, list[float]] = {}
+    for name, h, n in zip(names, hits, counts, strict=True):
+        if n > 0 and name:  # a lost step (padding) has no class
+            for part in name.split(SEVERAL):
+                of = sums.setdefault(part, [0.0, 0.0])
+                of[0] += float(h)
+                of[1] += float(n)
+    return {name: (100 * h / n, round(n)) for name, (h, n) in sorted(sums.items())}
 
 
 @dataclass(frozen=True)

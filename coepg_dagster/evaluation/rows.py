@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from reprlib import repr as shown
 from typing import IO, Any, Final, cast
 
 from coepg_dagster import jsonlines
-from coepg_dagster.evaluation.case import FARTHEST, NO_PREDICTION, UNREADABLE, ScoringError, Unread
+from coepg_dagster.evaluation.case import FARTHEST, NO_PREDICTION, UNREADABLE, Case, ScoringError, Unread, point_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.geometry import Point as PlacedPoint
+from coepg_dagster.geometry import Size, Space, Viewport
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import normal_value
 
 _REPORT_EVERY: Final = 5_000
 """Rows between two reports of progress."""
 UNREADABLE_ROW: Final = "rows that are no JSON object"
+BAD_LABEL: Final = "rows whose label cannot be read"
+REPEATED: Final = "further rows of an item"
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,10 @@ class PredictionRow:
 
     def fail(self, message: str) -> ScoringError:
         return ScoringError(f"{self.where}: {message}".encode(errors="backslashreplace").decode())
+
+    def unread(self, error: ScoringError, reason: str = BAD_LABEL) -> Unread:
+        """This row as one that costs itself, for an error of `fail`."""
+        return Unread(self.where, reason, str(error).removeprefix(f"{self.where}: "))
 
     def inner(self, what: str, value: Any) -> PredictionRow:
         """An object within this row."""
@@ -114,6 +123,22 @@ class PredictionRow:
         return value
 
 
+def placed(row: PredictionRow, point: Point | None, space: Any, size: tuple[int, int] | None) -> Point | None:
+    """A point in the named space, in pixels of the stored screenshot of `size`, to a millionth: a border stays a border.
+
+    In the space `resized` the row holds `seen_width` and `seen_height`. Raises ScoringError.
+    """
+    if space not in list(Space):
+        raise row.fail(f"field 'space' must be one of {', '.join(Space)}, not {shown(space)}")
+    if point is None or space == Space.ORIGINAL:
+        return point
+    if size is None:
+        raise row.fail(f"a point in the space {Space(space)} needs the size of the screenshot")
+    seen = row.width_height("seen_width", "seen_height") if space == Space.RESIZED else size
+    place = Viewport(Size(*size), Size(*seen)).point(PlacedPoint(*point, Space(space)), Space.ORIGINAL)
+    return point_of(round(place.x, 6), round(place.y, 6))
+
+
 def is_coordinate(value: Any) -> bool:
     """Whether it is a number (a bool is none), finite and within FARTHEST."""
     return type(value) in (int, float) and -FARTHEST <= value <= FARTHEST
@@ -145,6 +170,17 @@ class AnswerReader:
         self._something = True
         return float(value[0]), float(value[1])
 
+    def box(self, value: Any) -> BoxTuple | None:
+        """`value`, a list of four numbers, as a box; None where it is not."""
+        if value is None or value == []:
+            return None
+        if not (isinstance(value, list) and len(value) == 4 and all(map(is_coordinate, value))):
+            self._unreadable = True
+            return None
+        self._something = True
+        x1, y1, x2, y2 = map(float, value)
+        return x1, y1, x2, y2
+
     def unreadable(self) -> None:
         """Records that a part of the answer cannot be read."""
         self._unreadable = True
@@ -173,24 +209,26 @@ def _text(content: bytes) -> str:
     return content.decode(errors="surrogateescape")
 
 
-def read_jsonl(path: Path) -> list[PredictionRow]:
-    """All rows of `each_row`, of which none may be broken. Raises ScoringError."""
-    return list(readable_rows(path))
-
-
-def readable_rows(path: Path, report: Report | None = None) -> Iterator[PredictionRow]:
-    """`each_row` of a file in which no row may be broken: such a row raises ScoringError."""
-    for row in each_row(path, report):
-        if isinstance(row, Unread):
-            raise ScoringError(f"{row.where}: {row.detail}")
-        yield row
+def each_case(
+    rows: Iterable[PredictionRow | Unread], case_of: Callable[[PredictionRow], Case]
+) -> Iterator[Case | Unread]:
+    """The case of each row. A row that cannot be read, or whose label cannot be, costs itself."""
+    for row in rows:
+        if isinstance(row, PredictionRow):
+            try:
+                yield case_of(row)
+            except ScoringError as error:
+                yield row.unread(error)
+        else:
+            yield row
 
 
 def each_row(path: Path, report: Report | None = None, *, within: str = "") -> Iterator[PredictionRow | Unread]:
     """Every line of a JSON-lines file, or entry of a JSON list, gzipped or not; blank lines are skipped.
 
-    JSON lines are read one after the other. `within` names the field that holds the list where the file is one JSON object.
-    `report` gets bytes read, bytes of the file and rows. Raises ScoringError for a file that cannot be read or holds none.
+    Both are read one after the other. `within` names the field that holds the list, at any depth, where the file is one JSON
+    object. `report` gets bytes read, bytes of the file and rows. Raises ScoringError for a file that cannot be read or holds
+    none.
     """
     n = 0
     where = f"{path}: row 1"
@@ -200,25 +238,17 @@ def each_row(path: Path, report: Report | None = None, *, within: str = "") -> I
             where = f"{path}: row {i + 1}"
             text = _text(line)
             if n == 0 and text.removeprefix("\ufeff").lstrip().startswith("["):
-                yield from _entries(path, read_json(path))
+                yield from _entries(path, list_elements(path, (), report))
                 return
             n += 1
-            try:
-                data = jsonlines.parse(text)
-            except jsonlines.NotJson as error:
-                if n == 1 and within and (entries := _field_of(path, within)) is not None:
-                    yield from _entries(path, entries)
+            entry, problem = _object(text)
+            if n == 1 and within and (problem or f'"{within}"' in text):
+                entries = list_elements(path, (within,), report)
+                first = _first_of(entries, within)
+                if first is not None:
+                    yield from _entries(path, chain([first], entries))
                     return
-                yield Unread(where, UNREADABLE_ROW, str(error))
-            else:
-                if n == 1 and within and isinstance(data, dict) and isinstance(data.get(within), list):
-                    yield from _entries(path, data[within])
-                    return
-                yield (
-                    PredictionRow(where, data)
-                    if isinstance(data, dict)
-                    else Unread(where, UNREADABLE_ROW, "must be a JSON object")
-                )
+            yield PredictionRow(where, entry) if entry is not None else Unread(where, UNREADABLE_ROW, problem)
             if report is not None and n % _REPORT_EVERY == 0:
                 report(position(), size, {"rows": n})
             where = f"{path}: row {i + 2}"  # reading it may fail
@@ -226,34 +256,59 @@ def each_row(path: Path, report: Report | None = None, *, within: str = "") -> I
         raise ScoringError(f"{path}: holds no rows")
 
 
-def _field_of(path: Path, field: str) -> Any:
-    """The field of a file that is one JSON object over several lines; None where it is not."""
+def _object(text: str) -> tuple[dict[str, Any] | None, str]:
+    """The JSON object that a text is; or None, and why it is none."""
     try:
-        data = read_json(path)
+        data = jsonlines.parse(text)
+    except jsonlines.NotJson as error:
+        return None, str(error)
+    return (data, "") if isinstance(data, dict) else (None, "must be a JSON object")
+
+
+def list_elements(path: Path, lists: Collection[str], report: Report | None = None) -> Iterator[tuple[str, Any]]:
+    """`jsonlines.members` of a file, gzipped or not. Raises ScoringError, which names the file and the row reached."""
+    n = 0
+
+    def where() -> str:
+        return f"{path}: row {n + 1}"
+
+    with _opened(path, where) as (file, position):
+        size = path.stat().st_size
+        try:
+            for member in jsonlines.members(file, lists):
+                yield member
+                n += 1
+                if report is not None and n % _REPORT_EVERY == 0:
+                    report(position(), size, {"rows": n})
+        except jsonlines.NotJson as error:
+            raise ScoringError(f"{where()}: {error}; the file is damaged or cut short, fetch it again") from error
+
+
+def _first_of(members: Iterator[tuple[str, Any]], name: str) -> tuple[str, Any] | None:
+    """The first element of the list of that name; None where there is none, or the file is no JSON document."""
+    try:
+        return next((member for member in members if member[0].rpartition(".")[2] == name), None)
     except ScoringError:
         return None
-    return data.get(field) if isinstance(data, dict) else None
 
 
-def _entries(path: Path, entries: Any) -> Iterator[PredictionRow | Unread]:
-    """The objects of a JSON list."""
-    if not isinstance(entries, list):
-        raise ScoringError(f"{path}: must be a JSON list that holds objects only")
-    if not entries:
+def _entries(path: Path, elements: Iterable[tuple[str, Any]]) -> Iterator[PredictionRow | Unread]:
+    """The objects among the elements of a list, which is that of the first of them."""
+    n, of = 0, None
+    for name, entry in elements:
+        of = name if of is None else of
+        if name == of:
+            n += 1
+            yield entry_row(f"{path}: row {n}", entry)
+    if n == 0:
         raise ScoringError(f"{path}: holds no rows")
-    for n, entry in enumerate(entries, start=1):
-        where = f"{path}: row {n}"
-        if isinstance(entry, dict):
-            yield PredictionRow(where, entry)
-        else:
-            yield Unread(where, UNREADABLE_ROW, "the JSON list must hold objects only")
 
 
-def rows_of(path: Path, entries: Any) -> list[PredictionRow]:
-    """The objects of a JSON list. Raises ScoringError where it holds anything else."""
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ScoringError(f"{path}: must be a JSON list that holds objects only")
-    return [row for row in _entries(path, entries) if isinstance(row, PredictionRow)]
+def entry_row(where: str, entry: Any) -> PredictionRow | Unread:
+    """An entry of a JSON list as a row."""
+    if isinstance(entry, dict):
+        return PredictionRow(where, entry)
+    return Unread(where, UNREADABLE_ROW, "the JSON list must hold objects only")
 
 
 def read_json(path: Path) -> Any:

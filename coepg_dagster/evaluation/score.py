@@ -13,11 +13,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.android_control import canonical
-from coepg_dagster.evaluation.case import FILE_SAYS, NO_PREDICTION, Action, Case, Notes, ScoringError, Unread, point_of
+from coepg_dagster.evaluation.case import (
+    FILE_SAYS,
+    MOST_LISTED,
+    NO_PREDICTION,
+    Action,
+    Case,
+    Notes,
+    Rows,
+    ScoringError,
+    Unread,
+    point_of,
+)
+from coepg_dagster.evaluation.exclusions import Exclusions
 from coepg_dagster.evaluation.formats import each_prediction
 from coepg_dagster.evaluation.mind2web import pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS, SOP_PREFIX, find_protocol, misfit_of
 from coepg_dagster.evaluation.result import (
+    EXCLUDED,
     LOST,
     SUCCESS,
     Comparison,
@@ -27,11 +40,9 @@ from coepg_dagster.evaluation.result import (
     sop,
     summarise,
 )
-from coepg_dagster.evaluation.rows import PredictionRow, read_json
+from coepg_dagster.geometry import Space
 from coepg_dagster.progress import Report
 
-MOST_NAMED = 5
-"""Rows that a note names."""
 SAMPLE = 200
 """Rows from whose labels follows which protocols fit a file."""
 STEP_COLUMNS = ("step_id", "episode_id", "step_index", "width", "height", "boxes", "action_type", "value", "family")
@@ -98,6 +109,29 @@ def score_attempts(
     return summarise(find_protocol(protocol), best, notes=first.notes, seed=seed)
 
 
+@dataclass(frozen=True)
+class PredictionFile:
+    """A file of predictions and how it is read, see `formats.each_prediction`."""
+
+    path: Path
+    format: str
+    labels: Path | None = None
+    answers: Path | None = None
+    space: Space | None = None
+
+    def cases(self, protocol: str, report: Report | None = None) -> tuple[Iterable[Case | Unread], Notes]:
+        """Its rows for a protocol, and notes that are complete after the last."""
+        return each_prediction(
+            self.path,
+            self.format,
+            protocol.removeprefix(SOP_PREFIX),
+            labels=self.labels,
+            answers=self.answers,
+            space=self.space,
+            report=report,
+        )
+
+
 def score_file(
     path: Path,
     format: str,
@@ -108,15 +142,29 @@ def score_file(
     seed: int = 0,
     report: Report | None = None,
 ) -> Result:
-    """Score a file of predictions in one of `formats.FORMATS` (`coepg score`).
+    """`score_predictions` of a file in one of `formats.FORMATS`, whose points are in the space that its format says."""
+    return score_predictions(PredictionFile(path, format, labels, answers), protocol, seed=seed, report=report)
 
-    `labels` and `answers` are UGround's other files, see `formats.read_uground`. The notes count rows without a prediction
-    and those that cannot be read. Raises ScoringError where no row has one.
+
+def score_predictions(
+    file: PredictionFile,
+    protocol: str,
+    *,
+    exclusions: Exclusions | None = None,
+    seed: int = 0,
+    report: Report | None = None,
+) -> Result:
+    """Score a file of predictions (`coepg score`).
+
+    The notes count rows without a prediction and those that cannot be read. The result keeps which items are on the list of
+    `exclusions`, for `without`. Raises ScoringError where no row has a prediction.
     """
     find_protocol(protocol)
-    base = protocol.removeprefix(SOP_PREFIX)
-    cases, notes = each_prediction(path, format, base, labels=labels, answers=answers, report=report)
-    result = _score(protocol, _counting_what_lacks(path, cases, notes), notes, seed)
+    cases, notes = file.cases(protocol, report)
+    cases = _counting_what_lacks(file.path, cases, notes)
+    if exclusions is not None:
+        cases = _marked(cases, exclusions)
+    result = _score(protocol, cases, notes, seed)
     return replace(result, notes={**result.notes, **_other_judgement(result)})
 
 
@@ -126,27 +174,30 @@ def score_under_every(
     *,
     labels: Path | None = None,
     answers: Path | None = None,
+    space: Space | None = None,
     seed: int = 0,
     report: Report | None = None,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """`score_file` under every protocol that fits the file, by name; and why the others do not (`coepg score --all`).
+    """`score_predictions` of a file under every protocol that fits the file, by name; and why the others do not (`coepg score --all`).
 
     A protocol fits if the rows hold what it judges: it raises nothing, and the labels' actions are those of its family.
     Raises ScoringError where none fits.
     """
+    file = PredictionFile(path, format, labels, answers, space)
     results: dict[str, Result] = {}
     refused: dict[str, str] = {}
     for name in PROTOCOLS:
         try:
-            rows, _ = each_prediction(path, format, name, labels=labels, answers=answers)
+            rows, _ = file.cases(name)
             sample = [row for row in islice(rows, SAMPLE) if isinstance(row, Case)]
             if misfit := misfit_of(name, sample):
                 raise ScoringError(misfit)
-            results[name] = score_file(path, format, name, labels=labels, answers=answers, seed=seed, report=report)
+            results[name] = score_predictions(file, name, seed=seed, report=report)
         except ScoringError as error:
             refused[name] = str(error)
     if not results:
-        raise ScoringError(f"{path}: no protocol fits; for {next(iter(PROTOCOLS))}, {next(iter(refused.values()))}")
+        first = next(iter(PROTOCOLS))
+        raise ScoringError(f"{path}: no protocol fits; for {first}, {refused[first]}")
     return results, refused
 
 
@@ -163,40 +214,29 @@ def differing_steps(results: Mapping[str, Result]) -> dict[str, dict[str, float 
     return {step: each for step, each in values.items() if len(set(each.values())) > 1}
 
 
-@dataclass(frozen=True)
-class Exclusions:
-    """Items of a board whose labels are known to be wrong, and who says so."""
-
-    name: str  # with its version
-    source: str
-    items: frozenset[str]
-
-
-def read_exclusions(path: Path) -> Exclusions:
-    """A JSON object of texts `name`, `version`, `source` and a list of ids, `items`. Raises ScoringError."""
-    data = read_json(path)
-    row = PredictionRow(str(path), data if isinstance(data, dict) else {})
-    items = row.get("items", list)
-    name, version, source = (row.text(key) for key in ("name", "version", "source"))
-    if not source or not version or not items or not all(isinstance(item, str) for item in items):
-        raise row.fail("a list of exclusions needs its version, its source, and ids (texts) in 'items'")
-    return Exclusions(f"{name} {version}", source, frozenset(items))
+def _marked(cases: Iterable[Case | Unread], exclusions: Exclusions) -> Iterator[Case | Unread]:
+    """`cases`; those on the list say so."""
+    for case in cases:
+        if isinstance(case, Case) and exclusions.covers(case):
+            yield replace(case, facts={**case.facts, EXCLUDED: exclusions.name})
+        else:
+            yield case
 
 
 def without(result: Result, exclusions: Exclusions, *, seed: int = 0) -> Result:
-    """The result over the items that are not excluded; a note says how many are, and by whom.
+    """The result, scored with these `exclusions`, over the items that are not on the list; a note says how many are.
 
-    An item of a `mai_ui` log goes by its `id`, to which the step's id adds what tells its versions apart. Raises
-    ScoringError where no step is on the list, or all are.
+    Raises ScoringError where no item is on the list, or all are.
     """
-    ids = result.steps["step_id"].to_pylist()
-    kept = [not ({step, step.rpartition("-")[0]} & exclusions.items) for step in ids]
-    if not any(kept) or all(kept):
+    listed = result.steps[EXCLUDED] if EXCLUDED in result.steps.column_names else None
+    excluded = 0 if listed is None else len(listed) - listed.null_count
+    if listed is None or excluded == len(listed):
         raise ScoringError(
-            f"{exclusions.name} names {'all' if not any(kept) else 'none'} of the {len(ids)} items; is it for this board?"
+            f"{exclusions.name} names {'all' if listed is not None else 'none'} of the {result.rows} items; is it for this "
+            "board?"
         )
-    notes = {**result.notes, "excluded": f"{kept.count(False)} items by {exclusions.name} ({exclusions.source})"}
-    return summarise(find_protocol(result.protocol), result.steps.filter(pa.array(kept)), notes=notes, seed=seed)
+    notes = {**result.notes, "excluded": f"{excluded} items by {exclusions.name} ({exclusions.source})"}
+    return summarise(find_protocol(result.protocol), result.steps.filter(pc.is_null(listed)), notes=notes, seed=seed)
 
 
 def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:
@@ -225,20 +265,14 @@ def _other_judgement(result: Result) -> Notes:
     ids = result.steps["step_id"].filter(differ)
     if not len(ids):
         return {}
-    first = ", ".join(ids.slice(0, MOST_NAMED).to_pylist())
-    return {
-        "rows that the file itself judges otherwise": f"{len(ids)} ({first}{', …' if len(ids) > MOST_NAMED else ''})"
-    }
+    names = ids.slice(0, MOST_LISTED).to_pylist()
+    return {"rows that the file itself judges otherwise": Rows(len(ids), names)}
 
 
 def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int) -> Result:
     base = protocol.removeprefix(SOP_PREFIX)
     if base == "mind2web/uground":
-        every = list(cases)
-        padded = pad([case for case in every if isinstance(case, Case)])
-        if len(padded) > len(every):
-            notes["padded"] = len(padded) - len(every)
-        cases = padded
+        cases = pad(cases, notes)
     result = result_of(find_protocol(base), cases, notes=notes, seed=seed)
     return result if base == protocol else sop(result, seed=seed)
 

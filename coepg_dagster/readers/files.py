@@ -38,7 +38,7 @@ class Files:
     """The files that one import reads. `versions` has each by its path: relative to `folder` if below it, else absolute."""
 
     def __init__(self, folder: Path, images: Path | None = None) -> None:
-        self._folder, self._images = folder, images or folder
+        self._folder, self.images = folder, images or folder
         self.versions: dict[str, Version] = {}
 
     def note(self, path: Path) -> None:
@@ -55,13 +55,13 @@ class Files:
         """
         inside = Path(os.path.normpath(name))
         if inside.is_absolute() or os.pardir in inside.parts:
-            raise RejectedRow("bad_path", f"{name!r} leaves {self._images}: names are relative to it and stay in it")
-        path = self._images / inside
+            raise RejectedRow("bad_path", f"{name!r} leaves {self.images}: names are relative to it and stay in it")
+        path = self.images / inside
         key = self._name(path)
         try:
             about = path.stat()
             if not stat.S_ISREG(about.st_mode):
-                raise RejectedRow("bad_path", f"{name!r} in {self._images} is no file")
+                raise RejectedRow("bad_path", f"{name!r} in {self.images} is no file")
             with path.open("rb") as file:
                 content = file.read(MAX_IMAGE_BYTES + 1)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -69,7 +69,7 @@ class Files:
             why = f"cannot be read ({error})"
             if isinstance(error, FileNotFoundError):
                 why = f"is not there ({os.path.realpath(path)})"
-            raise RejectedRow("bad_path", f"{name!r} in {self._images} {why}") from error
+            raise RejectedRow("bad_path", f"{name!r} in {self.images} {why}") from error
         digest = hashlib.sha256(content).hexdigest()
         self.versions.setdefault(key, (about.st_size, about.st_mtime_ns, about.st_ctime_ns, digest))
         if len(content) > MAX_IMAGE_BYTES:

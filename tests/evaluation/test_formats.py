@@ -18,6 +18,7 @@ from coepg_dagster.evaluation import statistics
 from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result
+from coepg_dagster.evaluation.rows import BAD_LABEL
 from coepg_dagster.evaluation.score import score_file
 
 
@@ -218,7 +219,9 @@ LABELS += [
 
 
 @given(st.sampled_from(LABELS), MAD)
-def test_a_damaged_label_is_an_error_with_its_row(folder: Path, what: tuple[str, str, str, str], mad: bytes) -> None:
+def test_a_damaged_label_costs_its_row_which_is_named(
+    folder: Path, what: tuple[str, str, str, str], mad: bytes
+) -> None:
     format, protocol, name, path = what
     row = ROWS[name]
     file = folder / "labels.jsonl"
@@ -253,7 +256,12 @@ def test_a_damaged_label_is_an_error_with_its_row(folder: Path, what: tuple[str,
 def test_damaged_labels_by_example(folder: Path, path: str, value: bytes) -> None:
     file = folder / "example.jsonl"
     file.write_bytes(plain(COEPG, 1) + b"\n\n" + with_value(COEPG, path, value, 3))
-    with pytest.raises(ScoringError, match=r"example\.jsonl: row 3: "):
+    result = score_file(file, "coepg", "android_control/uground500")
+    assert (result.rows, result.scored, dict(result.skipped)) == (2, 1, {BAD_LABEL: 1})
+    assert "example.jsonl: row 3: " in str(result.notes[f"{BAD_LABEL}, the first"])
+    assert values(result, 0) == [1, 1, 1]
+    file.write_bytes(with_value(COEPG, path, value, 1))
+    with pytest.raises(ScoringError, match=r"example\.jsonl: row 1: .*none of 1 rows can be scored"):
         score_file(file, "coepg", "android_control/uground500")
 
 
