@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +19,10 @@ from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
-from coepg_dagster.artifacts import whole
+from coepg_dagster.artifacts import BOARDS, whole
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
-from coepg_dagster.benchmark import SOURCE, benchmark_version, files_version
+from coepg_dagster.benchmark import SOURCE, benchmark_version, board_version, files_version
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
@@ -187,6 +187,7 @@ class Loop:
         records.note_lost(Store(store or Project(self.root).store))
         if "dataset" in self.made:
             records.note_vetoes(self.marks(store))
+        records.note_boards(self.board_source)
         return records
 
     def report(self, instance: dg.DagsterInstance) -> Record | None:
@@ -226,6 +227,11 @@ class Loop:
         if asset == "benchmark_steps":
             return benchmark_version(experiment.benchmark, self.root, self.imports, experiment.models.prompts)
         return files_version(self.root, [Path(name) for name in experiment.models.checkpoints()])
+
+    def board_source(self, name: str) -> str | None:
+        """Version of the present files of a grounding board; None where the experiment names it no longer."""
+        config = self.experiment.evaluation.boards.get(name)
+        return None if config is None else board_version(config, self.root, self.imports)
 
     def source_changed(self, record: Record) -> bool:
         """Whether the files that an unpartitioned asset was made from have changed since."""
@@ -315,7 +321,7 @@ class Loop:
 class Records(dict[Ref, Record]):
     """The current records of a loop, by artifact; `lost`: files gone; `stale_where_taken`: stale in the parent.
 
-    `changed`: the vetoes of a D_k are other ones now, or cannot be read.
+    `changed`: the vetoes of a D_k are other ones now, or cannot be read; the files of a grounding board have changed.
     """
 
     stale_where_taken: dict[Ref, Stale]
@@ -357,6 +363,14 @@ class Records(dict[Ref, Record]):
                 why = unreadable or vetoes_changed(record, vetoes(marked, ref.iteration))
                 if why is not None:
                     self.changed[ref] = why
+
+    def note_boards(self, source: Callable[[str], str | None]) -> None:
+        """Fills `changed` where the files of a board have changed; `source`: the version of a board's present files."""
+        now = cache(source)
+        for ref, record in self.items():
+            for name, score in record.figures.get(BOARDS, {}).items() if ref.asset == "evaluation" else ():
+                if now(name) not in (None, score["source"]):
+                    self.changed[ref] = f"the files of the grounding board {name} have changed"
 
 
 def _lost(store: Store, record: Record) -> str | None:

@@ -24,6 +24,8 @@ from coepg_dagster.assets.shared import (
 from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 
 from coepg_dagster.artifacts import (
+    BOARD_PREDICTIONS,
+    BOARDS,
     CANDIDATES,
     DATASET,
     DECISIONS,
@@ -40,7 +42,7 @@ from coepg_dagster.artifacts import (
 )
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
-from coepg_dagster.benchmark import reference_plans, refuse_prompts
+from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
 from coepg_dagster.experiment import ExperimentError, Grpo, Member, Strict
 from coepg_dagster.inference.weights import pinned
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrpoJob, SftJob, VerdictsJob
@@ -260,7 +262,10 @@ def data_quality(work: StageContext) -> Outcome:
 
 
 def evaluation(work: StageContext) -> Outcome:
-    """The agent M_k = {π'_k, ϕ_k} on validation and on every test split, greedy, under the experiment's protocol."""
+    """The agent M_k = {π'_k, ϕ_k} on validation and on every test split, greedy, under the experiment's protocol.
+
+    Where the experiment names grounding boards, ϕ_k alone on each of them too, under the board's own protocol.
+    """
     experiment = work.loop.experiment
     benchmark = experiment.benchmark
     decoupled = experiment.agent == "decoupled"
@@ -275,6 +280,8 @@ def evaluation(work: StageContext) -> Outcome:
             pairs["base_planner"] = pinned(models["base_planner"])
         if experiment.evaluation.oracle_plan:
             pairs["oracle_plans"] = _reference_plans(work)
+        boards = experiment.evaluation.boards
+        pairs["boards"] = {name: read_board(board, work.loop.root, work.loop.imports) for name, board in boards.items()}
     result = work.run_job(
         resource,
         EvaluationJob,
@@ -290,9 +297,11 @@ def evaluation(work: StageContext) -> Outcome:
         lost=work.record("benchmark_steps").figures.get("lost", {}),
     )
     figures = result["figures"]
-    content = [PREDICTIONS, SCORES, *([PAIR_PREDICTIONS] if PAIRS in figures else [])]
+    content = [PREDICTIONS, SCORES]
+    content += [file for key, file in ((PAIRS, PAIR_PREDICTIONS), (BOARDS, BOARD_PREDICTIONS)) if key in figures]
     outcome = _outcome(content, result, benchmark)
-    outcome.plotted = headlines({split: score for split, score in figures.items() if split != PAIRS})
+    splits = {split: score for split, score in figures.items() if split not in (PAIRS, BOARDS)}
+    outcome.plotted = headlines(splits | figures.get(BOARDS, {}))
     return outcome
 
 

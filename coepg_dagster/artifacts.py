@@ -21,6 +21,9 @@ DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "sc
 PAIRS = "pairs"
 """Figure of an evaluation: the scores of other pairs of models than the agent (`jobs.EvaluationJob`), by pair and split."""
 PAIR_PREDICTIONS = "pair_predictions.parquet"
+BOARDS = "boards"
+"""Figure of an evaluation: the scores of ϕ_k alone on grounding boards, by name; each with `source`, the version of its files."""
+BOARD_PREDICTIONS = "board_predictions.parquet"
 ROLLOUTS = "rollouts.parquet"
 
 

@@ -18,11 +18,21 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import NoSteps, limited
 from coepg_dagster.evaluation.case import ScoringError
+from coepg_dagster.evaluation.labels import BoardLabels
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
-from coepg_dagster.experiment import Benchmark, Experiment, fingerprint
+from coepg_dagster.experiment import Benchmark, Experiment, GroundingBoard, fingerprint
+from coepg_dagster.jobs import BoardItems
 from coepg_dagster.prompts import Style
-from coepg_dagster.readers import android_control, mind2web
-from coepg_dagster.readers.importing import Dataset, Options, load_benchmark, source_files, version_now, version_read
+from coepg_dagster.readers import android_control, boards, mind2web
+from coepg_dagster.readers.importing import (
+    Dataset,
+    Options,
+    imported,
+    load_benchmark,
+    source_files,
+    version_now,
+    version_read,
+)
 from coepg_dagster.readers.rows import ReaderError
 
 SOURCE = "source"
@@ -62,6 +72,52 @@ def benchmark_version(config: Benchmark, root: Path, imports: Path, style: Style
     if config.reader == "miniwob":
         return files_version(root, [config.path])
     return version_now(config.reader, *_import_of(config, root, imports), options_of(config, style))
+
+
+def read_board(config: GroundingBoard, root: Path, imports: Path) -> BoardItems:
+    """The items of a grounding board, imported under `imports` unless they are. Raises ReaderError."""
+    dataset, place, options = _board_import(config, root, imports)
+    _, counts = load_benchmark(dataset, *place, options)
+    return BoardItems(
+        steps=imported(dataset, *place, options),
+        labels=root / config.path,
+        protocol=config.protocol,
+        max_steps=config.max_steps,
+        lost=dict(counts.lost),
+        source=version_read(dataset, *place, options),
+    )
+
+
+def board_version(config: GroundingBoard, root: Path, imports: Path) -> str:
+    """`BoardItems.source` of the board's present files."""
+    dataset, place, options = _board_import(config, root, imports)
+    return version_now(dataset, *place, options)
+
+
+def _board_import(config: GroundingBoard, root: Path, imports: Path) -> tuple[Dataset, tuple[Path, Path], Options]:
+    """The reader of a board, (its path, the folder of its import), and how it is read."""
+    board = boards.board_of(config.protocol)
+    assert board is not None  # the experiment file was checked
+    out = imports / fingerprint([board, str(config.path), str(config.images)])
+    images = None if config.images is None else str(root / config.images)
+    return board, (root / config.path, out), Options(images=images, trained=())
+
+
+def refuse_boards(experiment: Experiment, root: Path) -> list[str]:
+    """Why the grounding boards of an experiment cannot be used; empty: no reason is known. Images are not read."""
+    why = []
+    for name, config in experiment.evaluation.boards.items():
+        key = f"key `evaluation.boards.{name}"
+        try:
+            if not (root / config.path).exists():
+                raise ReaderError(f"{root / config.path}: there is no such file or folder")
+            if config.images is not None and not (root / config.images).is_dir():
+                key = f"{key}.images"
+                raise ReaderError(f"{root / config.images}: there is no such folder")
+            BoardLabels.read(config.protocol.split("/")[0], root / config.path)
+        except (ReaderError, ScoringError, OSError) as error:
+            why.append(f"{key}`: {error}")
+    return why
 
 
 def _import_of(config: Benchmark, root: Path, imports: Path) -> tuple[Path, Path]:
@@ -112,8 +168,9 @@ def refuse_files(experiment: Experiment, root: Path) -> list[str]:
         if benchmark.reader == "miniwob":
             from coepg_dagster.sandbox.miniwob.reader import load_labels
 
-            return refuse_steps(experiment, load_labels(place, ("split", *STEP_COLUMNS)))
-        return _missing(benchmark, _splits(benchmark, benchmark.reader, place))
+            steps = load_labels(place, ("split", *STEP_COLUMNS))
+            return [*refuse_steps(experiment, steps), *refuse_boards(experiment, root)]
+        return [*_missing(benchmark, _splits(benchmark, benchmark.reader, place)), *refuse_boards(experiment, root)]
     except (ReaderError, OSError, pa.ArrowException) as error:
         return [f"benchmark: {error}"]
 
@@ -246,6 +303,8 @@ def _splits(benchmark: Benchmark, reader: Dataset, place: Path) -> list[str]:
             return list(wanted_splits(benchmark))  # their names were checked with the experiment file
         case "jsonl":
             return sorted({split for file in files for split in _named_in(file)})
+        case _:
+            return [boards.SPLIT]
 
 
 def _named_in(file: Path) -> set[str]:

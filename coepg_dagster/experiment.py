@@ -31,7 +31,7 @@ from pydantic import (
 from coepg_dagster import yaml_files
 from coepg_dagster.capabilities import EngineName, require
 from coepg_dagster.evaluation.case import ScoringError
-from coepg_dagster.evaluation.protocols import refuse_protocol
+from coepg_dagster.evaluation.protocols import refuse_no_board, refuse_protocol
 from coepg_dagster.geometry import Space
 from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset, Init
@@ -485,8 +485,35 @@ class Regeneration(Strict):
         return self
 
 
+class GroundingBoard(Strict):
+    """A public board of single grounding queries, in the files that its owner publishes, on which ϕ_k is tested alone."""
+
+    path: Path = Field(
+        strict=False, description="folder that the owner's archive unpacks to, relative to the project root"
+    )
+    protocol: str = Field(
+        description="by which it is scored, e.g. `screenspot_pro/items`; its first part names the board"
+    )
+    images: Path | None = Field(None, strict=False, description="folder of the images; null: where the owner has them")
+    max_steps: int | None = Field(None, ge=1, description="use at most N items, those of whole screenshots; null: all")
+
+    @field_validator("protocol")
+    @classmethod
+    def _is_a_board(cls, protocol: str) -> str:
+        try:
+            refuse_no_board(protocol)
+        except ScoringError as error:
+            raise ValueError(str(error)) from None
+        return protocol
+
+    @property
+    def board(self) -> str:
+        return self.protocol.split("/")[0]
+
+
 class Evaluation(Strict):
-    """What is measured on the validation split beside M_k = {π'_k, ϕ_k}, to see which model a gain comes from."""
+    """What is measured beside M_k = {π'_k, ϕ_k}: other pairs on the validation split, to see which model a gain comes from, and
+    ϕ_k alone on public grounding boards."""
 
     base_planner: bool = Field(False, description="the base planner with ϕ_k")
     attempts: int | None = Field(
@@ -495,6 +522,7 @@ class Evaluation(Strict):
     oracle_plan: bool = Field(
         False, description="a reference plan and the label's action with ϕ_k, if the data have plans"
     )
+    boards: dict[Name, GroundingBoard] = Field({}, description="grounding boards on which ϕ_k is tested alone, by name")
 
 
 Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]
@@ -635,6 +663,13 @@ class Experiment(Strict):
         lacking = reader in _WITHOUT_PLANS and (reader, level) != ("android_control", "low")
         if self.evaluation.oracle_plan and lacking:
             raise ValueError(f"evaluation.oracle_plan: {_WITHOUT_PLANS[reader]}")
+        return self
+
+    @model_validator(mode="after")
+    def _boards_are_no_splits(self) -> Self:
+        splits = {self.benchmark.train, self.benchmark.validation, *self.benchmark.test, "average"}
+        if taken := sorted(splits & self.evaluation.boards.keys()):
+            raise ValueError(f"evaluation.boards: {taken[0]} is the name of a split; name the board otherwise")
         return self
 
     @model_validator(mode="after")
@@ -847,7 +882,7 @@ _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention"}),
     Grpo: frozenset({"prompts", "max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
     Models: frozenset({"judge"}),
-    Evaluation: frozenset({"oracle_plan"}),
+    Evaluation: frozenset({"oracle_plan", "boards"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 

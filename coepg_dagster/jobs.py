@@ -159,12 +159,23 @@ class VerdictsJob(ChunkedJob):
     shuffled_plans: int
 
 
+class BoardItems(Strict):
+    """A grounding board as an evaluation reads it."""
+
+    steps: list[Path]  # Arrow files (READER_SCHEMA) of its import
+    labels: Path  # its label files
+    protocol: str
+    max_steps: int | None = None
+    lost: dict[str, int] = {}  # items that could not be read, as in EvaluationJob
+    source: str = ""  # version of the files
+
+
 class EvaluationJob(ChunkedJob):
     """Predictions of an agent on every split, and their scores.
 
     To see which model a gain comes from, other pairs are scored too: the planner with the `judge` on every split, and on the
     first split `base_planner` with the grounder, the best of `attempts` sampled plans of the planner with the grounder, and
-    the grounder with the plans `oracle_plans` (by step id) and the labels' actions.
+    the grounder with the plans `oracle_plans` (by step id) and the labels' actions. On `boards` the grounder is tested alone.
     """
 
     kind: Literal["evaluation"] = "evaluation"
@@ -180,6 +191,7 @@ class EvaluationJob(ChunkedJob):
     max_plan_tokens: int
     max_point_tokens: int
     lost: dict[str, int] = {}  # steps that splits lack, by "split: reason" (readers.importing.Counts)
+    boards: dict[str, BoardItems] = {}
 
 
 AnyJob = Annotated[

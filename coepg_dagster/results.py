@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from coepg_dagster.artifacts import PAIRS
+from coepg_dagster.artifacts import BOARDS, PAIRS
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.evaluation.result import LOST
-from coepg_dagster.evaluation.tables import Cell, Table, one_protocol, table_of
+from coepg_dagster.evaluation.tables import Cell, Table, half_up, one_protocol, table_of
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
 
@@ -51,7 +51,7 @@ class Row(BaseModel):
     variant: str = FULL
     seed: int | None  # None: all seeds together
     k: int
-    split: str  # of the benchmark, or TRAIN, or AVERAGE
+    split: str  # of the benchmark, or TRAIN, or AVERAGE, or a grounding board
     metric: str
     value: float | None  # None: nothing was counted
     low: float | None = None  # 95 % interval
@@ -86,6 +86,8 @@ def rows_of(experiment: Experiment, seed: int, records: Mapping[Ref, Record], na
             for pair, splits in evaluation.figures.get(PAIRS, {}).items():
                 for split, score in splits.items():
                     yield from _scores(at | {"split": split}, score, f"_{pair}")
+            for board, score in evaluation.figures.get(BOARDS, {}).items():
+                yield from _scores(at | {"split": board}, score)
         if quality := records.get(Ref("data_quality", k)):
             rule = rule_of(quality.config)
             for metric, figure in QUALITY.items():
@@ -156,7 +158,9 @@ def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFram
     """
     scored = table["protocol"].str.contains(r", (?:macro|micro)\b")
     by = table["protocol"].str.replace(r", (?:macro|micro)\b.*", "", regex=True)
-    wanted = np.where(scored, experiment.benchmark.protocol, rule_of(experiment.regeneration.model_dump()))
+    of_boards = {name: board.protocol for name, board in experiment.evaluation.boards.items()}
+    protocols = [of_boards.get(split, experiment.benchmark.protocol) for split in table["split"]]
+    wanted = np.where(scored, protocols, rule_of(experiment.regeneration.model_dump()))
     other = (scored | table["metric"].isin(QUALITY)) & (by != wanted)
     left = table.assign(by=by, wanted=wanted)[other].drop_duplicates(["experiment", "variant", "k", "by"])
     lines = [
@@ -258,6 +262,18 @@ def results(
         row = rows[k, name, f"{headline(score['metrics'])}_{pair}"]
         return {"macro": row.value, "ci95": None if row.low is None else [row.low, row.high]}
 
+    def boards(k: int) -> dict[str, Any]:
+        scores = evaluation.figures.get(BOARDS, {}) if (evaluation := records.get(Ref("evaluation", k))) else {}
+        found = {name: board(k, name, of) for name, of in scores.items()}
+        return {BOARDS: found} if found else {}
+
+    def board(k: int, name: str, score: Mapping[str, Any]) -> dict[str, Any]:
+        figures = {"items": score["rows"], "protocol": score["protocol"]}
+        figures |= {LOST: score["notes"][LOST]} if LOST in score["notes"] else {}
+        for metric, of in score["metrics"].items():
+            figures[metric] = of
+        return figures
+
     benchmark = experiment.benchmark
     return {
         "experiment": experiment.name,
@@ -270,6 +286,7 @@ def results(
                 **{metric: value(k, TRAIN, metric) for metric in QUALITY},
                 **{training: _learned(records, k, training) for training in LEARNED},
                 PAIRS: pairs(k),
+                **boards(k),
                 "seconds": {
                     asset: record.seconds for asset in experiment.made if (record := records.get(Ref(asset, k)))
                 },
@@ -297,6 +314,34 @@ def overview(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -
         "minutes",
     ]
     return table_of(f"{name}/s{seed}: per cent, with 95 % intervals", heads, rows), left_out
+
+
+def board_tables(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -> list[Table]:
+    """For each grounding board on which ϕ_k was tested alone, a table with a row per iteration."""
+    name = experiment.name
+    table, _ = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
+    cells, tables = Cells(table, experiment.benchmark.test), []
+    for board in experiment.evaluation.boards:
+        rows: list[list[str | Cell | None]] = [
+            [str(k), over_items, cells.cell(name, FULL, k, board, "acc")]
+            for k, over_items in cells.series(name, FULL, board, "acc_micro")
+        ]
+        if rows:
+            title = f"{name}/s{seed}: ϕ_k alone on {board}, per cent, with 95 % intervals"
+            tables.append(table_of(title, ["k", "over items", "macro"], rows))
+    return tables
+
+
+def board_notes(evaluation: Record) -> list[str]:
+    """What ϕ_k does alone on each grounding board, a sentence for each, from the record of an evaluation."""
+    notes = []
+    for name, score in evaluation.figures.get(BOARDS, {}).items():
+        of = score["metrics"]["acc"]
+        ends = f" [{', '.join(half_up(end) for end in of['ci95_micro'])}]" if of["ci95_micro"] else ""
+        notes.append(
+            f"Alone on {name}: {half_up(of['micro'])}{ends} per cent of {of['n']:,} items, by {score['protocol']}."
+        )
+    return notes
 
 
 def headline_of(table: pd.DataFrame) -> str:

@@ -23,6 +23,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import (
+    BOARD_PREDICTIONS,
+    BOARDS,
     CANDIDATES,
     PAIR_PREDICTIONS,
     PAIRS,
@@ -30,6 +32,8 @@ from coepg_dagster.artifacts import (
     SCORES,
     SHUFFLED,
     VERDICTS,
+    all_steps,
+    limited,
     steps_of,
     whole,
     write_table,
@@ -47,6 +51,7 @@ from coepg_dagster.jobs import (
 )
 from coepg_dagster.processes import ended, last_words
 from coepg_dagster.progress import Ended, Report
+from coepg_dagster.readers.boards import SPLIT
 from coepg_dagster.steps import VERDICT_SCHEMA
 
 
@@ -303,20 +308,27 @@ AGENT, JUDGE, BASE_PLANNER, ATTEMPTS, ORACLE_PLAN = "agent", "judge", "base_plan
 sampled plans of π'_k with ϕ_k, and reference plans with ϕ_k."""
 
 
+_BOARD = "board-"
+"""Begins the name of the chunks in which ϕ_k is tested alone on a grounding board."""
+
+
 class Evaluation(Chunked[EvaluationJob]):
-    """The agent predicts, and its predictions are scored; so are those of other pairs."""
+    """The agent predicts, and its predictions are scored; so are those of other pairs, and of the grounder alone on boards."""
 
     def _splits(self, pair: str) -> dict[str, pa.Table]:
         splits = self.job.splits if pair in (AGENT, JUDGE) else self.job.splits[:1]
         return {split: steps_of(self.job.steps, split, self.job.max_steps) for split in splits}
 
     def _steps(self, pair: str) -> pa.Table:
+        if pair.startswith(_BOARD):
+            board = self.job.boards[pair.removeprefix(_BOARD)]
+            return limited(pa.concat_tables(map(all_steps, board.steps)), board.max_steps)
         return pa.concat_tables(self._splits(pair).values())
 
     def chunks(self) -> list[Chunk]:
         job = self.job
         others = {BASE_PLANNER: job.base_planner, ATTEMPTS: job.attempts, ORACLE_PLAN: job.oracle_plans}
-        pairs = [AGENT, *(pair for pair, wanted in others.items() if wanted)]
+        pairs = [AGENT, *(pair for pair, wanted in others.items() if wanted), *(_BOARD + name for name in job.boards)]
         return [Chunk(pair, start) for pair in pairs for start in starts(self._steps(pair).num_rows)]
 
     @contextmanager
@@ -331,12 +343,13 @@ class Evaluation(Chunked[EvaluationJob]):
                     AGENT, [predict_end_to_end(agent, steps.slice(start, CHUNK), job.models, job.max_plan_tokens)]
                 )
             return
-        if member == ORACLE_PLAN:
-            assert job.oracle_plans is not None
-            plans, tokens = job.oracle_plans, job.max_point_tokens
+        if member == ORACLE_PLAN or member.startswith(_BOARD):
+            plans, tokens = job.oracle_plans or {}, job.max_point_tokens
+            if member != ORACLE_PLAN:  # the query of a board takes the place of the plan
+                plans = dict(zip(steps["step_id"].to_pylist(), steps["goal"].to_pylist(), strict=True))
             with self.engine(Member(model=job.grounder), device) as grounder:
                 yield lambda start: of_pair(
-                    ORACLE_PLAN,
+                    member,
                     [predict_with_plans(grounder, plans, steps.slice(start, CHUNK), job.models, tokens)],
                 )
             return
@@ -368,6 +381,7 @@ class Evaluation(Chunked[EvaluationJob]):
         from coepg_dagster.evaluation.score import score_attempts
         from coepg_dagster.readers.importing import lost_of
 
+        alone = {name: pa.concat_tables(parts.pop(_BOARD + name)) for name in self.job.boards}
         made = pa.concat_tables(part for of_member in parts.values() for part in of_member)
         scores: dict[str, dict[str, Any]] = {}
         for pair in pc.unique(made["pair"]).to_pylist():
@@ -383,10 +397,27 @@ class Evaluation(Chunked[EvaluationJob]):
         write_table(made.filter(of_agent).drop_columns(["pair", "attempt"]), self.job.out / PREDICTIONS)
         agent = scores.pop(AGENT)
         (self.job.out / SCORES).write_text(json.dumps(agent, indent=1, sort_keys=True))
+        figures = agent | ({BOARDS: self._on_boards(alone)} if alone else {})
         if not scores:
-            return agent
+            return figures
         write_table(made.filter(pc.invert(of_agent)), self.job.out / PAIR_PREDICTIONS)
-        return agent | {PAIRS: scores}
+        return figures | {PAIRS: scores}
+
+    def _on_boards(self, alone: dict[str, pa.Table]) -> dict[str, Any]:
+        """Writes the predictions of ϕ_k alone, and scores them."""
+        from coepg_dagster.evaluation.labels import BoardLabels
+        from coepg_dagster.evaluation.score import score_board
+        from coepg_dagster.readers.importing import lost_of
+
+        tables = [made.append_column("board", pa.repeat(name, made.num_rows)) for name, made in alone.items()]
+        write_table(pa.concat_tables(tables).drop_columns(["pair", "attempt"]), self.job.out / BOARD_PREDICTIONS)
+        scores = {}
+        for name, made in alone.items():
+            board = self.job.boards[name]
+            labels = BoardLabels.read(board.protocol.split("/")[0], board.labels)
+            result = score_board(board.protocol, labels, made, lost=lost_of(board.lost, SPLIT))
+            scores[name] = json.loads(result.to_json()) | {"source": board.source}
+        return scores
 
 
 def of_pair(pair: str, attempts: Sequence[pa.Table]) -> pa.Table:

@@ -106,8 +106,9 @@ def _print_result(result: Result) -> None:
     for name, metric in result.metrics.items():
         interval = f"[{metric.ci95[0]:.2f}, {metric.ci95[1]:.2f}]" if metric.ci95 else "–"
         rows.append([name, two_decimals(metric.micro), two_decimals(metric.macro), interval, str(metric.n)])
+    left_out = ", without items whose labels are known to be wrong" if "excluded" in result.notes else ""
     print_table(
-        f"{result.protocol}: {result.scored} scored",
+        f"{result.protocol}: {result.scored} scored{left_out}",
         ("metric", "micro", "macro", "95 % of macro", "n"),
         rows,
         "\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,

@@ -180,7 +180,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.results import learned_text, overview, pairs_text, short_splits
+    from coepg_dagster.results import board_tables, learned_text, overview, pairs_text, short_splits
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -193,6 +193,8 @@ def results(
         return
     numbers, left_out = overview(experiment, seed, records)
     print_table(numbers.title, numbers.header, numbers.rows, numbers.protocols)
+    for alone in board_tables(experiment, seed, records):
+        print_table(alone.title, alone.header, alone.rows, alone.protocols)
     console = Console()
     for asset, why in inputs.items():
         console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)

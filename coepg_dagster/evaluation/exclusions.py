@@ -1,7 +1,7 @@
 """Items of public boards whose labels are known to be wrong: versioned lists with their source, and how they are made.
 
 A list leaves items out of a score that is printed beside the whole one, never instead of it. A list that is shipped lies in
-the folder `exclusions`, named after the family of protocols that it is for.
+the folder `wrong_labels`, named after the family of protocols that it is for.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_exclusions(path: Path) -> Exclusions:
 
 def shipped(protocol: str) -> Exclusions | None:
     """The list of known wrong labels that this package has for the protocol's board; None where it has none."""
-    file = resources.files(__package__) / "exclusions" / f"{protocol.split('/')[0]}.json"
+    file = resources.files(__package__) / "wrong_labels" / f"{protocol.split('/')[0]}.json"
     with resources.as_file(file) as path:
         return read_exclusions(path) if path.is_file() else None
 

@@ -32,6 +32,7 @@ from coepg_dagster.evaluation.case import (
     Unread,
     point_of,
 )
+from coepg_dagster.evaluation.exclusions import QUESTION, question
 from coepg_dagster.evaluation.grounding import REFUSAL, TARGET
 from coepg_dagster.evaluation.labels import NO_ITEM, BoardLabels, case_of, instruction_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
@@ -43,7 +44,7 @@ from coepg_dagster.progress import Report
 from coepg_dagster.readers import boards
 from coepg_dagster.readers.rows import RejectedRow
 
-BOARDS: Final = frozenset(boards.BOARDS)
+BOARDS: Final = frozenset(board.removesuffix("_v1") for board in boards.BOARDS)
 NEGATIVE_LABEL: Final = "rows with a negative label, which no point answers"
 OTHER_BOARD: Final = "rows of another board"
 OTHER_BOX: Final = "rows whose own box is another than that of the labels: are they of one version?"
@@ -267,6 +268,9 @@ class _Log:
             facts["target"] = REFUSAL
         elif board.startswith("osworld_g"):
             facts["target"] = TARGET
+        if board == "screenspot":
+            device = _group(data, board, facts).partition("_")[0]
+            facts[QUESTION] = question(device, instruction_of(data) or "")
         if polygon:
             facts["polygon"] = polygon
             self.notice("rows with a polygon, of which `items` takes the first four numbers as a box", step_id)

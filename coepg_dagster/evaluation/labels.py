@@ -95,9 +95,10 @@ def _image_name(path: str) -> str:
     return PurePosixPath(path.replace("\\", "/")).name
 
 
-def _board(board: str) -> boards.Board:
-    if board not in boards.BOARDS:
-        raise ScoringError(f"there are label files of {', '.join(boards.BOARDS)} only, not of {board}")
+def _board(family: str) -> boards.Board:
+    board = boards.board_of(family)
+    if board is None:
+        raise ScoringError(f"there are label files of {', '.join(boards.BOARDS)} only, not of {family}")
     return board
 
 

@@ -9,6 +9,7 @@ from coepg_dagster.evaluation import android_control, grounding, mind2web, scree
 from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.result import sop_protocol
 from coepg_dagster.markdown import table
+from coepg_dagster.readers import boards
 
 SOP_PREFIX: Final = "sop/"
 
@@ -75,6 +76,13 @@ def refuse_protocol(name: str, reader: str) -> None:
                 needs = PROTOCOLS[base].needs or "a history that the model wrote itself"
                 why = f"needs {needs}, so it scores files of predictions only (`coepg score`)"
         raise ScoringError(f"protocol {name!r} {why}; choose from {', '.join(choice)}")
+
+
+def refuse_no_board(name: str) -> None:
+    """Raises ScoringError where a protocol is not one of a grounding board whose labels can be read; the message lists those."""
+    choice = [known for known in PROTOCOLS if boards.board_of(known) is not None]
+    if name not in choice:
+        raise ScoringError(f"protocol {name!r} is of no grounding board; choose from {', '.join(choice)}")
 
 
 _ACTIONS: Final[Mapping[str, frozenset[str]]] = {

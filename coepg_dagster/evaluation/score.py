@@ -27,6 +27,7 @@ from coepg_dagster.evaluation.case import (
 )
 from coepg_dagster.evaluation.exclusions import Exclusions
 from coepg_dagster.evaluation.formats import each_prediction
+from coepg_dagster.evaluation.labels import BoardLabels
 from coepg_dagster.evaluation.mind2web import pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS, SOP_PREFIX, find_protocol, misfit_of
 from coepg_dagster.evaluation.result import (
@@ -81,10 +82,39 @@ def score_steps(
     notes: Notes = {}
     if any(row.get("view_rule") not in (None, "page", "block 0") for row in labelled):
         notes["view"] = "oracle: steps show the part of the page that holds the target; scrolling there is not judged"
-    if lost:
-        why = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
-        notes[LOST] = f"{sum(lost.values())} steps could not be read ({why}); a published denominator holds them"
-    return _score(protocol, cases, notes, seed)
+    return _score(protocol, cases, notes | _lost_notes(lost), seed)
+
+
+def score_board(
+    protocol: str,
+    labels: BoardLabels,
+    predictions: pa.Table,
+    *,
+    seed: int = 0,
+    lost: Mapping[str, int] | None = None,
+) -> Result:
+    """Score a grounder's points on items of a board.
+
+    `predictions` has step_id, the item, and x and y in pixels of the stored screenshot, or null where there is no point.
+    `lost` as in `score_steps`. Raises ScoringError, also for an item that the labels lack: they changed since it was read.
+    """
+    cases = []
+    for row in _rows(predictions, ("step_id", "x", "y"), (), "predictions"):
+        item = labels.items.get(row["step_id"])
+        if item is None:
+            raise ScoringError(
+                f"predictions: {row['step_id']!r} is no item of {labels.source}; were its files changed meanwhile?"
+            )
+        point = None if row["x"] is None else point_of(row["x"], row["y"])
+        cases.append(replace(item, prediction=None if point is None else Action("click", "", point)))
+    return _score(protocol, cases, _lost_notes(lost), seed)
+
+
+def _lost_notes(lost: Mapping[str, int] | None) -> Notes:
+    if not lost:
+        return {}
+    why = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
+    return {LOST: f"{sum(lost.values())} steps could not be read ({why}); a published denominator holds them"}
 
 
 def score_attempts(
@@ -178,7 +208,7 @@ def score_under_every(
     seed: int = 0,
     report: Report | None = None,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """`score_predictions` of a file under every protocol that fits the file, by name; and why the others do not (`coepg score --all`).
+    """`score_predictions` under every protocol that fits a file, by name; and why the others do not (`coepg score --all`).
 
     A protocol fits if the rows hold what it judges: it raises nothing, and the labels' actions are those of its family.
     Raises ScoringError where none fits.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from coepg_dagster.artifacts import PAIRS
+from coepg_dagster.artifacts import BOARDS, PAIRS
 from coepg_dagster.experiment import Quality
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import headline
@@ -77,7 +77,7 @@ def _duplicates(now: Figures, before: Figures, config: Quality) -> str | None:
 
 def _success_fell(now: Figures, before: Figures, config: Quality) -> str | None:
     bad = []
-    for split in sorted((now.keys() & before.keys()) - {PAIRS}):
+    for split in sorted((now.keys() & before.keys()) - {PAIRS, BOARDS}):
         metric = headline(now[split]["metrics"])
         a, b = before[split]["metrics"][metric], now[split]["metrics"][metric]
         if b["macro"] is not None and a["ci95"] is not None and b["macro"] < a["ci95"][0]:

@@ -4,7 +4,7 @@ refined instructions, MMBench-GUI L2, UI-Vision's element grounding.
 A label is read without its image, for `coepg score --labels`; with it, it is a step of the split `test`, whose goal is the
 instruction. Layouts, from the folder that an owner's archive or repository unpacks to:
 
-    screenspot         screenspot_DEVICE.json; images in screenspot_imgs/; `bbox` x, y, width, height in px
+    screenspot_v1      screenspot_DEVICE.json; images in screenspot_imgs/; `bbox` x, y, width, height in px
     screenspot_v2      screenspot_DEVICE_v2.json; images in screenspotv2_image/; as v1
     screenspot_pro     annotations/APPLICATION_SYSTEM.json; images/; `bbox` corners in px
     osworld_g          OSWorld-G.json, osworld_g_refined OSWorld-G_refined.json; images/; `box_type` bbox (x, y, width, height),
@@ -43,7 +43,7 @@ from coepg_dagster.readers.screenspot import PLATFORMS, SOURCES
 from coepg_dagster.readers.source_rows import SourceRow
 
 Board = Literal[
-    "screenspot", "screenspot_v2", "screenspot_pro", "osworld_g", "osworld_g_refined", "mmbench_gui", "ui_vision"
+    "screenspot_v1", "screenspot_v2", "screenspot_pro", "osworld_g", "osworld_g_refined", "mmbench_gui", "ui_vision"
 ]
 SPLIT: Final = "test"
 _CATEGORIES: Final = ("basic", "functional", "spatial")
@@ -59,7 +59,7 @@ class _Layout:
 
 
 _LAYOUTS: Final[Mapping[Board, _Layout]] = {
-    "screenspot": _Layout(re.compile(r"screenspot_(desktop|mobile|web)\.json"), ("screenspot_imgs", "")),
+    "screenspot_v1": _Layout(re.compile(r"screenspot_(desktop|mobile|web)\.json"), ("screenspot_imgs", "")),
     "screenspot_v2": _Layout(re.compile(r"screenspot_(desktop|mobile|web)_v2\.json"), ("screenspotv2_image", "")),
     "screenspot_pro": _Layout(re.compile(r"\w+_(windows|macos|linux)\.json"), ("images", "")),
     "osworld_g": _Layout(re.compile(r"OSWorld-G\.json"), ("images", "benchmark/images", "")),
@@ -70,6 +70,12 @@ _LAYOUTS: Final[Mapping[Board, _Layout]] = {
     "ui_vision": _Layout(re.compile(r"element_grounding_(basic|functional|spatial)\.json"), ("images", "")),
 }
 BOARDS: Final = tuple(_LAYOUTS)
+
+
+def board_of(protocol: str) -> Board | None:
+    """The board whose items a protocol scores; None where it is of no grounding board."""
+    family = protocol.split("/")[0]
+    return next((board for board in BOARDS if board.removesuffix("_v1") == family), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,7 @@ def label_of(
     if "img_size" in entry and "bbox" in entry:
         return _in_pro_fields(board, entry, item, file)
     match board:
-        case "screenspot" | "screenspot_v2":
+        case "screenspot_v1" | "screenspot_v2":
             return _screenspot(entry, f"{file}_{i}", file)
         case "osworld_g" | "osworld_g_refined":
             return _osworld_g(entry, item, abilities or {})
@@ -217,7 +223,7 @@ def _screenspot(entry: Mapping[str, Any], item: str, file: str) -> Label:
 def _in_pro_fields(board: Board, entry: Mapping[str, Any], item: str, file: str) -> Label:
     box, ui_type = _corners(wanted(entry, "bbox", list), "bbox"), _text(entry, "ui_type")
     group = _text(entry, "group")
-    if board in ("screenspot", "screenspot_v2"):
+    if board in ("screenspot_v1", "screenspot_v2"):
         names = f"{file} {_text(entry, 'application')} {_text(entry, 'platform')}".lower()
         group = f"{next((name for name in PLATFORMS if name in names), 'web')}_{ui_type}"
     elif board == "ui_vision":

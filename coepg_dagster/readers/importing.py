@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.prompts import ACTION_TYPES, MOBILE_ACTION_TYPES, Style, needs_target
-from coepg_dagster.readers import android_control, jsonl, mind2web, screenspot
+from coepg_dagster.readers import android_control, boards, jsonl, mind2web, screenspot
 from coepg_dagster.readers.files import Files, Version, contents, same_content, version, versions_now
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.rows import (
@@ -40,7 +41,8 @@ from coepg_dagster.readers.rows import (
 from coepg_dagster.readers.source_rows import SourceRow, converted, named
 from coepg_dagster.readers.views import Rule
 
-Dataset = Literal["mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"]
+Dataset = Literal["mind2web", "mind2web_blocks", "android_control", "screenspot", "jsonl"] | boards.Board
+"""`screenspot` reads ScreenSpot's files in any folder; the boards (`readers.boards`) as their owners publish them."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def source_files(dataset: Dataset, source: Path) -> list[Path]:
         "android_control": android_control.files,
         "screenspot": screenspot.files,
         "jsonl": jsonl.files,
+        **{board: partial(boards.annotation_files, board) for board in boards.BOARDS},
     }
     if dataset not in finders:
         raise ReaderError(f"reader {dataset!r} is not known; choose from {', '.join(finders)}")
@@ -140,6 +143,8 @@ def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: 
             return screenspot.rows(path, files, options.resize, options.shrink)
         case "jsonl":
             return jsonl.rows(path, files, options.resize, options.shrink)
+        case _:
+            return boards.rows(dataset, source, path, files, options.resize, options.shrink)
 
 
 MANY_BAD: Final = 100
@@ -368,8 +373,12 @@ def load_benchmark(
     """
     options = options or Options()
     counts = import_dataset(dataset, source, out, options)
-    files = [out / f"{_key(dataset, path, source, options)}.arrow" for path in source_files(dataset, source)]
-    return pa.concat_tables([_mapped(file) for file in files]), counts
+    return pa.concat_tables([_mapped(file) for file in imported(dataset, source, out, options)]), counts
+
+
+def imported(dataset: Dataset, source: Path, out: Path, options: Options) -> list[Path]:
+    """The Arrow files of steps of an import (READER_SCHEMA), one for each source file, in order."""
+    return [out / f"{_key(dataset, path, source, options)}.arrow" for path in source_files(dataset, source)]
 
 
 def _mapped(path: Path) -> pa.Table:

@@ -30,6 +30,7 @@ from coepg_dagster.results import (
     TRAIN,
     Cells,
     Row,
+    board_tables,
     comparable,
     frame,
     headline,
@@ -187,6 +188,9 @@ def _sections(evolution: Evolution, cells: Cells, metric: str) -> list[Section]:
                 [command_of(name, kind, last) for kind in (FULL, "no_cdrem") if kind not in evolution.progress],
             ),
         ]
+    if alone := board_tables(experiment, evolution.seed, evolution.loops[0].records):
+        note = "ϕ_k alone: the instruction of an item takes the place of a plan."
+        sections.append(Section("Grounding boards", alone, note=note))
     sections += [
         _figure(
             "Figure 6: quality of D_k",

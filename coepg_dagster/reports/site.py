@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coepg_dagster.artifacts import (
+    BOARDS,
     CANDIDATES,
     DATASET,
     DECISIONS,
@@ -37,7 +38,7 @@ from coepg_dagster.reports.html import render
 from coepg_dagster.reports.lineage import SYMBOLS, LineageView, key_number, lineage_page, subscript
 from coepg_dagster.reports.model import ModelOf, Votes, training_notes, write_model
 from coepg_dagster.reports.paper import grpo_progress
-from coepg_dagster.results import FULL, results
+from coepg_dagster.results import FULL, board_notes, results
 from coepg_dagster.steps import STEP_SCHEMA
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
@@ -131,10 +132,21 @@ class Site:
             beside = [
                 (m.experiment.name, str(r.ref), r.data_version) for m in self._family() for r in m.records.values()
             ]
+        if (evaluation := self._tested(page)) is not None:
+            beside = [(str(evaluation.ref), evaluation.data_version, evaluation.run_id)]
         if page == LINEAGE:
             beside = [(one.name, one.fingerprint(), "") for one in self._experiments]
         made_by = [LAYOUT, self._dagster, self._live, view.experiment.fingerprint()]
         return fingerprint([*made_by, versions, stale, sorted(beside)])
+
+    def _tested(self, page: str) -> Record | None:
+        """The evaluation that tested the ϕ_k of a page alone, on grounding boards; None where there is none."""
+        for ref, evaluation in self.view.records.items():
+            if ref.asset == "evaluation" and BOARDS in evaluation.figures:
+                grounder = self.view.records.get(Ref("grounder", ref.iteration))
+                if grounder is not None and page == page_of(grounder.ref) and grounder.as_input() in evaluation.inputs:
+                    return evaluation
+        return None
 
     def _write(self, page: str) -> None:
         name, _, k = page.removesuffix(".html").rpartition("-")
@@ -263,6 +275,8 @@ class Site:
         )
 
     def _model(self, record: Record) -> None:
+        page = str(page_of(record.ref))
+        tested = self._tested(page)
         folder = self.archive.folder(record)
         log = [json.loads(line) for line in (folder / LOG).read_text().splitlines()] if (folder / LOG).exists() else []
         above = self.archive.lineage(record)
@@ -270,7 +284,7 @@ class Site:
         rollouts = self._table(record, ROLLOUTS) if (folder / ROLLOUTS).exists() else None
         write_model(
             self.folder,
-            str(page_of(record.ref)),
+            page,
             ModelOf(
                 name=self.view.name,
                 symbol=f"{SYMBOLS[record.asset]}{subscript(record.iteration)}",
@@ -279,7 +293,7 @@ class Site:
                 config=record.config,
                 made_from=[(str(used.ref), used.data_version, page_of(used.ref)) for used in record.inputs],
                 crumbs=self._crumbs(),
-                notes=training_notes(record.figures),
+                notes=[*training_notes(record.figures), *(board_notes(tested) if tested else [])],
             ),
             log,
             all_steps(self.archive.folder(benchmark) / STEPS) if benchmark else STEP_SCHEMA.empty_table(),
