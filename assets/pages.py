@@ -20,6 +20,7 @@ from coepg_dagster.assets.internals import web_ui
 from coepg_dagster.assets.ledger import Loop, archive
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
@@ -31,6 +32,8 @@ from starlette.responses import (
     Response,
 )
 from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import whole
@@ -141,21 +144,67 @@ def write_lineage(project: Project, loop: Loop, instance: dg.DagsterInstance) ->
 
 
 @contextmanager
-def ui_server(project: Project, instance: dg.DagsterInstance, hosts: Sequence[str]) -> Iterator[uvicorn.Server]:
+def ui_server(
+    project: Project, instance: dg.DagsterInstance, hosts: Sequence[str], public_url: str | None = None
+) -> Iterator[uvicorn.Server]:
     """A server of Dagster's web UI with the project's pages below PAGES, as one application.
 
-    It answers requests for `hosts` only: any other host name is an attack on the browser (DNS rebinding). Neither part has a
-    login.
+    It answers requests for `hosts` only: any other host name is an attack on the browser (DNS rebinding). It refuses writes that
+    another web site sends by way of a browser (`OwnPagesOnly`). Neither part has a login.
+
+    Args:
+        public_url: where people open it, if a reverse proxy changes the port.
     """
     with web_ui(instance, project.root / "workspace.yaml") as app:
-        pages = [Route(PAGES, lambda _: RedirectResponse(f"{PAGES}/")), Mount(PAGES, page_app(project, instance))]
+        pages = [
+            Route(PAGES, lambda _: RedirectResponse(f"{PAGES}/")),
+            Mount(PAGES, page_app(project, instance, public_url)),
+        ]
         app.router.routes[:0] = pages  # Dagster's last route answers every path
+        app.add_middleware(OwnPagesOnly, public_url=public_url)
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
         yield uvicorn.Server(uvicorn.Config(app, log_level="warning"))
 
 
-def page_app(project: Project, instance: dg.DagsterInstance) -> Starlette:
-    """The project's pages, with links to Dagster's web UI on the same address."""
+class OwnPagesOnly:
+    """Refuses what another web site could make a user's browser write to Dagster, which executes it without asking who sends it.
+
+    Refused are requests other than GET and HEAD, and websockets, that a browser sends for another origin; and GraphQL by GET,
+    since a mutation could stand in the address of an image. A browser names the origin in all of them. Programs name none and
+    are let through.
+    """
+
+    def __init__(self, app: ASGIApp, public_url: str | None = None) -> None:
+        self._app, self._public_url = app, public_url
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._app if scope["type"] == "lifespan" else self._refusal(scope) or self._app
+        await answer(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        headers = Headers(scope=scope)
+        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+            if scope["path"].rstrip("/").endswith("/graphql") and "text/html" not in headers.get("accept", ""):
+                return PlainTextResponse("send GraphQL by POST", 405, {"Allow": "POST"})
+            return None
+        origin = headers.get("origin")
+        crossing = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        if not crossing and (origin is None or _is_own(headers, self._public_url)):
+            return None
+        if scope["type"] == "websocket":
+            return WebSocketClose(code=1008)  # before it is accepted: status 403
+        return PlainTextResponse(f"{origin or 'another site'} is not an origin of this server: open it directly", 403)
+
+
+def _is_own(headers: Headers, public_url: str | None) -> bool:
+    """Whether the origin that a browser names is that of this server."""
+    origin, host = headers.get("origin"), headers.get("host", "")
+    public = (public_url or "").rstrip("/")
+    return origin in (f"http://{host}", f"https://{host}") or (public != "" and origin == public)
+
+
+def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | None = None) -> Starlette:
+    """The project's pages, with links to Dagster's web UI on the same address; `public_url` as for `ui_server`."""
     one_at_a_time = threading.Lock()  # one request makes a page, the others wait
 
     def loops(request: Request) -> Response:
@@ -184,7 +233,7 @@ def page_app(project: Project, instance: dg.DagsterInstance) -> Starlette:
         return FileResponse(file, headers=_HEADERS)
 
     async def mark(request: Request) -> Response:
-        if why := _foreign(request):
+        if why := _foreign(request.headers, public_url):
             return PlainTextResponse(why, 403, _HEADERS)
         content = b""
         async for part in request.stream():
@@ -212,16 +261,16 @@ def page_app(project: Project, instance: dg.DagsterInstance) -> Starlette:
     )
 
 
-def _foreign(request: Request) -> str | None:
+def _foreign(headers: Headers, public_url: str | None) -> str | None:
     """Why a request to write does not come from one of our pages; else None.
 
     A browser names the origin of every POST, and sends JSON to another origin only where that allows it, which we never do. So no
     other web site can set a mark in the name of somebody who has our pages open.
     """
-    host, origin = request.headers.get("host", ""), request.headers.get("origin", "")
-    if origin not in (f"http://{host}", f"https://{host}"):
-        return f"marks are set from the audit pages of this server, not from {origin or 'a request without an origin'}"
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if not _is_own(headers, public_url):
+        origin = headers.get("origin") or "a request without an origin"
+        return f"marks are set from the audit pages of this server, not from {origin}"
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return "a mark is sent as application/json"
     return None
 
@@ -243,9 +292,10 @@ def _mark(project: Project, instance: dg.DagsterInstance, reference: str, conten
 
 
 def _trace(versions: Archive, loop: Loop, query: Mapping[str, str]) -> str:
-    if not query.get("k", "").isdecimal() or "row" not in query:
+    k = query.get("k", "")
+    if not (k.isascii() and k.isdecimal() and len(k) < 10) or "row" not in query:
         raise NotFound(
             f"give a trace as {TRACE}?k=ITERATION&row=ROW, where ROW is a number from 0, a row id, or a candidate id"
         )
     owner = f"{loop.owner('dataset')}/s{loop.seed}"
-    return trace_page(versions, owner, int(query["k"]), query["row"])
+    return trace_page(versions, owner, int(k), query["row"])

@@ -627,7 +627,7 @@ def ui(
     daemon = subprocess.Popen([str(Path(sys.executable).parent / "dagster-daemon"), "run", "-w", "workspace.yaml"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
     try:
-        with ui_server(project, instance, hosts) as server:
+        with ui_server(project, instance, hosts, public_url) as server:
 
             def end_with_daemon() -> None:
                 daemon.wait()
