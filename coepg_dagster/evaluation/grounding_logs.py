@@ -275,14 +275,16 @@ class _Log:
             facts["polygon"] = polygon
             self.notice("rows with a polygon, of which `items` takes the first four numbers as a box", step_id)
         screenshot = name.rpartition("-")[0] if board.startswith("osworld_g") else ""
+        episode, group = str(image) if image else screenshot, _group(data, board, facts) or self.category
+        row.can_be_kept("a field", step_id, episode, group, *(text for text in facts.values() if isinstance(text, str)))
         return Case(
             step_id=step_id,
-            episode_id=str(image) if image else screenshot or None,
+            episode_id=episode or None,
             label=_CLICK,
             prediction=None,
             boxes=boxes,
             size=size,
-            group=_group(data, board, facts) or self.category,
+            group=group,
             facts=facts,
         )
 

@@ -64,11 +64,16 @@ class PredictionRow:
     def text(self, key: str, *, optional: bool = False) -> str:
         """The field's text; empty where it is absent or null and `optional`."""
         value = str(self.get(key, str, optional=optional) or "")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise self.fail(f"field {key!r} holds {shown(value)}, which is no text in UTF-8") from error
+        self.can_be_kept(f"field {key!r}", value)
         return value
+
+    def can_be_kept(self, what: str, *texts: str) -> None:
+        """Raises ScoringError where a table cannot hold one of these texts of the row: JSON can spell half a surrogate pair."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise self.fail(f"{what} holds {shown(text)}, which is no text in UTF-8") from error
 
     def whole(self, key: str, most: int = 2**31 - 1, *, optional: bool = False) -> int | None:
         value: int | None = self.get(key, int, optional=optional)

@@ -336,3 +336,16 @@ def test_items_with_wrong_labels_are_left_out_beside_the_whole_score_and_never_s
         assert CliRunner().invoke(app, command).exit_code == 1
     wrong.write_text(json.dumps({"name": "noise", "version": "1", "source": "a paper", "items": ["another"]}))
     assert "none of the 2 items" in " ".join(CliRunner().invoke(app, command).output.split())
+
+
+@given(
+    st.sampled_from(sorted({*SERVER, "id"})),
+    st.sampled_from(['"\\ud800"', '["\\udc00"]', '{"a": "\\ud83d"}', '"caf\xe9"']),
+)
+def test_a_text_that_no_table_can_hold_costs_its_row(tmp_path_factory: Any, field: str, value: str) -> None:
+    """JSON can spell half a surrogate pair, and bytes that are no UTF-8 are read as such."""
+    file = tmp_path_factory.getbasetemp() / "halves.jsonl"
+    odd = json.dumps(SERVER | {field: "@"}).replace('"@"', value)
+    file.write_bytes(odd.encode("latin-1") + b"\n" + json.dumps(SERVER | {"instruction": "open"}).encode())
+    result = score_file(file, "mai_ui", "mmbench_gui/items")
+    assert result.rows == 2 and result.to_json()
