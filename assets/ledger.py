@@ -38,7 +38,7 @@ from coepg_dagster.provenance import (
     staleness,
     to_make,
 )
-from coepg_dagster.store import Store
+from coepg_dagster.store import Store, changes
 
 BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
@@ -278,6 +278,8 @@ class Loop:
             try:
                 lost = records.lost.get(ref)
                 usable[ref] = assert_usable(ref, record, stale.get(ref), not_made, accept_stale_input, lost)
+                for read in filter(None, (usable[ref], records.stood_for(usable[ref]))):
+                    assert_unchanged(Store(store), read)
             except NotUsable as why:
                 more = []
                 if self.parent is not None and ref.asset in self.experiment.taken:
@@ -344,13 +346,17 @@ class Records(dict[Ref, Record]):
         """Fills `lost`: the artifacts whose files are missing in the store."""
         for ref, record in self.items():
             gone = _lost(store, record)
-            if gone is None and ref.asset == "planner" and ref.iteration != 0 and BASE in record.files:
-                # without GRPO it refers to the model of planner_sft
-                model = self.get(Ref("planner_sft", ref.iteration))
-                if model is not None and model.folder == record.input("planner_sft").folder:
-                    gone = _lost(store, model)
+            if gone is None and (model := self.stood_for(record)) is not None:
+                gone = _lost(store, model)
             if gone is not None:
                 self.lost[ref] = gone
+
+    def stood_for(self, record: Record) -> Record | None:
+        """The record of the model of planner_sft that a planner without GRPO refers to; else None."""
+        if record.asset != "planner" or record.iteration == 0 or BASE not in record.files:
+            return None
+        model = self.get(Ref("planner_sft", record.iteration))
+        return model if model is not None and model.folder == record.input("planner_sft").folder else None
 
     def note_vetoes(self, marks: Path) -> None:
         """Fills `changed` from the file of marks."""
@@ -376,6 +382,21 @@ class Records(dict[Ref, Record]):
 def _lost(store: Store, record: Record) -> str | None:
     gone = store.lost(record.folder, record.files, record.sizes)
     return f"its files are gone from the store: {gone}" if gone else None
+
+
+def assert_unchanged(store: Store, record: Record) -> None:
+    """Raises NotUsable if files of an artifact have other content than was recorded: what is made from it would be wrong.
+
+    The artifact is set aside, so that it counts as lost and the next `coepg evolve` makes it again.
+    """
+    wrong = changes(record.files, store.root / record.folder, added=False)
+    if wrong:
+        aside = store.set_aside(record.folder)
+        raise NotUsable(
+            f"{record.ref} {record.data_version} is damaged: {'; '.join(wrong)}; "
+            f"{f'it was moved to {aside}' if aside else f'delete {store.root / record.folder}'}: "
+            f"materialize {record.ref} again, or run `coepg evolve`"
+        )
 
 
 def archive(project: Project, instance: dg.DagsterInstance) -> Archive:

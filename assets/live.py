@@ -76,7 +76,7 @@ def play_iteration(
         tasks = fresh_games([family for family, _ in tasks], games.first_seed, games.per_family)
 
     def engine(record: Record) -> TransformersEngine:
-        checkpoint = checkpoint_of(project.store / record.folder)
+        checkpoint = checkpoint_of(project.root, project.store / record.folder)
         local = project.root / checkpoint
         path = local if local.is_dir() else checkpoint
         return TransformersEngine(path, dtype=loop.experiment.models.dtype, device=games.device, batch_size=1)

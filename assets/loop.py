@@ -18,6 +18,7 @@ from coepg_dagster.assets.shared import (
     checkpoint_of,
     copy_base,
     open_models,
+    recorded,
     register_base,
     same_model,
 )
@@ -44,7 +45,6 @@ from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
 from coepg_dagster.experiment import ExperimentError, Grpo, Member, Strict
-from coepg_dagster.inference.weights import pinned
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
@@ -102,9 +102,9 @@ def _start(work: StageContext, asset: Asset, base: str) -> tuple[str, Source]:
     """
     previous = work.inputs.get(Ref(CONTINUED[asset], work.k - 1))
     if previous is not None:
-        return checkpoint_of(work.store.root / previous.folder), _artifact("base", previous)
+        return checkpoint_of(work.loop.root, work.store.root / previous.folder), _artifact("base", previous)
     entry = _models(work.folder("open_models"))[base]
-    return pinned(entry), _model("base", entry)
+    return recorded(work.loop.root, entry), _model("base", entry)
 
 
 def planner(work: StageContext) -> Outcome:
@@ -120,12 +120,12 @@ def planner(work: StageContext) -> Outcome:
     if not config.enabled:
         return same_model(work, "planner_sft", config)
     models = _models(work.read_by("planner_sft", "open_models"))
-    verifiers = _recorded(_chosen(work.models.verifiers, resource.verifiers), "verifiers", models)
+    verifiers = _recorded(work, _chosen(work.models.verifiers, resource.verifiers), "verifiers", models)
     result = work.run_job(
         resource,
         GrpoJob,
-        init=checkpoint_of(work.folder("planner_sft")),
-        grounder=(f"grounder_{work.k}", checkpoint_of(work.folder("grounder"))),
+        init=checkpoint_of(work.loop.root, work.folder("planner_sft")),
+        grounder=(f"grounder_{work.k}", checkpoint_of(work.loop.root, work.folder("grounder"))),
         verifiers=verifiers,
         dataset=_previous_dataset(work),
         steps=work.read_by("planner_sft", "benchmark_steps") / STEPS,
@@ -170,7 +170,7 @@ def candidate_plans(work: StageContext) -> Outcome:
     experiment = work.loop.experiment
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
-    open_planners = _recorded(work.models.planners, "planners", _models(work.folder("open_models")))
+    open_planners = _recorded(work, work.models.planners, "planners", _models(work.folder("open_models")))
     result = work.run_job(
         resource,
         CandidatesJob,
@@ -189,7 +189,7 @@ def verdicts(work: StageContext) -> Outcome:
     resource = work.context.resources.regeneration
     config = resource.resolve(experiment.regeneration)
     chosen = _chosen(work.models.verifiers, resource.verifiers)
-    open_verifiers = _recorded(chosen, "verifiers", _models(work.folder("open_models")))
+    open_verifiers = _recorded(work, chosen, "verifiers", _models(work.folder("open_models")))
     result = work.run_job(
         resource,
         VerdictsJob,
@@ -275,9 +275,9 @@ def evaluation(work: StageContext) -> Outcome:
     if decoupled:
         models, judge = _models(work.folder("open_models")), work.models.judge
         pairs["attempts"] = experiment.evaluation.attempts
-        pairs["judge"] = judge and as_recorded(judge, models["judge"])
+        pairs["judge"] = judge and as_recorded(work.loop.root, judge, models["judge"])
         if experiment.evaluation.base_planner and work.k > 0:  # at 0 it is the agent's
-            pairs["base_planner"] = pinned(models["base_planner"])
+            pairs["base_planner"] = recorded(work.loop.root, models["base_planner"])
         if experiment.evaluation.oracle_plan:
             pairs["oracle_plans"] = _reference_plans(work)
         boards = experiment.evaluation.boards
@@ -286,8 +286,8 @@ def evaluation(work: StageContext) -> Outcome:
         resource,
         EvaluationJob,
         **pairs,
-        planner=checkpoint_of(work.folder("planner" if decoupled else "end_to_end")),
-        grounder=checkpoint_of(work.folder("grounder")) if decoupled else None,
+        planner=checkpoint_of(work.loop.root, work.folder("planner" if decoupled else "end_to_end")),
+        grounder=checkpoint_of(work.loop.root, work.folder("grounder")) if decoupled else None,
         steps=work.folder("benchmark_steps") / STEPS,
         splits=[benchmark.validation, *benchmark.test],
         max_steps=benchmark.max_eval_steps,
@@ -351,10 +351,10 @@ def _trained_members(work: StageContext, asset: Asset) -> dict[str, Member]:
     """The trained members of a pool, newest first: of k, and of k - 1 from iteration 2 on."""
     if work.k == 0:
         return {}
-    members = {f"{asset}_{work.k}": Member(model=checkpoint_of(work.folder(asset)))}
+    members = {f"{asset}_{work.k}": Member(model=checkpoint_of(work.loop.root, work.folder(asset)))}
     before = work.previous_folder(asset)
     if before is not None and work.loop.experiment.regeneration.trained_members > 1:
-        members[f"{asset}_{work.k - 1}"] = Member(model=checkpoint_of(before))
+        members[f"{asset}_{work.k - 1}"] = Member(model=checkpoint_of(work.loop.root, before))
     return members
 
 
@@ -366,9 +366,9 @@ def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Me
     return {name: member for name, member in members.items() if names is None or name in names}
 
 
-def _recorded(members: dict[str, Member], pool: str, models: dict[str, Any]) -> dict[str, Member]:
+def _recorded(work: StageContext, members: dict[str, Member], pool: str, models: dict[str, Any]) -> dict[str, Member]:
     """The members of a pool, pinned to the versions in `models`, the list of an `open_models` artifact."""
-    return {name: as_recorded(member, models[f"{pool}/{name}"]) for name, member in members.items()}
+    return {name: as_recorded(work.loop.root, member, models[f"{pool}/{name}"]) for name, member in members.items()}
 
 
 def _trained(work: StageContext, result: dict[str, Any], config: Strict, base: Source, *others: Source) -> Outcome:

@@ -18,8 +18,8 @@ from coepg_dagster.experiment import Benchmark, Member, Models, Strict
 from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
-from coepg_dagster.provenance import Asset
-from coepg_dagster.store import digests
+from coepg_dagster.provenance import Asset, NotUsable
+from coepg_dagster.store import changes, digests
 
 
 def benchmark_steps(work: StageContext) -> Outcome:
@@ -119,11 +119,21 @@ def identity(root: Path, member: Member) -> dict[str, Any]:
     return entry if member.engine is None else entry | {"engine": member.engine}
 
 
-def as_recorded(member: Member, entry: dict[str, Any]) -> Member:
-    """A member as jobs load it: pinned to the commit in `entry`, its entry of `open_models`."""
+def as_recorded(root: Path, member: Member, entry: dict[str, Any]) -> Member:
+    """A member as jobs load it: pinned to the commit in `entry`, its entry of `open_models`. Raises NotUsable."""
     if member.engine == "openai":
         return member.model_copy(update={"processor": entry.get("processor", member.processor)})
-    return member.model_copy(update={"model": pinned(entry)})
+    return member.model_copy(update={"model": recorded(root, entry)})
+
+
+def recorded(root: Path, entry: dict[str, Any]) -> str:
+    """The checkpoint to load for an entry of `open_models`. Raises NotUsable if its files are not those that were recorded."""
+    name = entry["checkpoint"]
+    if wrong := changes(entry.get("files", {}), root / name, name, added=False):
+        raise NotUsable(
+            f"open_models: {'; '.join(wrong)}: restore it, or materialize open_models again to go on with it as it is"
+        )
+    return pinned(entry)
 
 
 def register_base(work: StageContext, model: str) -> Outcome:
@@ -157,7 +167,7 @@ def _base(work: StageContext, entry: dict[str, str]) -> Outcome:
     return Outcome([BASE], {}, {WEIGHTS: why}, config={"checkpoint": checkpoint}, metadata={"checkpoint": checkpoint})
 
 
-def checkpoint_of(folder: Path) -> str:
-    """The checkpoint to load for a model artifact: its folder, or the model that it refers to."""
+def checkpoint_of(root: Path, folder: Path) -> str:
+    """The checkpoint to load for a model artifact: its folder, or the model that it refers to. Raises NotUsable."""
     base = folder / BASE
-    return pinned(json.loads(base.read_text())) if base.exists() else str(folder)
+    return recorded(root, json.loads(base.read_text())) if base.exists() else str(folder)

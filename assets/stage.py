@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.checks import changed, check_results, evaluate_again, results_of, with_readers
 from coepg_dagster.assets.internals import observation
-from coepg_dagster.assets.ledger import RECORD, Loop, claim, tag_run
+from coepg_dagster.assets.ledger import RECORD, Loop, assert_unchanged, claim, tag_run
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
 
@@ -107,6 +107,8 @@ class StageContext:
             raise NotUsable(
                 f"{used.ref}, which {reader} was made from, is gone from the store: {gone}; materialize {used.ref} again"
             )
+        if files and now:
+            assert_unchanged(self.store, now)
         return self.store.root / used.folder
 
     def run_job(self, resource: Processes, kind: type[Job], **settings: Any) -> dict[str, Any]:
@@ -126,7 +128,9 @@ class StageContext:
         # the address of an endpoint changes no result: a job continues after its server has moved
         decides = common | {"models": self.models.without_places().model_dump(mode="json")}
         named = kind.__name__.replace("Job", "Work")  # part of the name of scratch folders
-        key = fingerprint([named, decides, {name: _plain(value) for name, value in settings.items()}])
+        versions = {str(used): record.data_version for used, record in self.inputs.items()}
+        made_by = [versions, code_version(experiment, self.ref.asset)]  # as a staleness of the artifact would
+        key = fingerprint([named, decides, {name: _plain(value) for name, value in settings.items()}, made_by])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
         settings |= resource.placement(kind)  # not in the key: the number of processes changes no result
         serving = self.context.resources.engines.serving()

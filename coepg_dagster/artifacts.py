@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
+import google_crc32c
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -44,6 +46,36 @@ def whole(path: Path) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+SEAL: Final = ".crc32c"
+
+
+def checksum(path: Path) -> str:
+    """CRC-32C of a file, as eight hexadecimal digits. It finds damage, not forgery, at the speed of memory."""
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            total = google_crc32c.extend(total, block)
+    return f"{total:08x}"
+
+
+def seal(path: Path) -> None:
+    """Writes the checksum of a finished file beside it, for `intact`."""
+    with whole(_seal_of(path)) as draft:
+        draft.write_text(checksum(path))
+
+
+def intact(path: Path) -> bool:
+    """Whether a file is as it was when it was sealed. One that is not, or was never sealed, must be made again."""
+    try:
+        return _seal_of(path).read_text() == checksum(path)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_name(path.name + SEAL)
 
 
 def write_table(table: pa.Table, path: Path) -> None:

@@ -33,7 +33,9 @@ from coepg_dagster.artifacts import (
     SHUFFLED,
     VERDICTS,
     all_steps,
+    intact,
     limited,
+    seal,
     steps_of,
     whole,
     write_table,
@@ -121,10 +123,16 @@ class Chunked(ABC, Generic[J]):
         """The file of a chunk until the job is done."""
         return self.job.scratch / f"{self.job.kind}-{chunk.member}-{chunk.start}.parquet"
 
+    def is_there(self, chunk: Chunk) -> bool:
+        """Whether a chunk was finished, and is undamaged."""
+        return intact(self.file_of(chunk))
+
     def run(self, report: Report) -> dict[str, Any]:
-        """Makes the chunks that are missing, and returns the figures."""
+        """Makes the chunks that are missing or damaged, and returns the figures."""
         chunks = self.chunks()
-        missing = [chunk for chunk in chunks if not self.file_of(chunk).exists()]
+        missing = [chunk for chunk in chunks if not self.is_there(chunk)]
+        for chunk in missing:
+            self.file_of(chunk).unlink(missing_ok=True)
         devices = self._devices()[: len(missing)]
         if len(devices) > 1:
             self._spread(missing, devices, chunks, report)
@@ -156,6 +164,7 @@ class Chunked(ABC, Generic[J]):
             with self.open(member, device) as make:
                 for chunk in of_member:
                     write_table(make(chunk.start), self.file_of(chunk))
+                    seal(self.file_of(chunk))
                     done()
 
     def _make_in_process(self, chunks: list[Chunk], device: str) -> None:
@@ -270,6 +279,7 @@ class Verdicts(Chunked[VerdictsJob]):
             screens = Screens(steps, engine.resize)
             with whole(self._resize(member)) as draft:
                 draft.write_text(json.dumps(engine.resize))
+            seal(self._resize(member))
             tokens = self.job.config.max_point_tokens
             grounder = Grounder(engine, screens, self.job.models.prompts, self.job.models.coordinates, tokens)
 
@@ -281,6 +291,10 @@ class Verdicts(Chunked[VerdictsJob]):
                 return give_verdicts(grounder, member, plans, screens)
 
             yield make
+
+    def is_there(self, chunk: Chunk) -> bool:
+        # the engine is opened again for the last chunk where its `resize` is damaged
+        return super().is_there(chunk) and (chunk.start != CONTROL or intact(self._resize(chunk.member)))
 
     def _resize(self, member: str) -> Path:
         """The file with `resize` of a member's engine, written when it is loaded and kept as chunks are."""

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster import running
-from coepg_dagster.artifacts import PAIR_PREDICTIONS, PAIRS, PREDICTIONS, write_steps
+from coepg_dagster.artifacts import PAIR_PREDICTIONS, PAIRS, PREDICTIONS, SEAL, write_steps
 from coepg_dagster.experiment import Member, Models, Regeneration
 from coepg_dagster.inference.agents import Grounder, Planner
 from coepg_dagster.inference.screens import Screens
@@ -19,6 +19,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, EvaluationJob, VerdictsJob
 from coepg_dagster.pools.verdicts import to_verify
 from coepg_dagster.steps import CANDIDATE_SCHEMA
+from tests.faults.damage import flip_a_bit
 from tests.jobs import quiet
 
 COMMON: dict[str, Any] = {"device": "cpu", "batch_size": 8, "seed": 3}
@@ -81,12 +82,15 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     assert table.num_rows == figures["rows"] == 5 * 2 * 2
     assert len(set(table["candidate_id"].to_pylist())) == table.num_rows
 
-    chunks = sorted((tmp_path / "whole" / "scratch").iterdir())
+    chunks = sorted((tmp_path / "whole" / "scratch").glob("*.parquet"))
     assert len(chunks) == 2 * 3
     folders("killed")
-    for chunk in chunks[:2]:
-        (tmp_path / "killed" / "scratch" / chunk.name).write_bytes(chunk.read_bytes())
-    (tmp_path / "killed" / "scratch" / f".{chunks[2].name}.1.partial").write_bytes(b"half a file")
+    for chunk in chunks[:4]:  # the third was damaged since, the fourth was not finished
+        for file in (chunk, chunk.with_name(chunk.name + SEAL)):
+            (tmp_path / "killed" / "scratch" / file.name).write_bytes(file.read_bytes())
+    flip_a_bit(tmp_path / "killed" / "scratch" / chunks[2].name)
+    (tmp_path / "killed" / "scratch" / (chunks[3].name + SEAL)).unlink()
+    (tmp_path / "killed" / "scratch" / f".{chunks[4].name}.1.partial").write_bytes(b"half a file")
     counted["plan"] = 0
     assert candidates("killed") == figures
     assert counted["plan"] == 10 - 4

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from coepg_dagster.provenance import LOOP, Asset, Input, Record, Ref
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.store import digests
+from coepg_dagster.store import changes
 
 MODELS = "models.json"
 """The list of open models in an `open_models` artifact: name → {"checkpoint", "version", "files"}."""
@@ -128,20 +128,6 @@ class Archive:
                         f"{name}: {what}" for what in changes(model["files"], self.root / checkpoint, checkpoint)
                     ]
         return differences
-
-
-def changes(recorded: dict[str, str], folder: Path, name: str = "") -> list[str]:
-    """How the files of a folder differ from the recorded ones (name → SHA-256), one line for each file."""
-    now = digests(folder) if folder.is_dir() else {}
-    where = f"{name}/" if name else ""
-    lines = [f"{where}{file} is gone" for file in sorted(recorded.keys() - now.keys())]
-    lines += [f"{where}{file} was added later" for file in sorted(now.keys() - recorded.keys())]
-    lines += [
-        f"{where}{file} has other content than when it was made"
-        for file in sorted(recorded.keys() & now.keys())
-        if recorded[file] != now[file]
-    ]
-    return lines
 
 
 def place_of(record: Record) -> str:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from coepg_dagster.auditing.archive import Archive, place_of
+from coepg_dagster.store import DAMAGED, Store
 
 PLAY: Final = "play"
 """The folder of `coepg play` beside the assets of a loop."""
-DRAFT_SECONDS: Final = 3600
-"""A draft that was not written to for this long belongs to a process that was killed."""
 VISUAL_SECONDS: Final = 7 * 24 * 3600
 """Cached embeddings that were not added to for this long may go; they are computed again on demand."""
 _SCRATCH: Final = re.compile(r"(?P<job>.+)-[0-9a-f]{12}")
@@ -27,7 +26,7 @@ class Leftover:
     """A folder of the store that may be removed."""
 
     folder: Path
-    kind: str  # "version", "play", "scratch", "draft" or "visual"
+    kind: str  # "version", "play", "scratch", "draft", "damaged" or "visual"
     size: int  # bytes
 
     def remove(self) -> None:
@@ -57,7 +56,7 @@ def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: f
       cost the store;
     - results of `coepg play`, except the newest `keep` of each iteration;
     - scratch folders of jobs in `finished` (EXPERIMENT-sSEED-ASSET-K of current artifacts): no job resumes from them;
-    - drafts of processes that were killed;
+    - drafts of processes that were killed, and artifacts that were set aside because they were damaged;
     - cached visual embeddings of vision towers to which nothing was added for VISUAL_SECONDS.
     """
     stay, known = needed(archive, keep), set(archive.current)
@@ -73,9 +72,8 @@ def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: f
         job = _SCRATCH.fullmatch(folder.name)
         if job and job["job"] in finished:
             unneeded.append((folder, "scratch"))
-    for folder in _folders(archive.store / ".drafts"):
-        if _last_write(folder) < (time.time() if now is None else now) - DRAFT_SECONDS:
-            unneeded.append((folder, "draft"))
+    unneeded += [(folder, "draft") for folder in Store(archive.store).dead_drafts() if folder.is_dir()]
+    unneeded += [(folder, "damaged") for folder in _folders(archive.store / DAMAGED)]
     for folder in _folders(archive.store / ".visual"):
         if _last_write(folder) < (time.time() if now is None else now) - VISUAL_SECONDS:
             unneeded.append((folder, "visual"))

@@ -2,7 +2,8 @@
 
 A re-run with the same inputs and settings continues from the last complete checkpoint: same step, learning rate, order of the
 data, random numbers, optimizer. On a CPU it ends with the same bytes as a run that was never killed. GRPO keeps its rollouts
-in memory until they are used up, so checkpoints are made only after that.
+in memory until they are used up, so checkpoints are made only after that. A checkpoint of which a file was damaged since, its
+own or one that the job kept beside it (rollouts, answers, the best weights), is not continued: the one before it is.
 
 Weights are safetensors. transformers writes the states of optimizer, scheduler and random generators with torch, and reads
 them with `weights_only`, only from the scratch folder of this job. (DeepSpeed reads its states without `weights_only`: anybody
@@ -12,20 +13,22 @@ who can write to the store can run code in a job that continues with ZeRO.)
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.artifacts import whole
+from coepg_dagster.artifacts import SEAL, checksum, intact, seal, whole
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
@@ -42,10 +45,14 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
 
     Args:
         every: a checkpoint is possible only after a multiple of this number of steps, which share rollouts in memory.
+        beside: folders of sealed files, each named by its step, that the job keeps for itself; and the checkpoint, from 0 on,
+            that is the first to need the file of step 0.
     """
 
-    def __init__(self, folder: Path, placement: Placement, *, every: int = 1) -> None:
-        self.folder, self._strategy, self._between = folder, placement.strategy, every
+    def __init__(
+        self, folder: Path, placement: Placement, *, every: int = 1, beside: Mapping[Path, int] = MappingProxyType({})
+    ) -> None:
+        self.folder, self._strategy, self._between, self._beside = folder, placement.strategy, every, beside
         self._every = -(-placement.save_every // every) * every
         self._signal: int | None = None
         self._stopped_by: str | None = None
@@ -54,17 +61,27 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         """The newest complete checkpoint with the present number of processes and strategy. Removes unsuitable ones."""
         processes = PartialState()
         usable: dict[int, Path] = {}
-        for folder in self.folder.glob("checkpoint-*"):
-            if (folder / WHOLE).exists():
-                about = json.loads((folder / WHOLE).read_text())
-                if (about["processes"], about.get("strategy")) == (processes.num_processes, self._strategy):
-                    usable[about["step"]] = folder
-        processes.wait_for_everyone()
+        if processes.is_main_process:
+            until = self._usable_until()
+            for folder in self.folder.glob("checkpoint-*"):
+                about = _about(folder)
+                if (about.get("processes"), about.get("strategy")) == (processes.num_processes, self._strategy):
+                    if about["step"] < until:
+                        usable[about["step"]] = folder
+                    else:
+                        print(f"{folder.name} needs a file beside it that is damaged: it is not continued", flush=True)
+        [usable] = broadcast_object_list([usable])
         if processes.is_main_process:
             for folder in set(self.folder.glob("checkpoint-*")) - set(usable.values()):
                 shutil.rmtree(folder)
         processes.wait_for_everyone()
         return usable[max(usable)] if usable else None
+
+    def _usable_until(self) -> float:
+        """The first checkpoint that needs a damaged file of the folders `beside`; infinite if there is none."""
+        files = ((file, first) for folder, first in self._beside.items() for file in folder.glob("[0-9]*"))
+        damaged = (int(file.stem) + first for file, first in files if file.suffix != SEAL and not intact(file))
+        return min(damaged, default=math.inf)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -87,7 +104,8 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             folder = self.folder / f"checkpoint-{state.global_step}"
             of = {"processes": processes.num_processes, "strategy": self._strategy}
             with whole(folder / WHOLE) as draft:
-                draft.write_text(json.dumps({"step": state.global_step, **of}))
+                draft.write_text(json.dumps({"step": state.global_step, **of, "files": _checksums(folder)}))
+            seal(folder / WHOLE)
 
     def train(self, trainer: Any) -> None:
         """Trains to the end, from the last checkpoint if there is one. Raises Ended if a signal stops it."""
@@ -118,6 +136,24 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Relative name → checksum of every file of a checkpoint but WHOLE, which names them."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(WHOLE))
+    return {str(file.relative_to(folder)): checksum(file) for file in files}
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What WHOLE says of a checkpoint; empty where the checkpoint is incomplete or damaged."""
+    if not (folder / WHOLE).exists():
+        return {}
+    if intact(folder / WHOLE):
+        about: dict[str, Any] = json.loads((folder / WHOLE).read_text())
+        if about["files"] == _checksums(folder):
+            return about
+    print(f"{folder.name} is damaged: it is not continued", flush=True)
+    return {}
 
 
 class Continues:

@@ -12,9 +12,10 @@ from typing import Any
 
 from accelerate import PartialState
 
-from coepg_dagster.artifacts import whole
+from coepg_dagster.artifacts import intact, seal, whole
 from coepg_dagster.jobs import EndToEndJob, GrpoJob, SftJob, TrainingJob
 from coepg_dagster.progress import Report
+from coepg_dagster.store import changes, digests
 from coepg_dagster.training.examples import asked_steps
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.launch import is_main, refuse
@@ -41,11 +42,12 @@ def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
     )
     if not job.grpo.enabled:
         return train_sft(sft, report)
-    if not done.exists():
+    if not intact(done) or changes(json.loads(done.read_text())["files"], before):
         figures = train_sft(sft, report)
         if is_main():
             with whole(done) as draft:
-                draft.write_text(json.dumps(figures))
+                draft.write_text(json.dumps({"figures": figures, "files": digests(before)}))
+            seal(done)
         PartialState().wait_for_everyone()
     grpo = GrpoJob(
         **shared | {"scratch": job.scratch / "grpo", "init": str(before)},
@@ -57,6 +59,6 @@ def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
     trained = train_grpo(grpo, report)
     if is_main():
         shutil.copyfile(before / PREFLIGHT, job.out / f"sft_{PREFLIGHT}")
-    before_grpo: dict[str, Any] = json.loads(done.read_text())
+    before_grpo: dict[str, Any] = json.loads(done.read_text())["figures"]
     both = {f"sft_{name}": value for name, value in before_grpo.items() if name in trained}
     return before_grpo | both | trained

@@ -22,7 +22,7 @@ from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from coepg_dagster.artifacts import ROLLOUTS, write_table
+from coepg_dagster.artifacts import ROLLOUTS, seal, write_table
 from coepg_dagster.experiment import MIN_LR_RATE, Member
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.attention import fast_vision
@@ -290,6 +290,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         for position, (row, advantage) in enumerate(zip(rows, group_advantages, strict=True)):
             row |= {"optimizer_step": step, "group": position // self.num_generations, "advantage": float(advantage)}
         write_table(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA), self._part(step))
+        seal(self._part(step))
 
     def _part(self, step: int) -> Path:
         return self._rollouts / f"{step:08}.parquet"
@@ -353,7 +354,9 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
     prompts = grpo_prompts(asked, steps, screens, models.prompts, agent)
     prompts, checked = preflight(prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens)
     refuse_few(len(prompts), config)
-    checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations)
+    rollouts, kept, probes = (job.scratch / name for name in ("rollouts", "best", "probe"))
+    beside = {rollouts: 1, kept: 0, probes: 0}
+    checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations, beside=beside)
     monitor = TrainingMonitor(job.placement.on_anomaly)
     longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])
     seconds = 60 * job.serving.start_minutes
@@ -366,7 +369,7 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
 
     best = probe = None
     if config.validate_every is not None:
-        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, job.scratch / "best")
+        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, kept)
     if config.probe_steps and job.placement.sharded:
         print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
     elif config.probe_steps:
@@ -374,7 +377,7 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
         probed = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
         questions = questions_on(pa.concat_tables(probed.values()))
         judge = next(iter(trained_grounder), "labels")
-        probe = Probe(probed, *questions, judge, config, job.seed, job.scratch / "probe")
+        probe = Probe(probed, *questions, judge, config, job.seed, probes)
     shown = Screenshots(processor)
     # processes that each hold a part of the tower must all call it in each pass, so nothing is looked up
     store = None if job.placement.sharded else process_store()
@@ -387,7 +390,7 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         reward=reward,
-        rollouts=job.scratch / "rollouts",
+        rollouts=rollouts,
         shown=shown,
         core=model,
         whole=not job.placement.sharded,

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
-from coepg_dagster.artifacts import whole
+from coepg_dagster.artifacts import seal, whole
 from coepg_dagster.evaluation.change import PROBED, change_of, change_text
 from coepg_dagster.experiment import Grpo, Models
 from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
@@ -109,6 +109,7 @@ class Probe(PolicyEvaluation):
         if PartialState().is_main_process:
             with whole(self._file(state.global_step)) as draft:
                 draft.write_text(json.dumps(answers))
+            seal(self._file(state.global_step))
         PartialState().wait_for_everyone()
         state.log_history.append({"step": state.global_step, SECONDS: time.perf_counter() - started})
 

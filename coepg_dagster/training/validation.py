@@ -22,7 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.artifacts import whole
+from coepg_dagster.artifacts import seal, whole
 from coepg_dagster.experiment import Grpo
 from coepg_dagster.inference.agents import PlannerInput, planner_inputs
 from coepg_dagster.inference.engine import Failure, Request, Sampling
@@ -131,16 +131,20 @@ class KeepBest(PolicyEvaluation):
         self._questions, self._reward, self._folder = questions, reward, folder
         self._every, self._sampling = config.validate_every, Sampling(config.max_plan_tokens)
         folder.mkdir(parents=True, exist_ok=True)
+        self._before: Path | None = None  # the best at the checkpoint before; None: this process made none yet
 
     def due(self, state: TrainerState) -> bool:
         return bool(state.global_step % self._every == 0 or state.global_step >= state.max_steps)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Deletes all weights but the best: a run that continues from this checkpoint needs no others."""
+        """Deletes all weights but those that a run needs to continue from this checkpoint, or from the one before it."""
         if PartialState().is_main_process:
-            keep = self._file(best_step(state))
-            for file in set(self._folder.glob("*.safetensors")) - {keep}:
-                file.unlink()
+            best = self._file(best_step(state))
+            if self._before is not None:
+                for file in self._folder.iterdir():
+                    if not file.name.startswith((best.name, self._before.name)):
+                        file.unlink()
+            self._before = best
 
     def evaluate(self, state: TrainerState, model: Any) -> None:
         reward = self._mean_reward(model)
@@ -150,6 +154,7 @@ class KeepBest(PolicyEvaluation):
             trained = {name: weights.detach().cpu().contiguous() for name, weights in _trained(model)}
             with whole(self._file(state.global_step)) as draft:
                 save_file(trained, draft)
+            seal(self._file(state.global_step))
 
     def _mean_reward(self, model: Any) -> float:
         rewards: list[float] = []

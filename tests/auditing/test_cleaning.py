@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.auditing.archive import Archive, NotFound, place_of
-from coepg_dagster.auditing.cleaning import DRAFT_SECONDS, VISUAL_SECONDS, leftovers, needed
+from coepg_dagster.auditing.cleaning import VISUAL_SECONDS, leftovers, needed
 from coepg_dagster.provenance import Record, Ref
 from tests.auditing.loop import Hand
 
@@ -94,15 +94,15 @@ def test_scratch_drafts_and_plays(hand: Hand) -> None:
         root / ".scratch" / f"hand-s1-verdicts-1-{12 * 'a'}",
         root / ".scratch" / f"hand-s1-planner-2-{12 * 'b'}",
     )
-    killed, alive = root / ".drafts" / "killed", root / ".drafts" / "alive"
+    killed, damaged = root / ".drafts" / "killed", root / ".damaged" / "hand-s1-verdicts-1"
     plays = [root / "hand" / "s1" / "play" / "1" / name for name in ("first", "second")]
     unknown = root / "gone" / "s1" / "dataset" / "0" / "v"
     now = 1_900_000_000.0
-    for age, folder in enumerate((done, going_on, killed, *plays, unknown, alive)):
+    for age, folder in enumerate((done, going_on, killed, damaged, *plays, unknown)):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "file").write_text("x")
         for path in (folder / "file", folder):
-            os.utime(path, (now - 2 * DRAFT_SECONDS + age,) * 2 if folder != alive else (now - 10,) * 2)
+            os.utime(path, (now - 1000 + age,) * 2)
     idle, recent = root / ".visual" / "idle", root / ".visual" / "recent"
     for age, folder in ((VISUAL_SECONDS + 60, idle), (VISUAL_SECONDS - 60, recent)):
         file = folder / "ab" / "screenshot.safetensors"
@@ -110,10 +110,15 @@ def test_scratch_drafts_and_plays(hand: Hand) -> None:
         file.write_text("x")
         for path in (file, file.parent, folder):
             os.utime(path, (now - age,) * 2)
+    with hand.store.draft("alive"):
+        result = leftovers(hand.archive, {"hand-s1-verdicts-1"}, now=now)
+    assert not killed.exists(), "whoever makes a draft deletes those of the dead"
+    killed.mkdir()
     result = leftovers(hand.archive, {"hand-s1-verdicts-1"}, now=now)
     assert {(leftover.folder, leftover.kind) for leftover in result} == {
         (done, "scratch"),
         (killed, "draft"),
+        (damaged, "damaged"),
         (plays[0], "play"),
         (idle, "visual"),
     }

@@ -301,8 +301,8 @@ def test_jobs_load_what_was_recorded(hub: Hub, random_checkpoint: Callable[[int]
     commit = hub.publish(NAME, random_checkpoint(0))
     member = Member(model=NAME)
     entry = identity(NOWHERE, member)
-    assert as_recorded(member, entry).model == f"{NAME}@{commit}" and "files" not in entry
+    assert as_recorded(tmp_path, member, entry).model == f"{NAME}@{commit}" and "files" not in entry
     (tmp_path / BASE).write_text(json.dumps(entry))
-    assert checkpoint_of(tmp_path) == f"{NAME}@{commit}"
+    assert checkpoint_of(tmp_path, tmp_path) == f"{NAME}@{commit}"
     local = Member(model=str(random_checkpoint(0)))
-    assert as_recorded(local, identity(NOWHERE, local)) == local
+    assert as_recorded(NOWHERE, local, identity(NOWHERE, local)) == local

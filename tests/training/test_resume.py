@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster import running
-from coepg_dagster.artifacts import write_steps
+from coepg_dagster.artifacts import seal, write_steps
 from coepg_dagster.experiment import Grpo, Lora, Member, Models, Regeneration, Sft
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, GrpoJob, Job, Placement, SftJob
@@ -285,7 +285,9 @@ def test_what_another_placement_left_is_not_continued(tmp_path: Path) -> None:
     for step, strategy, processes in [(1, "ddp", 1), (2, "zero2", 1), (3, "ddp", 2)]:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        (folder / WHOLE).write_text(json.dumps({"step": step, "processes": processes, "strategy": strategy}))
+        about = {"step": step, "processes": processes, "strategy": strategy, "files": {}}
+        (folder / WHOLE).write_text(json.dumps(about))
+        seal(folder / WHOLE)
     assert Checkpoints(tmp_path, Placement()).last() == tmp_path / "checkpoint-1"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert Checkpoints(tmp_path, Placement(strategy="fsdp")).last() is None

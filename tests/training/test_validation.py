@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerControl, TrainerState
 
+from coepg_dagster.artifacts import seal
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment import Grpo, Lora, Models
 from coepg_dagster.inference.predict import predict
@@ -136,10 +137,15 @@ def test_it_is_refused_where_no_process_could_answer(train: Any) -> None:
 
 def test_a_checkpoint_lets_go_of_weights_that_are_not_needed_again(tmp_path: Path) -> None:
     keep = KeepBest(object(), object(), CONFIG.model_copy(update={"validate_every": 1}), tmp_path)  # type: ignore[arg-type]
-    for step in (0, 4, 8):
-        save_file({"x": torch.zeros(1)}, keep._file(step))
-    state = TrainerState(global_step=12)
-    state.log_history = [{"step": step, REWARD: reward} for step, reward in ((0, 0.1), (4, 0.9), (8, 0.9), (12, 0.2))]
-    assert best_step(state) == 8
-    keep.on_save(None, state, TrainerControl())  # type: ignore[arg-type]
-    assert [file.name for file in tmp_path.iterdir()] == ["00000008.safetensors"]
+    rewards = ((0, 0.1), (4, 0.5), (8, 0.9), (12, 0.2), (16, 0.3))
+    kept = []
+    for step, _ in rewards:
+        state = TrainerState(global_step=step)
+        state.log_history = [{"step": at, REWARD: reward} for at, reward in rewards if at <= step]
+        if best_step(state) == step:
+            save_file({"x": torch.zeros(1)}, keep._file(step))
+            seal(keep._file(step))
+        keep.on_save(None, state, TrainerControl())  # type: ignore[arg-type]
+        kept.append(sorted({int(file.name.split(".")[0]) for file in tmp_path.iterdir()}))
+    # the checkpoint before may be continued too, where the newest is damaged
+    assert kept == [[0], [0, 4], [4, 8], [8], [8]]
