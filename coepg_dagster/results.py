@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from coepg_dagster.artifacts import BOARDS, PAIRS
@@ -21,6 +20,9 @@ from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.evaluation.tables import Cell, Table, half_up, one_protocol, table_of
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FULL, AVERAGE, TRAIN = "full", "average", "train"
 """The variant that is Co-EPG; the mean of the test splits; the split of rows about D_k and about training."""
@@ -69,6 +71,8 @@ class Row(BaseModel):
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
     """The rows as a table whose columns are the fields of Row; NaN or NA for None."""
+    import pandas as pd  # every run of Dagster imports this module
+
     kinds = dict.fromkeys(Row.model_fields, "str") | dict.fromkeys(("seed", "k", "n"), "Int64")
     kinds |= dict.fromkeys(("value", "low", "high"), "float64")
     return pd.DataFrame([row.model_dump() for row in rows], columns=list(Row.model_fields)).astype(kinds)
@@ -148,6 +152,8 @@ def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
                 at["low"] = value - math.hypot(*(each["value"] - each["low"])) / n
                 at["high"] = value + math.hypot(*(each["high"] - each["value"])) / n
             rows.append(Row(**at, value=value, protocol=one_protocol(at["metric"], each["protocol"])))
+    import pandas as pd
+
     return pd.concat([table, frame(rows)], ignore_index=True) if rows else table
 
 

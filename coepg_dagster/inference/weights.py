@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from coepg_dagster.inference import hub
 from coepg_dagster.inference.files import (
     IncompleteCheckpoint,
     check,
@@ -41,6 +40,8 @@ def local_folder(checkpoint: str, *, weights: bool = True, root: Path = HERE) ->
     """
     if is_local(root, checkpoint):
         return check(root / checkpoint, weights=weights)
+    from coepg_dagster.inference import hub  # half a second, for every run of Dagster
+
     return check(hub.snapshot(hub.split(checkpoint)[0], hub.resolve(checkpoint), weights=weights), weights=weights)
 
 
@@ -56,7 +57,11 @@ def folder_version(folder: Path) -> str:
 
 def local_version(checkpoint: str) -> str:
     """The version of a checkpoint: for a folder a hash of its weights, for a hub model its commit."""
-    return folder_version(Path(checkpoint)) if is_local(Path(), checkpoint) else hub.resolve(checkpoint)
+    if is_local(Path(), checkpoint):
+        return folder_version(Path(checkpoint))
+    from coepg_dagster.inference import hub
+
+    return hub.resolve(checkpoint)
 
 
 def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, str]:
@@ -69,6 +74,8 @@ def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, 
         folder = local_folder(checkpoint, weights=weights, root=root)
         entry = {"checkpoint": checkpoint, "version": folder_version(folder) if weights else ""}
     else:
+        from coepg_dagster.inference import hub
+
         name, revision = hub.split(checkpoint)
         entry = {"checkpoint": name, "version": hub.resolve(checkpoint), "revision": revision or "main"}
         folder = local_folder(pinned(entry), weights=weights)

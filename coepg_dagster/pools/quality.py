@@ -6,10 +6,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,6 +18,9 @@ from coepg_dagster.pools.candidates import jaccard, plan_tokens
 from coepg_dagster.pools.controls import shuffle_rates, smallest_targets
 from coepg_dagster.pools.selection import is_verified
 from coepg_dagster.steps import GATE_PASSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE, NO_VALUE
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Votes = Mapping[str, Sequence[Mapping[str, Any]]]
 """Candidate → the verdicts on it."""
