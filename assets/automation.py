@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -205,25 +204,46 @@ def decide(tried: Tried | None, seen: Seen) -> tuple[Tried | None, bool]:
     return (tried, False) if seen.waits is not None else (Tried(made, seen.before, None), True)
 
 
+class Turns:
+    """Which loop asks for runs at a tick: one only, since Dagster makes one run of all that is asked for of a partition."""
+
+    def __init__(self) -> None:
+        self._taken: dict[datetime, str] = {}
+
+    def take(self, tick: datetime, who: str) -> bool:
+        """Whether this tick is `who`'s: the first one that asks gets it."""
+        mine = self._taken.setdefault(tick, who) == who
+        for old in sorted(self._taken)[:-9]:
+            del self._taken[old]
+        return mine
+
+
 class Watched:
     """A loop, looked at once in each tick.
 
     Args:
         seeds: all loops of its experiment, which share the benchmark and the open models.
+        turns: those of all loops of the code location.
     """
 
-    def __init__(self, loop: Loop, seeds: Sequence[Loop]) -> None:
-        self._loop, self._seeds = loop, seeds
+    def __init__(self, loop: Loop, seeds: Sequence[Loop], turns: Turns) -> None:
+        self.loop, self.seeds, self._turns = loop, seeds, turns
         self._last: tuple[datetime, Seen] | None = None
+
+    def takes_turn(self, context: dg.AutomationContext[dg.AssetKey]) -> bool:
+        """Whether the loop may ask for runs at this tick. For what seeds share, they ask together."""
+        todo = self.seen(context).todo
+        together = todo is not None and todo.assets[0] in SHARED
+        return self._turns.take(context.evaluation_time, self.loop.experiment.name if together else self.loop.name)
 
     def seen(self, context: dg.AutomationContext[dg.AssetKey]) -> Seen:
         """The loop as it is at this tick."""
         last = self._last
         if last is None or last[0] != context.evaluation_time:
-            last = context.evaluation_time, look(context.asset_graph_view.instance, self._loop, self._seeds)
+            last = context.evaluation_time, look(context.asset_graph_view.instance, self.loop, self.seeds)
             self._last = last
             if last[1].waits is not None:
-                context.log.info(f"{self._loop.name} waits: {last[1].waits}")
+                context.log.info(f"{self.loop.name} waits: {last[1].waits}")
         return last[1]
 
 
@@ -245,18 +265,35 @@ class Part(dg.AutomationCondition[dg.AssetKey]):
 
 
 class Starts(dg.AutomationCondition[dg.AssetKey]):
-    """Whether refresh starts the next run of the loop at this tick; the answer is the same for all assets of the loop."""
+    """Whether refresh asks for the next run of the loop at this tick; the answer is the same for all assets of the loop."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
 
     def get_label(self) -> str:
-        return "it did not fail before, with the same inputs and code"
+        return "it did not fail before with the same inputs and code, and no other loop starts at this tick"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
-        tried, starts = decide(Tried.read(context.cursor), self._watched.seen(context))
+        before = Tried.read(context.cursor)
+        tried, starts = decide(before, self._watched.seen(context))
+        if starts and not self._watched.takes_turn(context):
+            tried, starts = before, False
         true = context.candidate_subset if starts else context.get_empty_subset()
         return dg.AutomationResult(context, true, cursor=None if tried is None else tried.text())
+
+
+class TakesTurn(dg.AutomationCondition[dg.AssetKey]):
+    """Whether no other loop asks for runs at this tick. The last part of a condition: if all else holds, it takes the turn."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def get_label(self) -> str:
+        return "no other loop starts at this tick"
+
+    def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
+        mine = not context.candidate_subset.is_empty and self._watched.takes_turn(context)
+        return dg.AutomationResult(context, context.candidate_subset if mine else context.get_empty_subset())
 
 
 Condition: TypeAlias = dg.AutomationCondition[dg.AssetKey]
@@ -269,12 +306,11 @@ def automated(defs: dg.Definitions, loops: Sequence[Loop], nightly: str, weekly:
         nightly, weekly: when agents are evaluated again, and D_k is regenerated (cron, UTC).
         seconds: between two ticks.
     """
-    # a sensor that evaluates conditions of our own is in beta; the version range in pyproject.toml guards against changes
-    warnings.filterwarnings("ignore", category=dg.BetaWarning)
     seeds = defaultdict[str, list[Loop]](list)
     for loop in loops:
         seeds[loop.experiment.name].append(loop)
-    decided = [conditions(loop, seeds[loop.experiment.name], nightly, weekly) for loop in loops]
+    turns = Turns()
+    decided = [conditions(Watched(loop, seeds[loop.experiment.name], turns), nightly, weekly) for loop in loops]
     when = {key: condition for mapping in decided for key, condition in mapping.items()}
     with_conditions = defs.map_asset_specs(
         func=lambda spec: spec.replace_attributes(automation_condition=when[spec.key]) if spec.key in when else spec
@@ -282,17 +318,17 @@ def automated(defs: dg.Definitions, loops: Sequence[Loop], nightly: str, weekly:
     return dg.Definitions.merge(with_conditions, dg.Definitions(sensors=switches(decided, seconds)))
 
 
-def conditions(loop: Loop, seeds: Sequence[Loop], nightly: str, weekly: str) -> dict[dg.AssetKey, Condition]:
+def conditions(watched: Watched, nightly: str, weekly: str) -> dict[dg.AssetKey, Condition]:
     """When the assets of a loop are made by themselves: any of what the experiment's file names under `automation`.
 
-    The assets that it shares with the other `seeds` of the experiment have their conditions from the first of these.
+    The assets that the seeds of the experiment share have their conditions from the first of these.
     """
-    watched, chosen = Watched(loop, seeds), loop.experiment.automation
+    loop, chosen = watched.loop, watched.loop.experiment.automation
     idle = Part("nothing of the loop is being made", watched, lambda seen: seen.making is None)
-    rested = idle & ~Starts(watched)
+    rested = (idle & ~Starts(watched) if "refresh" in chosen else idle) & TakesTurn(watched)
     found = defaultdict[Asset, list[Condition]](list)
     if "refresh" in chosen:
-        shared = loop.shared if loop is seeds[0] else ()  # the other seeds would say the same
+        shared = loop.shared if loop is watched.seeds[0] else ()  # the other seeds would say the same
         for asset in (*shared, *loop.made, REPORT):
             found[asset].append(_refresh(asset, watched, idle))
     if "evaluate_nightly" in chosen:

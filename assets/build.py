@@ -1,6 +1,7 @@
 """From an experiment to Dagster assets, checks and jobs."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ DEPS: dict[Asset, tuple[str, ...]] = {
 """The edges of Dagster's asset graph with `init: base`, see `_deps`. Those to the unpartitioned assets make "materialize all"
 run these first, then one whole run per iteration. What is really read is in `provenance.inputs_of`: less than this at
 iterations 0 and 1."""
+
+READ_AGAIN = dg.FreshnessPolicy.time_window(fail_window=timedelta(days=90), warn_window=timedelta(days=30))
+"""How soon a benchmark's files should be read again. No partitioned asset has a policy: it would judge the last event of all."""
 
 LIGHT: frozenset[Asset] = frozenset({"dataset", "data_quality"})
 """Partitioned assets that run no model: they take no slot of the pool."""
@@ -69,6 +73,7 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
         required_resource_keys={"store", "engines", *needed_resources(asset)},
         pool=loop.experiment.pool if heavy else None,
         backfill_policy=None if shared else dg.BackfillPolicy.multi_run(1),
+        freshness_policy=READ_AGAIN if asset == "benchmark_steps" else None,
         output_required=True,
         group_name=page.group,
         description=page.description,

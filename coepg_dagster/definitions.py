@@ -31,8 +31,9 @@ def artifacts(
         makers: the functions that make the artifacts of the loop.
         resources: replace the default ones, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
     """
-    # asset checks per partition are in preview; the version range in pyproject.toml guards against changes
-    warnings.filterwarnings("ignore", category=dg.PreviewWarning)
+    # asset checks per partition, backfill policies and conditions of our own; the range in pyproject.toml guards against changes
+    for early in (dg.PreviewWarning, dg.BetaWarning):
+        warnings.filterwarnings("ignore", category=early)
     roots = {loop.experiment.name: loop for loop in loops}
     machine = machine_named(loops[0].root) if loops else None
     return dg.Definitions(

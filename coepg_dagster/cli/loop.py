@@ -606,7 +606,7 @@ def ui(
     """
     project = find_project()
     name_left_out(project.all_experiments())
-    machine = machine_named(project.root, on)  # for the Launchpad and for sensors and schedules
+    machine = machine_named(project.root, on)  # for the Launchpad and for automation
     hosts = _hosts(host, port, public_url, without_login)
     # a code location takes its time to load while training keeps every core busy; read when Dagster is imported
     os.environ.setdefault("DAGSTER_GRPC_TIMEOUT_SECONDS", "300")

@@ -1,7 +1,7 @@
 """A machine's profile, `machines/NAME.yaml`: where the heavy steps run there, and on what. Nothing in it changes a result.
 
 `coepg plan` and `coepg evolve` take it with `--on NAME`. COEPG_MACHINE names the one that the code locations start with: the
-defaults of the Launchpad, and of all runs of sensors and schedules.
+defaults of the Launchpad, and of all runs of automation.
 """
 
 from __future__ import annotations
