@@ -564,6 +564,7 @@ def read_coepg(
         if strange and len(strange) == predictions:
             raise strange[0]
         if labels is not None:
+            labels.require(labels.items.keys() - unanswered.keys(), path)
             yield from unanswered.values()
             yield from labels.unread
             if unanswered:

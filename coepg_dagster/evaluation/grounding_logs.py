@@ -188,6 +188,7 @@ class _Log:
     def _unanswered(self, seen: set[str]) -> Iterator[Case | Unread]:
         """The items that no row is about, and the entries of the label files that cannot be read."""
         assert self.labels is not None
+        self.labels.require(seen, self.path)
         for item, case in self.labels.items.items():
             if item not in seen:
                 self.notice(NO_ANSWER, item)

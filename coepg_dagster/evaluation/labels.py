@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -71,6 +71,15 @@ class BoardLabels:
         image = next((row[name] for name in _IMAGE_FIELDS if isinstance(row.get(name), str)), "")
         instruction = instruction_of(row) or ""
         return self._by_question.get((_image_name(image), instruction)) or None
+
+
+    def require(self, answered: Collection[str], path: Path) -> None:
+        """Raises ScoringError where no item is answered by a file of predictions."""
+        if not answered:
+            raise ScoringError(
+                f"{path}: no row is about one of the {len(self.items):,} items of {self.source}, e.g. "
+                f"{next(iter(self.items))!r}: are these labels of another board, or of another version of it?"
+            )
 
 
 def readable_labels(board: str, source: Path) -> list[Label]:

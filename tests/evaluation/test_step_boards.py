@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.score import score_file
-from coepg_dagster.evaluation.step_boards import edit_distance, odyssey_text, squad_f1
+from coepg_dagster.evaluation.step_boards import StepAction, bleu_2, edit_distance, odyssey_text, squad_f1
 from coepg_dagster.geometry import Point, Size, Space, Viewport
 
 ODYSSEY, AITW, GUIACT = "gui_odyssey/ams", "aitw/action_matching", "guiact/steps"
@@ -115,3 +115,86 @@ def test_any_space_back_and_forth_gives_the_same_verdict(tmp_path_factory: Any, 
             lines.append(json.dumps(row | {"label": label}))
         path.write_text("\n".join(lines))
         assert len(set(score_file(path, "coepg", protocol).steps["step_acc"].to_pylist())) == 1
+
+
+AITZ, OMNIACT = "aitz/action_matching", "omniact/action_score"
+
+
+def test_aitz_judges_the_predicted_box() -> None:
+    label = click(500, 1000, "click")
+    near = {"facts": {"predicted_box": (400, 900, 490, 1100)}}  # enlarged by 1.2: from 391 to 499
+    assert step(AITZ, label, Action("click"), **near) == 0
+    assert step(AITZ, label, Action("CLICK_ELEMENT"), facts={"predicted_box": (400, 900, 491, 1100)}) == 1  # to 500.1
+    # an element with the point in it, of which the box overlaps more than half
+    assert step(AITZ, label, Action("click"), **near, boxes=((400, 900, 520, 1100),)) == 1
+    assert step(AITZ, label, Action("click"), **near, boxes=((490, 900, 520, 1100),)) == 0
+    assert step(AITZ, label, click(500, 1000, "click")) == 0  # a point is no box
+    with pytest.raises(ScoringError, match="needs the point of a labelled click"):
+        step(AITZ, Action("click"), Action("click"), **near)
+
+
+def test_aitz_texts_buttons_and_directions() -> None:
+    assert step(AITZ, Action("type", "weather"), Action("input", "weather in Rome")) == 1
+    assert step(AITZ, Action("type", "abcdefghij"), Action("type", "abcdefghi")) == 1
+    assert step(AITZ, Action("type", "abcdefghi1"), Action("type", "abcdefgh22")) == 0  # 2 · 8 / 20 is not above 0.8
+    assert step(AITZ, Action("press", "home"), Action("PRESS_HOME")) == 1
+    assert step(AITZ, Action("press", "home"), Action("press", "back")) == 0
+    assert step(AITZ, Action("scroll", "up"), Action("scroll", "down")) == 0
+    assert step(AITZ, Action("stop"), Action("STOP_TASK")) == 1 and step(AITZ, Action("stop"), Action("wait")) == 0
+
+
+def test_guiact_steps_of_several_actions() -> None:
+    labels = [
+        StepAction("click", elements=frozenset("7"), box=(0, 0, 10, 10)),
+        StepAction("select_text", point=(0, 0), end=(10, 10)),
+    ]
+    right = [
+        StepAction("click", elements=frozenset("7"), box=(0, 0, 10, 20)),
+        StepAction("select_text", point=(10, 10), end=(0, 0)),
+    ]
+
+    def judged(predicted: list[StepAction]) -> tuple[float | None, ...]:
+        facts = {"label_actions": labels, "predicted_actions": predicted}
+        return PROTOCOLS[GUIACT].judge(Case("s", "e", Action(""), Action(""), size=SIZE, facts=facts)).values
+
+    # a region from its left end to an end above it is empty, as the owner has it
+    assert judged([right[0], StepAction("select_text", point=(0, 0), end=(10, 10))]) == (1, 1, 0.75)
+    assert judged([*labels, StepAction("copy")]) == (0, 1, 1)  # further actions matter for the names alone
+    assert judged(labels[:1]) == (0, 0, 0.5) and judged([]) == (0, 0, 0)
+    assert judged(right)[1] == 1 and judged(labels[::-1]) == (0, 0, 0)
+
+
+def test_omniact_scripts(tmp_path: Path) -> None:
+    row = {"width": 1000, "height": 1000, "label": {"actions": []}}
+    script = ["pyautogui.click(20, 20)", 'pyautogui.write("abcd")', 'pyautogui.hotkey("ctrl", "c")']
+    label = {"actions": script, "boxes": [[0, 0, 40, 40]]}
+    answers: list[list[Any]] = [
+        ["pyautogui.click(39.5, 1)", "pyautogui.write('abcd')", "pyautogui.hotkey('C', 'ctrl')"],
+        ["pyautogui.click(20, 80)", "pyautogui.write('abxy')", "pyautogui.hotkey('ctrl', 'v')"],
+        [{"action_type": "click", "point": [20, 20]}],
+        ["__import__('os').system('true')", *script[1:]],
+    ]
+    rows = [
+        row | {"step_id": str(n), "label": label, "prediction": {"actions": answer}} for n, answer in enumerate(answers)
+    ]
+    path = tmp_path / "scripts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    result = score_file(path, "coepg", OMNIACT)
+    weight = 3 - 0.9
+    assert result.steps["sequence_score"].to_pylist() == pytest.approx([weight, weight, 0, 0])
+    far = 40 / (40 + 40 * 2**0.5)
+    text = 1 - (2 / 4 * 1 / 3) ** 0.5
+    assert result.steps["action_score"].to_pylist() == pytest.approx(
+        [weight, weight * (1 - (far + text + 1) / 3), 0, 0]
+    )
+    assert result.metrics["sequence_score"].micro == 50
+    assert result.notes["rows with an unreadable prediction"] == 1
+    path.write_text(json.dumps(row | {"step_id": "x", "label": {"actions": ["import os"]}}))
+    with pytest.raises(ScoringError, match="action 1 of `actions` cannot be read"):
+        score_file(path, "coepg", OMNIACT)
+
+
+@given(st.text("ab", max_size=8), st.text("ab", max_size=8))
+def test_bleu_is_one_for_equal_texts_alone(a: str, b: str) -> None:
+    assert 0 <= bleu_2(a, b) <= 1
+    assert (bleu_2(a, b) == 1) == (a == b and len(a) > 1) or sorted(a) == sorted(b)

@@ -170,3 +170,55 @@ def write_user_rows(folder: Path, rows: list[dict[str, Any] | str]) -> Path:
     text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
     (folder / "steps.jsonl").write_text(text + "\n")
     return folder
+
+
+SIZE = (300, 260)
+"""Of the images of `write_board`."""
+ASKED = "close the window"
+
+
+def write_board(folder: Path, board: str, *changes: dict[str, Any]) -> Path:
+    """Two items of a board in its owner's layout, with their images; each of `changes` is laid over one more entry.
+
+    The target of both is the box (100, 200, 160, 240); that of the second item of OSWorld-G is a triangle.
+    """
+    corners, upper_left = [100, 200, 160, 240], [100, 200, 60, 40]
+    match board:
+        case "screenspot_v1" | "screenspot_v2":
+            ending, images = ("_v2", "screenspotv2_image") if board.endswith("2") else ("", "screenspot_imgs")
+            file, name = folder / f"screenspot_mobile{ending}.json", folder / images / "a.png"
+            entry: dict[str, Any] = {"img_filename": "a.png", "bbox": upper_left, "instruction": ASKED}
+            entries = [entry | {"data_type": kind, "data_source": "ios"} for kind in ("text", "icon")]
+        case "screenspot_pro":
+            file, name = folder / "annotations/vscode_macos.json", folder / "images/vscode/a.png"
+            entry = {"img_filename": "vscode/a.png", "bbox": corners, "instruction": ASKED, "img_size": list(SIZE)}
+            entry |= {"application": "vscode", "platform": "macos", "group": "Dev", "instruction_cn": "关"}
+            kinds = enumerate(("text", "icon"))
+            entries = [entry | {"id": f"vscode_macos_{i}", "ui_type": kind} for i, kind in kinds]
+        case "osworld_g" | "osworld_g_refined":
+            refined = "_refined" if board.endswith("refined") else ""
+            file, name = folder / f"benchmark/OSWorld-G{refined}.json", folder / "benchmark/images/a.png"
+            entry = {"image_path": "a.png", "image_size": list(SIZE), "instruction": ASKED, "GUI_types": ["Icon"]}
+            shapes = [("bbox", upper_left), ("polygon", [100, 200, 160, 200, 100, 240])]
+            entries = [
+                entry | {"id": f"X-{i}", "box_type": kind, "box_coordinates": where}
+                for i, (kind, where) in enumerate(shapes)
+            ]
+        case "mmbench_gui":
+            file, name = folder / "L2_annotations.json", folder / "offline_images/os_mac/a.png"
+            box = [corners[0] / SIZE[0], corners[1] / SIZE[1], corners[2] / SIZE[0], corners[3] / SIZE[1]]
+            entry = {"image_path": "a.png", "image_size": list(SIZE), "bbox": box, "instruction": ASKED}
+            entry |= {"platform": "os_mac", "app_name": "calendar", "data_type": "text"}
+            levels = enumerate(("basic", "advanced"))
+            entries = [entry | {"index": i, "grounding_type": level} for i, level in levels]
+        case _:
+            file = folder / "annotations/element_grounding/element_grounding_basic.json"
+            name = folder / "images/element_grounding/a.png"
+            entry = {"image_path": "element_grounding/a.png", "image_size": list(SIZE), "prompt_to_evaluate": ASKED}
+            entry |= {"platform": "gimp", "element_type": "Button", "category": "graphics"}
+            entries = [entry | {"bbox": box} for box in (corners, [160, 240, 100, 200])]
+    for path in (file, name):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    name.write_bytes(picture(*SIZE, "PNG", (100, 200, 160, 240)))
+    file.write_text(json.dumps([*entries, *(entries[0] | change for change in changes)]))
+    return folder

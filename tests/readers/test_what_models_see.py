@@ -44,6 +44,7 @@ from .samples import (
     picture,
     user_row,
     write_android_control,
+    write_board,
     write_mind2web,
     write_user_rows,
 )
@@ -197,6 +198,12 @@ SOURCES = {
         android_control("low"), **PHONE, instruction="Enter the name", secrets=("137", "111", "141", "113")
     ),
     "screenspot": Source(screenspot, "item0", "close the window", secrets=("137", "111", "219")),
+    "ui_vision": Source(
+        lambda folder: load_benchmark("ui_vision", write_board(folder / "data", "ui_vision"), folder / "out")[0],
+        "element_grounding_basic_0",
+        "close the window",
+        secrets=("160", "240", "Button", "gimp"),
+    ),
     "jsonl": Source(jsonl(None), **SHOP, secrets=("41", "47", "53")),
     "jsonl with instructions": Source(jsonl("Now press it"), **SHOP, instruction="Now press it", secrets=("41", "47")),
     "miniwob": Source(
@@ -215,6 +222,7 @@ TASK = {
     "android_control low": "Task: Restore the report\nInstruction for this step: Enter the name\n"
     "Previous actions:\n1. CLICK [Trash]\n",
     "screenspot": "Task: close the window\nPrevious actions:\nnone\n",
+    "ui_vision": "Task: close the window\nPrevious actions:\nnone\n",
     "jsonl": "Task: Buy a scarf\nPrevious actions:\n1. CLICK [Scarves]\n",
     "jsonl with instructions": "Task: Buy a scarf\nInstruction for this step: Now press it\n"
     "Previous actions:\n1. CLICK [Scarves]\n",
@@ -227,6 +235,7 @@ COMPACT = {
     "android_control high": "Task: Restore the report\nDone: CLICK [Trash]",
     "android_control low": "Task: Restore the report\nNow: Enter the name\nDone: CLICK [Trash]",
     "screenspot": "Task: close the window\nDone: none",
+    "ui_vision": "Task: close the window\nDone: none",
     "jsonl": "Task: Buy a scarf\nDone: CLICK [Scarves]",
     "jsonl with instructions": "Task: Buy a scarf\nNow: Now press it\nDone: CLICK [Scarves]",
     "miniwob": 'Task: Enter the password "bl3H" into both text fields and press submit.\n'
@@ -347,7 +356,7 @@ def test_models_see_what_they_may_and_nothing_else(read: tuple[str, pa.Table]) -
 def test_the_record_did_hold_what_was_planted(read: tuple[str, pa.Table]) -> None:
     name, steps = read
     [step] = [step for step in steps.to_pylist() if step["step_id"] == SOURCES[name].step_id]
-    assert step["boxes"] and (step["value"] == "zzvalue" or name == "screenspot")
+    assert step["boxes"] and (step["value"] == "zzvalue" or name in ("screenspot", "ui_vision"))
     assert "zzgoal" in steps["goal"].to_pylist() or name == "mind2web_blocks"
 
 
