@@ -98,11 +98,11 @@ def test_what_does_not_fit_the_labels_is_named(tmp_path: Path) -> None:
 def test_labels_of_another_version_leave_no_row(tmp_path: Path) -> None:
     labels = write_board(tmp_path / "board", "screenspot_v2")
     rows = [{"id": "screenspot_mobile_0", "pred": [130, 220]}]
-    with pytest.raises(ScoringError, match="'screenspot_mobile_0' is no item of .*none of 3 rows|none of"):
+    with pytest.raises(ScoringError, match=r"no row is about one of the 2 items .* another version"):
         scored(tmp_path, rows, "screenspot_v2/items", labels)
     with pytest.raises(ScoringError, match="holds no labels of screenspot_pro"):
         scored(tmp_path, rows, "screenspot_pro/items", labels)
-    with pytest.raises(ScoringError, match="label files of .* only, not of aitw"):
+    with pytest.raises(ScoringError, match=r"label files of .* only, not of aitw"):
         scored(tmp_path, [], "aitw/action_matching", labels, "coepg")
 
 
@@ -129,7 +129,7 @@ def test_a_stated_space_is_taken_and_nothing_is_refused(tmp_path: Path, space: s
     assert by_item(scored(tmp_path, rows, "screenspot_pro/items", labels, space=Space(space)))["c"] == 1
     assert by_item(scored(tmp_path, [rows[0] | {"space": space}], "screenspot_pro/items", labels))["c"] == 1
     if space != "original":
-        with pytest.raises(ScoringError, match="fit two spaces.*0 of them are right.*1 of them are right"):
+        with pytest.raises(ScoringError, match=r"fit two spaces.*0 of them are right.*1 of them are right"):
             scored(tmp_path, rows, "screenspot_pro/items", labels)
 
 
