@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Final
 
 import dagster as dg
+import psutil
 from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
+from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import BOARDS, whole
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
@@ -38,11 +41,13 @@ from coepg_dagster.provenance import (
     staleness,
     to_make,
 )
-from coepg_dagster.store import Store, changes
+from coepg_dagster.store import CLAIMS, Store, changes
 
 BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
 """Tags of every run."""
+HOST_TAG = "coepg/host"
+"""Tag with the machine of a run that made something."""
 EVOLVE_TAG = "coepg/evolve"
 """Tag of the runs of `coepg evolve`: IN_PROCESS or QUEUED."""
 IN_PROCESS, QUEUED = "yes", "queued"
@@ -459,7 +464,12 @@ def claim(context: dg.AssetExecutionContext, folder: Path, iteration: int) -> No
     holder_file = folder / f"{iteration}.json"
     with FileLock(folder / f"{iteration}.lock", timeout=30):
         if holder_file.exists():
-            holder = json.loads(holder_file.read_text())["run_id"]
+            try:
+                holder = str(jsonlines.parse(holder_file.read_bytes())["run_id"])
+            except (jsonlines.NotJson, KeyError, TypeError):
+                raise NotUsable(
+                    f"{holder_file} is damaged: delete it once no run of iteration {iteration} goes on, then run this again"
+                ) from None
             run = context.instance.get_run_by_id(holder) if holder != context.run.run_id else None
             if run is not None and not run.is_finished:
                 raise NotUsable(
@@ -471,25 +481,26 @@ def claim(context: dg.AssetExecutionContext, folder: Path, iteration: int) -> No
 
 
 def tag_run(context: dg.AssetExecutionContext) -> None:
-    """Tags this run if it has no tags yet: runs of a backfill or of the UI's buttons have none.
+    """Tags this run with its machine, and with what it makes: runs of a backfill or of the UI's buttons do not say that.
 
     A run that makes several seeds of one iteration names them all.
     """
-    if EXPERIMENT_TAG in context.run.tags:
-        return
-    keys = [key.path for key in context.job_def.asset_layer.executable_asset_keys]
-    loops = {"/".join(path[:2]) for path in keys if len(path) > 2}
-    names = loops or {path[0] for path in keys}  # shared assets alone belong to no seed
-    tags = {EXPERIMENT_TAG: ",".join(sorted(names))}
-    if context.has_partition_key or context.has_partition_key_range:  # a range of one, in backfills
-        tags[ITERATION_TAG] = context.partition_key
-    context.instance.add_run_tags(context.run.run_id, tags)
+    tags = {HOST_TAG: socket.gethostname()}
+    if EXPERIMENT_TAG not in context.run.tags:
+        keys = [key.path for key in context.job_def.asset_layer.executable_asset_keys]
+        loops = {"/".join(path[:2]) for path in keys if len(path) > 2}
+        names = loops or {path[0] for path in keys}  # shared assets alone belong to no seed
+        tags[EXPERIMENT_TAG] = ",".join(sorted(names))
+        if context.has_partition_key or context.has_partition_key_range:  # a range of one, in backfills
+            tags[ITERATION_TAG] = context.partition_key
+    if not tags.items() <= context.run.tags.items():
+        context.instance.add_run_tags(context.run.run_id, tags)
 
 
 @contextmanager
 def living_run(store: Path, run_id: str) -> Iterator[None]:
     """Holds a lock while the process of the run is alive, for `end_dead_runs`; a lock ends with its process."""
-    folder = store / ".claims" / "evolve"
+    folder = store / _EVOLVING
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / run_id):
         try:
@@ -498,20 +509,51 @@ def living_run(store: Path, run_id: str) -> Iterator[None]:
             (folder / run_id).unlink()
 
 
-def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
-    """Marks the runs of `coepg evolve` whose process is gone as failed, so that their claims and slots are free again.
+_EVOLVING: Final = f"{CLAIMS}/evolve"
 
-    Dagster does this for runs that it started itself. Returns their ids.
+
+def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
+    """Marks the runs whose process is gone as failed, so that their claims and slots are free again. Returns their ids.
+
+    Dagster does this only as long as the code server that started a run is alive. A run of `coepg evolve` holds a lock; of the
+    others, those of this machine are looked at.
     """
     ended = []
-    for run in instance.get_runs(dg.RunsFilter(tags={EVOLVE_TAG: IN_PROCESS}, statuses=UNFINISHED)):
-        lock = FileLock(store / ".claims" / "evolve" / run.run_id, timeout=0)
-        try:
-            with lock:
-                instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
-                instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
-        except Timeout:
-            continue
-        Path(lock.lock_file).unlink(missing_ok=True)  # two processes may find the same dead run
-        ended.append(run.run_id)
+    unfinished = instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
+    for run in unfinished:
+        if run.tags.get(EVOLVE_TAG) == IN_PROCESS:
+            dead = _let_go(store / _EVOLVING / run.run_id)
+        else:
+            dead = run.tags.get(HOST_TAG) == socket.gethostname() and not _has_worker(instance, run.run_id)
+        if dead:
+            instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
+            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+            ended.append(run.run_id)
+    locks = {path.name for path in (store / _EVOLVING).glob("*")}
+    for run_id in locks - {run.run_id for run in unfinished}:  # killed before its run began, or after it had ended
+        _let_go(store / _EVOLVING / run_id)
     return ended
+
+
+def _let_go(file: Path) -> bool:
+    """Removes the lock of a process that is gone; False: its process is alive and holds it."""
+    try:
+        with FileLock(file, timeout=0):
+            file.unlink(missing_ok=True)
+    except Timeout:
+        return False
+    return True
+
+
+def _has_worker(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether the process that Dagster started for a run of this machine is alive, or it is unknown which it is."""
+    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        event = entry.dagster_event
+        if event is not None and (event.message or "").startswith("Started process for run"):
+            try:
+                process = psutil.Process(int(str(event.engine_event_data.metadata["pid"].value)))
+                # its number may be another process's by now
+                return bool(process.status() != psutil.STATUS_ZOMBIE and "python" in process.name().lower())
+            except psutil.NoSuchProcess:
+                return False
+    return True

@@ -55,6 +55,7 @@ from coepg_dagster.reports.results_page import write_page
 from coepg_dagster.reports.study import READ, Run, Study, made_from, missing_runs, success_by_episode
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
 from coepg_dagster.running import JUDGE
+from coepg_dagster.store import CLAIMS
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""
@@ -341,7 +342,7 @@ def pool_slots(instance: dg.DagsterInstance, pools: set[str], slots: int) -> Ite
 @contextmanager
 def one_at_a_time(project: Project) -> Iterator[None]:
     """Locks the project: two reproductions would start the same iterations. Raises ExperimentError if one is running."""
-    folder = project.store / ".claims"
+    folder = project.store / CLAIMS
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "reproduce.lock", timeout=0):

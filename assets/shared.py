@@ -120,8 +120,17 @@ def identity(root: Path, member: Member) -> dict[str, Any]:
 
 
 def as_recorded(root: Path, member: Member, entry: dict[str, Any]) -> Member:
-    """A member as jobs load it: pinned to the commit in `entry`, its entry of `open_models`. Raises NotUsable."""
+    """A member as jobs load it: pinned to the commit in `entry`, its entry of `open_models`.
+
+    Raises NotUsable where its files or its server are other ones now, EngineRefused where the server cannot be reached.
+    """
     if member.engine == "openai":
+        now = served_version(served_model(endpoint_of(member)))
+        if now != entry["version"]:
+            raise NotUsable(
+                f"{member.base_url} serves {now}, open_models recorded {entry['version']}: serve that again, or materialize "
+                "open_models again to go on with the other"
+            )
         return member.model_copy(update={"processor": entry.get("processor", member.processor)})
     return member.model_copy(update={"model": recorded(root, entry)})
 

@@ -28,7 +28,7 @@ from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import training_refusals, trainings
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.store import UNPARTITIONED, Store
+from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
 
 RESOURCES: dict[Asset, str] = {
     "planner_sft": "sft",
@@ -181,7 +181,7 @@ def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -
     tag_run(context)
     try:
         if ref.iteration is not None:
-            claim(context, store.root / ".claims" / loop.experiment.name / f"s{loop.seed}", ref.iteration)
+            claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
         k = ref.iteration or 0
         inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
         with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:

@@ -68,6 +68,23 @@ def end_group(process: Process, grace_seconds: float = GRACE_SECONDS) -> None:
         raise
 
 
+def group_ended(group: int, seconds: float) -> bool:
+    """Waits at most `seconds` for the end of every process of a group; whether all have ended."""
+    end = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in psutil.pids() if _group_of(pid) == group):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
 def ended(code: int) -> str:
     """How a process ended, by its exit code, which is negative or over 128 if a signal ended it."""
     number = -code if code < 0 else code - 128

@@ -41,6 +41,7 @@ from coepg_dagster.artifacts import (
     write_table,
 )
 from coepg_dagster.experiment import Member
+from coepg_dagster.inference.engine import EngineChanged
 from coepg_dagster.jobs import (
     CandidatesJob,
     ChunkedJob,
@@ -161,11 +162,17 @@ class Chunked(ABC, Generic[J]):
     def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
         # the models of one member are closed before those of the next are loaded
         for member, of_member in groupby(chunks, key=lambda chunk: chunk.member):
-            with self.open(member, device) as make:
-                for chunk in of_member:
-                    write_table(make(chunk.start), self.file_of(chunk))
-                    seal(self.file_of(chunk))
-                    done()
+            try:
+                with self.open(member, device) as make:
+                    for chunk in of_member:
+                        write_table(make(chunk.start), self.file_of(chunk))
+                        seal(self.file_of(chunk))
+                        done()
+            except EngineChanged:
+                for chunk in self.chunks():
+                    if chunk.member == member:
+                        self.file_of(chunk).unlink(missing_ok=True)
+                raise
 
     def _make_in_process(self, chunks: list[Chunk], device: str) -> None:
         """Runs `_make` in a new process."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
@@ -616,6 +617,7 @@ def ui(
 
     instance = open_instance(project)
     from coepg_dagster.assets.pages import ui_server
+    from coepg_dagster.processes import GRACE_SECONDS, end_group, ended, group_ended, started_here
 
     end_dead_runs(instance, project.store)
     try:
@@ -624,22 +626,38 @@ def ui(
         refuse(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port or --host")
     os.chdir(project.root)
     err.print("loading the code locations …")
-    daemon = subprocess.Popen([str(Path(sys.executable).parent / "dagster-daemon"), "run", "-w", "workspace.yaml"])
+    # in a group of its own with the runs that it starts: whatever ends this process ends them all
+    daemon = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "coepg_dagster.processes"),
+            *(str(Path(sys.executable).parent / "dagster-daemon"), "run", "-w", "workspace.yaml"),
+        ],
+        env=os.environ | started_here(),
+        start_new_session=True,
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
     try:
         with ui_server(project, instance, hosts, public_url) as server:
 
             def end_with_daemon() -> None:
-                daemon.wait()
+                code = daemon.wait()
+                if not server.should_exit:
+                    say(f"Dagster's daemon {ended(code)}: run `coepg ui` again", "red")
                 server.should_exit = True
 
             Thread(target=end_with_daemon, daemon=True).start()
             err.print(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
             server.run(sockets=[listening])
     finally:
-        daemon.terminate()
-        daemon.wait()
-        instance.wipe_daemon_heartbeats()  # `coepg evolve` need not wait to see that it is gone
+        try:
+            with suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGINT)
+            if not group_ended(daemon.pid, 3):
+                err.print("ending the runs that go on; Ctrl-C kills them")
+                group_ended(daemon.pid, 3 * GRACE_SECONDS)
+        finally:
+            end_group(daemon, 0)
+            instance.wipe_daemon_heartbeats()  # `coepg evolve` need not wait to see that it is gone
 
 
 def _hosts(host: str, port: int, public_url: str | None, without_login: bool) -> list[str]:

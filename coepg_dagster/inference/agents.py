@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import Final
 
 import pyarrow as pa
 
@@ -71,7 +72,7 @@ class Grounding:
     `point` is in pixels of the stored screenshot, or None if the answer holds no coordinates. `mean_logprob` is Eq. 6
     over the `tokens` coordinate tokens (over all tokens of an answer without coordinates; over the stop token of an empty
     answer). If the grounder gave no answer at all, `failure` is set and all else is empty. `seconds` is this answer's share
-    of the time that its batch took, `weights` the version of the weights that answered.
+    of the time that its batch took, `weights` the version of the weights that answered. `passing` is that of the Failure.
     """
 
     point: Point | None = None
@@ -79,6 +80,7 @@ class Grounding:
     tokens: int = 0
     text: str = ""
     failure: str | None = None
+    passing: bool = field(default=False, compare=False)
     seconds: float = field(default=0.0, compare=False)
     weights: str = field(default="", compare=False)
 
@@ -147,7 +149,7 @@ class Grounder:
 
     def _read(self, step_id: str, answer: Generation | Failure) -> Grounding:
         if isinstance(answer, Failure):
-            return Grounding(failure=answer.reason)
+            return Grounding(failure=answer.reason, passing=answer.passing)
         coordinates = coordinate_tokens(answer.pieces)
         logprobs = [answer.logprobs[t] for t in coordinates] or list(answer.logprobs)
         if not logprobs:  # an empty answer is an answer, without coordinates
@@ -163,6 +165,23 @@ class Grounder:
         return Grounding(
             point, mean_log_probability(logprobs), len(logprobs), answer.text, weights=answer.weights
         )  # fmt: skip
+
+
+PASSING_AT_MOST: Final = 0.01
+"""The share of queries that a server may leave unanswered; two always may be."""
+
+
+def refuse_outage(name: str, groundings: Sequence[Grounding]) -> None:
+    """Raises Ended if the server of a grounder left more queries unanswered than chance does: the rest would be votes without it.
+
+    A few are counted as failures, so that one request that a server cannot answer does not stop the loop for ever.
+    """
+    failed = [grounding.failure for grounding in groundings if grounding.passing]
+    if len(failed) > max(2, PASSING_AT_MOST * len(groundings)):
+        raise Ended(
+            f"{name}: {len(failed)} of {len(groundings)} plans got no answer: {failed[0]}. "
+            "See to its server; what was finished before is kept, and a re-run goes on there"
+        )
 
 
 Query = tuple[str, str]

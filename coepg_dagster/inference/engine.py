@@ -67,13 +67,21 @@ class Generation:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that got no answer, and why. An empty answer is no failure."""
+    """A request that got no answer, and why. An empty answer is no failure.
+
+    `passing`: the server is the reason and not the request, which may get its answer another time.
+    """
 
     reason: str
+    passing: bool = False
 
 
 class EngineRefused(Refusal, RuntimeError):
     """An engine that cannot do what the experiment says; the message says what differs, and what to do."""
+
+
+class EngineChanged(EngineRefused):
+    """An engine that is another one than when its work began: its answers since then are not to be used."""
 
 
 class Engine(Protocol):

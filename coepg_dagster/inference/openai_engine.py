@@ -22,7 +22,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coepg_dagster.inference.endpoint import Endpoint, served_model, served_version, short
-from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
+from coepg_dagster.inference.engine import EngineChanged, EngineRefused, Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.processing import probe, prompt_of, vision_token_ids
 from coepg_dagster.inference.screens import resize_of
@@ -35,6 +35,9 @@ _JITTER: Final = random.Random()
 LONGEST_PAUSE_SECONDS: Final = 120.0
 """A request whose server asks for a longer pause has failed."""
 MAY_PASS: Final = frozenset({429, 500, 502, 503, 504})
+PROBE_AT_MOST: Final = 0.05
+"""By how much the log-probability of one token may differ between two answers of the same weights."""
+_AGAIN: Final = "what it answered meanwhile is not used: run this again once it stays the same"
 NEUTRAL: Final = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
 """vLLM and SGLang would otherwise take these from the model's generation_config; other servers refuse such keys."""
 
@@ -106,7 +109,9 @@ class OpenAIEngine:
         self._endpoint, self._processor, self._exit_report = endpoint, processor, exit_report
         self._ahead = endpoint.in_flight if ahead is None else ahead
         reported = served_model(endpoint)
+        self._served = None if weights else served_version(reported)
         self.weights = weights or served_version(reported)
+        self._first: tuple[bytes, float] | None = None  # the answer to the probe when the work began
         tokenizer = processor.tokenizer
         self._special = set(tokenizer.all_special_tokens) | {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
@@ -135,21 +140,40 @@ class OpenAIEngine:
         2. counts another number of prompt tokens: its image size or chat template is not that of `processor`,
         3. gives log-probabilities that depend on the temperature.
         """
-        request = probe(self._processor)
-        where = f"{self._endpoint.base_url}, model {self._endpoint.model}"
-        [[greedy]] = self.generate([request], Sampling(1))
-        if isinstance(greedy, Failure):
-            raise EngineRefused(f"{where}: the probe got no answer: {greedy.reason}")
-        [[cold]] = self.generate([request], Sampling(1, temperature=0.01))
-        if isinstance(cold, Failure):
-            raise EngineRefused(f"{where}: the probe got no answer at temperature 0.01: {cold.reason}")
-        before, after = (answer.logprobs or (answer.stop_logprob or 0.0,) for answer in (greedy, cold))
-        if greedy.pieces == cold.pieces and abs(before[0] - after[0]) > 0.05:
+        token, before = self._first = self._probed(0.0)
+        again, after = self._probed(0.01)
+        if token == again and abs(before - after) > PROBE_AT_MOST:
             raise EngineRefused(
-                f"{where}: the log-probability of one token is {before[0]:.3f} when greedy and {after[0]:.3f} at "
+                f"{self._where}: the log-probability of one token is {before:.3f} when greedy and {after:.3f} at "
                 "temperature 0.01: start the server so that it gives those of the raw logits "
                 "(vLLM: --logprobs-mode raw_logprobs)"
             )
+
+    def check_again(self) -> None:
+        """After the work: raises EngineChanged if the server reports another model than at `check`, or answers otherwise."""
+        assert self._first is not None
+        (token, before), (again, after) = self._first, self._probed(0.0)
+        if self._served is not None and (now := served_version(served_model(self._endpoint))) != self._served:
+            raise EngineChanged(
+                f"{self._where}: it was {self._served} when this work began, and is {now} now: {_AGAIN}"
+            )
+        if token != again or abs(before - after) > PROBE_AT_MOST:
+            raise EngineChanged(
+                f"{self._where}: it answered the probe with {token!r} ({before:.3f}) when this work began, and answers "
+                f"{again!r} ({after:.3f}) now: were its weights changed? {_AGAIN}"
+            )
+
+    def _probed(self, temperature: float) -> tuple[bytes, float]:
+        """The first token of the answer to the probe, and its log-probability. Raises EngineRefused."""
+        [[answer]] = self.generate([probe(self._processor)], Sampling(1, temperature=temperature))
+        if isinstance(answer, Failure):
+            at = f" at temperature {temperature:g}" if temperature else ""
+            raise EngineRefused(f"{self._where}: the probe got no answer{at}: {answer.reason}")
+        return b"".join(answer.pieces), (answer.logprobs or (answer.stop_logprob or 0.0,))[0]
+
+    @property
+    def _where(self) -> str:
+        return f"{self._endpoint.base_url}, model {self._endpoint.model}"
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
         unreachable: list[str] = []  # why no connection can be made: the remaining requests then fail at once
@@ -157,7 +181,7 @@ class OpenAIEngine:
         def answer(numbered: tuple[int, Request]) -> list[Generation | Failure]:
             position, request = numbered
             if unreachable:
-                return [Failure(unreachable[0])] * sampling.samples
+                return [Failure(unreachable[0], passing=True)] * sampling.samples
             prompt = prompt_of(self._processor, request)
             body = self._body | {
                 "messages": _with_picture(request, self._pictures),
@@ -171,7 +195,7 @@ class OpenAIEngine:
                 answers = self._read(self._post(body), prompt.tokens, sampling.samples)
             except _Unreachable as error:
                 unreachable.append(str(error))
-                answers = Failure(str(error))
+                answers = Failure(str(error), passing=True)
             return [answers] * sampling.samples if isinstance(answers, Failure) else answers
 
         order = grouped([id(request.image) for request in requests], self._ahead)
@@ -192,7 +216,9 @@ class OpenAIEngine:
                 raise  # cannot happen: there are as many connections as threads
             except (httpx.ReadTimeout, httpx.WriteTimeout):
                 # the server may still be computing the answer: a retry would only add to its load
-                return Failure(f"no answer within {self._endpoint.timeout_seconds:g} s (`timeout_seconds`)")
+                return Failure(
+                    f"no answer within {self._endpoint.timeout_seconds:g} s (`timeout_seconds`)", passing=True
+                )
             except httpx.TransportError as error:
                 if attempt == ATTEMPTS:
                     raise _Unreachable(
@@ -205,7 +231,7 @@ class OpenAIEngine:
                 retry_after = _retry_after(answer)
                 if attempt == ATTEMPTS or (retry_after or 0) > LONGEST_PAUSE_SECONDS:
                     tried = f"after {attempt} attempts" + (f", wait {retry_after:g} s" if retry_after else "")
-                    return Failure(f"status {answer.status_code} {tried}: {self._quote(answer)}")
+                    return Failure(f"status {answer.status_code} {tried}: {self._quote(answer)}", passing=True)
                 pause = max(pause, retry_after or 0)
             self._wait(pause)
         raise AssertionError("every attempt returns, raises or is followed by another")
@@ -222,13 +248,14 @@ class OpenAIEngine:
             return Failure(f"status {answer.status_code}: {self._quote(answer)}")
         read = read_answer(answer.content)
         if isinstance(read, str):
-            return Failure(f"malformed answer: {read}")
+            return Failure(f"malformed answer: {read}", passing=True)
         if len(read.choices) != samples:
             return Failure(f"{len(read.choices)} answers instead of {samples}: does the server support `n`?")
         if read.usage.prompt_tokens != tokens:
             return Failure(
                 f"the server counts {read.usage.prompt_tokens} prompt tokens; by our resize and chat template it must be "
-                f"{tokens}: give it the image processor and chat template of `processor`, and no other limits of image size"
+                f"{tokens}: give it the image processor and chat template of `processor`, and no other limits of image size",
+                passing=True,  # `check` refuses a server that always does: this is the answer to another request
             )
         details = read.usage.prompt_tokens_details
         cached = (details.cached_tokens if details else None) or 0

@@ -22,6 +22,8 @@ from coepg_dagster.jobs import Job
 def opened(member: Member, job: Job, *, logs: Path, share: int = 1, beside_training: bool = False) -> Iterator[Engine]:
     """The engine of a pool member, for a job. Its settings are checked; at the end it is closed with all its processes.
 
+    Raises EngineChanged where the model behind an endpoint was changed meanwhile.
+
     Args:
         logs: folder of the servers' logs.
         share: number of local models that are open at once on the device.
@@ -33,6 +35,8 @@ def opened(member: Member, job: Job, *, logs: Path, share: int = 1, beside_train
         with closing(engine):
             engine.check()
             yield engine
+            if not beside_training:  # there each rollout has the version that answered
+                engine.check_again()
     elif kind == "transformers":
         from coepg_dagster.inference.transformers_engine import TransformersEngine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from coepg_dagster.inference.agents import Grounder
+from coepg_dagster.inference.agents import Grounder, refuse_outage
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.steps import GATE_PASSED, VERDICT_SCHEMA
 
@@ -16,9 +16,13 @@ def to_verify(candidates: pa.Table) -> pa.Table:
 
 
 def give_verdicts(grounder: Grounder, name: str, candidates: pa.Table, screens: Screens) -> pa.Table:
-    """The verdicts of pool member `name` (VERDICT_SCHEMA): one for each candidate to verify whose step has a target."""
+    """The verdicts of pool member `name` (VERDICT_SCHEMA): one for each candidate to verify whose step has a target.
+
+    Raises Ended in an outage of its server.
+    """
     rows = [row for row in to_verify(candidates).to_pylist() if screens.boxes(row["step_id"])]
     groundings = grounder.ground([(row["step_id"], row["plan"]) for row in rows])
+    refuse_outage(f"verifier {name}", groundings)
     return pa.Table.from_pylist(
         [
             {

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from coepg_dagster.experiment import Grpo
 from coepg_dagster.geometry import Point, Space
-from coepg_dagster.inference.agents import Grounder, GrounderPool, Grounding, Plan, Query
+from coepg_dagster.inference.agents import Grounder, GrounderPool, Grounding, Plan, Query, refuse_outage
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.prompts import parse_planner
 from coepg_dagster.rewards.cdrem import gated, plan_reward
@@ -94,12 +94,18 @@ class CdremReward:
             self._grounders[name].keep(groundings)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
-        """r of Eq. 9 for each planner answer on its step, shape (B,). Raises NoVerdict if all grounders fail on a plan."""
+        """r of Eq. 9 for each planner answer on its step, shape (B,).
+
+        Raises NoVerdict if all grounders fail on a plan, Ended in an outage of a grounder's server.
+        """
         plans, gates, queries = self._gated(texts, step_ids)
         votes: dict[int, tuple[Grounding, ...]] = {}
         if queries:
             with self.pool() as pool:
-                votes = dict(zip(queries, zip(*pool.groundings(list(queries.values())), strict=True), strict=True))
+                by_grounder = pool.groundings(list(queries.values()))
+                for name, groundings in zip(self._grounders, by_grounder, strict=True):
+                    refuse_outage(f"grounder {name}", groundings)
+                votes = dict(zip(queries, zip(*by_grounder, strict=True), strict=True))
         r_plan = np.ones(len(texts))
         self.rows = []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):

@@ -70,10 +70,8 @@ def test_what_is_damaged_is_made_again_alone(light: InProcess) -> None:
     output = evolve(light, 0)
     for asset in ("grounder", "dataset"):
         assert f"{asset}[0]: its files are gone from the store" in output
-    assert [(step["asset"], step["k"]) for step in steps_log(light.project)[steps:]] == [
-        ("grounder", 0),
-        ("dataset", 0),
-    ]
+    made = {(step["asset"], step["k"]) for step in steps_log(light.project)[steps:]}
+    assert made == {("grounder", 0), ("dataset", 0)}
     assert versions(light) == before
 
 

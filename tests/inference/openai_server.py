@@ -30,6 +30,7 @@ class OpenAIServer:
     def __init__(self, engine: TransformersEngine, port: int = 0, key: str | None = None) -> None:
         self.faults: list[Fault] = []
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
+        self.reports: dict[str, Any] = {}  # more of what it says of its model
         self.requests: list[dict[str, Any]] = []
         self.busiest = 0
         self._busy, self._key, self._engine = 0, key, engine
@@ -48,7 +49,11 @@ class OpenAIServer:
                 elif outer.refused(self):
                     reply(self, 401, {"error": "no key"})
                 else:
-                    reply(self, 200, {"data": [{"id": "tiny", "owned_by": "test", "created": time.time()}]})
+                    reply(
+                        self,
+                        200,
+                        {"data": [{"id": "tiny", "owned_by": "test", "created": time.time()} | outer.reports]},
+                    )
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
