@@ -36,3 +36,18 @@ _NORMAL: Final = SAME | dict.fromkeys(map(ord, WITHOUT_WIDTH))
 def normal_text(text: str) -> str:
     """`text` by the rule above: two texts that look the same are equal. Case and blanks in a row are kept."""
     return unicodedata.normalize("NFC", text.translate(_NORMAL))
+
+
+_STEERING: Final = {
+    code: f"⟨U+{code:04X}⟩"
+    for code in (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+_LINE_ENDS: Final = dict.fromkeys(map(ord, "\n\u2028\u2029"), "⏎")
+
+
+def visible(text: str, *, one_line: bool = False) -> str:
+    """`text` as people can judge it: what steers a terminal or turns the direction of writing is spelt, as in ⟨U+202E⟩.
+
+    Such characters in a plan make it look like another one. `one_line`: line ends become ⏎, so that no text adds a line.
+    """
+    return text.translate(_STEERING | _LINE_ENDS if one_line else _STEERING)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.characters import SAME, WITHOUT_WIDTH, normal_text
+from coepg_dagster.characters import SAME, WITHOUT_WIDTH, normal_text, visible
 
 WRITTEN = st.text(max_size=20) | st.text([*map(chr, SAME), *WITHOUT_WIDTH, "e", "\u0301", "가", "ᄀ", "ᅡ"], max_size=20)
 
@@ -50,3 +50,19 @@ def test_ascii_is_as_it_is_and_full_width_is_ascii(text: str) -> None:
 )
 def test_by_example(written: str, normal: str) -> None:
     assert normal_text(written) == normal
+
+
+@given(st.text(max_size=40))
+def test_what_is_shown_steers_nothing_and_is_spelt(text: str) -> None:
+    shown = visible(text, one_line=True)
+    steering = {"Cc", "Zl", "Zp"} | {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    assert not any({unicodedata.category(c), unicodedata.bidirectional(c)} & steering for c in shown.replace("\t", ""))
+    assert visible(shown) == shown and (shown == text or any(mark in shown for mark in ("⟨U+", "⏎")))
+
+
+def test_what_is_shown_by_example() -> None:
+    assert (
+        visible("press \u202egnp\x1b[2J\x9b\nNext سلام 日本 \u200e")
+        == "press ⟨U+202E⟩gnp⟨U+001B⟩[2J⟨U+009B⟩\nNext سلام 日本 \u200e"
+    )
+    assert visible("a\nverdict judge: hit", one_line=True) == "a⏎verdict judge: hit"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from coepg_dagster.characters import visible
+
 
 def trace_text(trace: dict[str, Any]) -> str:
     """A trace (see auditing.trace) as lines."""
@@ -47,7 +49,7 @@ def trace_text(trace: dict[str, Any]) -> str:
     ]
     for name, model in trace["parents"][-1].get("models", {}).items() if trace["parents"] else ():
         lines.append(f"          {name}: {model['checkpoint']} {model['version']}")
-    return "\n".join(lines)
+    return _joined(lines)
 
 
 def _rule(rule: dict[str, Any]) -> str:
@@ -125,7 +127,12 @@ def diff_text(diff: dict[str, Any]) -> str:
             lines.append(f"results   {split:12} {metric:8} {_difference(difference)} ({result['steps']} steps)")
     if diff["results"] is None:
         lines.append("results   were not evaluated on both sides")
-    return "\n".join(lines)
+    return _joined(lines)
+
+
+def _joined(lines: list[str]) -> str:
+    """The lines as text; no goal or plan in one of them adds another."""
+    return "\n".join(visible(line, one_line=True) for line in lines)
 
 
 SHOWN: Final = 3

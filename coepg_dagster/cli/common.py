@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coepg_dagster.characters import visible
 from coepg_dagster.experiment import Experiment, Experiments, split_iteration, split_reference
 from coepg_dagster.processes import leave_words
 from coepg_dagster.progress import local_time
@@ -92,13 +93,18 @@ def require_device(*devices: Device | None) -> None:
             refuse("cuda: torch sees no GPU here: use `cpu`, or look at the driver and at CUDA_VISIBLE_DEVICES")
 
 
+def echo(text: str) -> None:
+    """Prints to standard output; nothing in `text`, which may come from data or models, steers the terminal."""
+    typer.echo(visible(text))
+
+
 def say(text: str, style: str) -> None:
-    err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    err.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def log_line(text: str) -> None:
     """Prints a line of long work with the time, for people who read it in a file."""
-    err.print(f"{local_time(time.time())} {text}", markup=False, highlight=False, soft_wrap=True)
+    err.print(f"{local_time(time.time())} {visible(text)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def refuse(message: str) -> NoReturn:
@@ -132,7 +138,7 @@ def print_table(
                 overflow="fold",
             )
         for row in rows:
-            view.add_row(*(Text(row[i]) for i in part))
+            view.add_row(*(Text(visible(row[i])) for i in part))
         console.print(view)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress as RichProgress
 
-from coepg_dagster.cli.common import err, open_experiment, print_table, two_decimals
+from coepg_dagster.cli.common import echo, err, open_experiment, print_table, two_decimals
 from coepg_dagster.geometry import Space
 from coepg_dagster.progress import Report
 
@@ -61,7 +61,7 @@ def score(
         results.append(without(result, exclusions))
     if as_json:
         whole, *rest = (json.loads(each.to_json()) for each in results)
-        typer.echo(json.dumps(whole | ({"without exclusions": rest[0]} if rest else {}), indent=2))
+        echo(json.dumps(whole | ({"without exclusions": rest[0]} if rest else {}), indent=2))
         return
     for each in results:
         _print_result(each)
@@ -82,7 +82,7 @@ def label_changes(
     found = list_of_changes(
         f"{board}: changed in {next_board}", source, *map(readable_labels, (board, next_board), (old, new))
     )
-    typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+    echo(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 @contextmanager
@@ -116,10 +116,10 @@ def _print_result(result: Result) -> None:
     for name, metric in result.metrics.items():
         for grouping, classes in ({"group": metric.groups} | dict(metric.by) if metric.by else {}).items():
             means = ", ".join(f"{label} {mean:.2f} ({n})" for label, (mean, n) in classes.items())
-            typer.echo(f"{name} by {grouping}, mean of {len(classes)}: {two_decimals(mean_of(classes))}; {means}")
+            echo(f"{name} by {grouping}, mean of {len(classes)}: {two_decimals(mean_of(classes))}; {means}")
     for reason, count in (*result.skipped.items(), *result.notes.items()):
         if reason not in lacking:
-            typer.echo(f"{reason}: {count}")
+            echo(f"{reason}: {count}")
 
 
 def _score_all(file: PredictionFile, as_json: bool) -> None:
@@ -132,7 +132,7 @@ def _score_all(file: PredictionFile, as_json: bool) -> None:
     differing = differing_steps(results)
     if as_json:
         scores = {name: json.loads(result.to_json()) for name, result in results.items()}
-        typer.echo(json.dumps({"protocols": scores, "differ": differing, "do not fit": refused}, indent=2))
+        echo(json.dumps({"protocols": scores, "differ": differing, "do not fit": refused}, indent=2))
         return
     rows = [
         [name, metric_name, two_decimals(metric.micro), two_decimals(metric.macro), str(metric.n)]
@@ -141,8 +141,8 @@ def _score_all(file: PredictionFile, as_json: bool) -> None:
     ]
     print_table(f"{file.path}: every protocol that fits", ("protocol", "metric", "micro", "macro", "n"), rows)
     for step, values in differing.items():
-        typer.echo(f"{step}: " + ", ".join(f"{name} {'–' if v is None else f'{v:g}'}" for name, v in values.items()))
-    typer.echo(f"{len(differing)} rows on which they differ; protocols that do not fit: {', '.join(refused) or 'none'}")
+        echo(f"{step}: " + ", ".join(f"{name} {'–' if v is None else f'{v:g}'}" for name, v in values.items()))
+    echo(f"{len(differing)} rows on which they differ; protocols that do not fit: {', '.join(refused) or 'none'}")
 
 
 @app.command()
@@ -150,7 +150,7 @@ def protocols() -> None:
     """Lists the protocols with what they count, as Markdown."""
     from coepg_dagster.evaluation.protocols import protocols_markdown
 
-    typer.echo(protocols_markdown())
+    echo(protocols_markdown())
 
 
 @app.command()
@@ -172,5 +172,5 @@ def check_data(
         benchmark = experiment.benchmark
         splits = [benchmark.train, benchmark.validation, *benchmark.test]
         report = check(path, options_of(benchmark, experiment.models.prompts), splits)
-    typer.echo(report.text())
+    echo(report.text())
     raise typer.Exit(0 if report.ok else 1)

@@ -27,6 +27,7 @@ from coepg_dagster.cli.common import (
     Device,
     Iteration,
     Reference,
+    echo,
     err,
     name_left_out,
     open_experiment,
@@ -166,9 +167,9 @@ def import_steps(reference: Reference) -> None:
     record = loop.record(instance, ref)
     assert record is not None
     for split, steps in record.figures["steps"].items():
-        typer.echo(f"{steps:,} steps in split {split}")
+        echo(f"{steps:,} steps in split {split}")
     kept = sum(record.sizes.values())
-    typer.echo(f"{'made' if made else 'is there and current'}: {project.store / record.folder}, {kept / 1e9:,.3g} GB")
+    echo(f"{'made' if made else 'is there and current'}: {project.store / record.folder}, {kept / 1e9:,.3g} GB")
 
 
 @app.command()
@@ -190,7 +191,7 @@ def results(
     table = table_of(experiment, seed, records, stale)
     inputs = {str(ref): str(why) for ref, why in stale.items() if ref.iteration is None}
     if as_json:
-        typer.echo(json.dumps(table | {"stale": inputs}))
+        echo(json.dumps(table | {"stale": inputs}))
         return
     numbers, left_out = overview(experiment, seed, records)
     print_table(numbers.title, numbers.header, numbers.rows, numbers.protocols)
@@ -232,7 +233,7 @@ def plan(
     """
     project, experiment, seed = open_experiment(reference)
     if resolved:
-        typer.echo(yaml_files.dump(experiment.model_dump(mode="json")))
+        echo(yaml_files.dump(experiment.model_dump(mode="json")))
         return
     machine = _planned_machine(project, experiment, on, gpu, gpus, strategy)
     from coepg_dagster.assets.automation import failed_inputs
@@ -254,7 +255,7 @@ def plan(
     hardware = dryrun.Hardware.of(machine)
     on_machine = f"{loop.name} on {machine.name} ({hardware.text()})"
     if why:
-        typer.echo("\n".join([f"{on_machine}: cannot run", *would_run]))
+        echo("\n".join([f"{on_machine}: cannot run", *would_run]))
         _refuse_all(experiment, why)
     imported = records.get(Ref("benchmark_steps"))
     dry = dryrun.DryRun(experiment, project.root, imported.figures["steps"] if imported else None)
@@ -262,19 +263,19 @@ def plan(
         dry, hardware, rates_of(hardware.card or dryrun.CPU, project.root / "benchmarks" / "baselines")
     )
     fits = "does not fit" if report.refused else "can run and fits" if hardware.card else "can run"
-    typer.echo("\n".join([f"{on_machine}: {fits}", *would_run]))
-    typer.echo(f"takes: {report.summary}")
+    echo("\n".join([f"{on_machine}: {fits}", *would_run]))
+    echo(f"takes: {report.summary}")
     missing = []
     if is_to_be_fetched(experiment.benchmark, project.root) and imported is None:
         missing.append(f"{experiment.benchmark.path}: fetch the data before `coepg evolve`")
     if not probe and any(member.engine == "openai" for member in experiment.models.named().values()):
         missing.append("answers of the endpoints: --probe asks them")
-    typer.echo(f"missing: {'; '.join(missing) or 'nothing'}")
+    echo(f"missing: {'; '.join(missing) or 'nothing'}")
     for ref, cause in stale.items():
-        typer.echo(f"stale: {ref}: {cause}")
-    typer.echo("")
+        echo(f"stale: {ref}: {cause}")
+    echo("")
     for line in report.lines:
-        typer.echo(line)
+        echo(line)
     for line in report.refused:
         say(line, "red")
     if report.refused:
@@ -375,7 +376,7 @@ def lineage(reference: Reference) -> None:
         page = write_lineage(project, Loop(experiment, seed, project.root), instance)
     except OSError as error:
         refuse(f"{error.filename}: {error.strerror}: `coepg report {reference} --out DIR` writes the map elsewhere")
-    typer.echo(page)
+    echo(page)
 
 
 @app.command()
@@ -410,11 +411,11 @@ def trace(
         owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
         row_trace = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
     if as_json:
-        typer.echo(json.dumps(row_trace))
+        echo(json.dumps(row_trace))
     else:
         from coepg_dagster.auditing.text import trace_text
 
-        typer.echo(trace_text(row_trace))
+        echo(trace_text(row_trace))
     if row_trace["row"]["tampered"]:
         for line in row_trace["row"]["tampered"]:
             say(f"tampered: {line}", "red")
@@ -461,7 +462,7 @@ def mark(
         named = what_to_mark(_archive(project), owner, k, place.what)
     file = project.store / owner / MARKS
     added = add_mark(file, said, k, *named)
-    typer.echo(f"{file}: {added.mark}: {marked(added.model_dump(mode='json') | {'applied': True, 'counts': True})}")
+    echo(f"{file}: {added.mark}: {marked(added.model_dump(mode='json') | {'applied': True, 'counts': True})}")
 
 
 @app.command()
@@ -478,7 +479,7 @@ def marks(
     owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
     found = last_marks(read_marks(project.store / owner / f"s{seed}" / MARKS))
     if as_json:
-        typer.echo(json.dumps({"marks": [mark.model_dump(mode="json") for mark in found]}))
+        echo(json.dumps({"marks": [mark.model_dump(mode="json") for mark in found]}))
         return
     title, head = f"{owner}/s{seed}: marks that count", ("mark", "from", "step", "plan", "reason", "by", "on")
     print_table(title, head, [_mark_row(mark) for mark in found])
@@ -504,12 +505,12 @@ def audit(
 
     checked = check(_archive(project), f"{experiment.name}/s{seed}")
     if as_json:
-        typer.echo(json.dumps(checked))
+        echo(json.dumps(checked))
     else:
         for line in checked["tampered"]:
-            typer.echo(f"tampered: {line}")
+            echo(f"tampered: {line}")
         counts = ", ".join(f"{checked[what]} {what}" for what in ("artifacts", "files", "rows"))
-        typer.echo(f"checked {counts}: {len(checked['tampered']) or 'none'} tampered with")
+        echo(f"checked {counts}: {len(checked['tampered']) or 'none'} tampered with")
     if checked["tampered"]:
         raise typer.Exit(1)
 
@@ -532,11 +533,11 @@ def diff(
         sides.append(Side(f"{loop.name}@{k}", k, loop.owner, seed))
     changes = differences(_archive(project), *sides)
     if as_json:
-        typer.echo(json.dumps(changes))
+        echo(json.dumps(changes))
     else:
         from coepg_dagster.auditing.text import diff_text
 
-        typer.echo(diff_text(changes))
+        echo(diff_text(changes))
 
 
 @app.command()
@@ -563,9 +564,9 @@ def gc(
         if not dry_run:
             leftover.remove()
         name = leftover.folder.relative_to(project.store)
-        typer.echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
+        echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
     total = sum(leftover.size for leftover in removable)
-    typer.echo(f"{'would remove' if dry_run else 'removed'} {len(removable)} folders, {total:,} bytes")
+    echo(f"{'would remove' if dry_run else 'removed'} {len(removable)} folders, {total:,} bytes")
 
 
 @app.command()
@@ -584,7 +585,7 @@ def report(
     instance = open_instance(project)
     from coepg_dagster.assets.pages import write_pages
 
-    typer.echo(str(write_pages(project, Loop(experiment, seed, project.root), instance, out)[0]))
+    echo(str(write_pages(project, Loop(experiment, seed, project.root), instance, out)[0]))
 
 
 @app.command()
@@ -760,7 +761,7 @@ def reproduce(
             reproduction = Reproduction(project, instance, err, jobs, chosen_place, placed)
             failed = reproduction.run(study, _definitions)
     page = collect_study(project, instance, find_study(project, name), out)
-    typer.echo(str(page))
+    echo(str(page))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -788,13 +789,13 @@ def compare(
         )
     compared = {split: compare_results(first[split], second[split]) for split in first}
     if as_json:
-        typer.echo(json.dumps({"splits": {split: one.as_dict() for split, one in compared.items()}}, indent=2))
+        echo(json.dumps({"splits": {split: one.as_dict() for split, one in compared.items()}}, indent=2))
         return
     for split, one in compared.items():
         title = f"{one.protocol}, {split}: {one.steps} steps; per cent"
         head = ("metric", "A", "B", "B - A", "differs", "over steps: B - A", "smallest that shows")
         print_table(title, head, [_difference_row(name, one) for name in one.differences])
-    typer.echo(
+    echo(
         f"A: {a}, B: {b}. Averages are macro but for those over steps (micro); differences in points, with 95 % intervals. "
         "Of the smallest true difference that shows, 4 of 5 such comparisons find one."
     )
@@ -844,7 +845,7 @@ def rewards_recompute(
     if out is not None:
         write_table(made, out)
     if as_json:
-        typer.echo(json.dumps(facts))
+        echo(json.dumps(facts))
         return
     rows = [
         [label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}"]
@@ -852,8 +853,8 @@ def rewards_recompute(
     ]
     print_table(f"{reference}: {facts['rollouts']} rollouts", ("", variant, f"as trained ({logged})"), rows)
     for name in ("same_reward", "same_advantage", "same_sign"):
-        typer.echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
-    typer.echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
+        echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
+    echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
 
 
 @rewards.command("calibration")
@@ -884,7 +885,7 @@ def rewards_calibration(
         for source, calibrations in by_source.items():
             reliability_figure(calibrations).savefig(out / f"reliability-{source}.png", dpi=110)
     if as_json:
-        typer.echo(json.dumps(facts))
+        echo(json.dumps(facts))
         return
     heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
     for source, calibrations in by_source.items():

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from coepg_dagster import yaml_files
-from coepg_dagster.cli.common import Device, log_line, open_iteration, print_table, refuse, require_device, say
+from coepg_dagster.cli.common import Device, echo, log_line, open_iteration, print_table, refuse, require_device, say
 from coepg_dagster.progress import Pace
 
 app = typer.Typer()
@@ -51,7 +51,7 @@ def collect(
 
     collect_shards(out, shards, processes, show)
     if snapshot is not None:
-        typer.echo(yaml_files.dump(build_snapshot(out, snapshot)))
+        echo(yaml_files.dump(build_snapshot(out, snapshot)))
 
 
 @app.command()
@@ -138,13 +138,13 @@ def play(
     for ref, reason in about["stale"].items():
         say(f"stale: {ref}: {reason}", "yellow")
     if as_json:
-        typer.echo(json.dumps(about))
+        echo(json.dumps(about))
         return
     rows = [
         [name, *(str(row[key]) for key in ("solved", "episodes", "steps")), why(row["failures"])]
         for name, row in about["families"].items()
     ]
     print_table(f"{agent}, live on MiniWoB++", ("family", "solved", "episodes", "steps", "why not"), rows)
-    typer.echo(f"solved: {about['solved']} of {about['episodes']}, {rate(about['success'])} (95 % over episodes)")
-    typer.echo(f"macro over families: {rate(about['macro'])} (95 % over families)")
-    typer.echo(f"page: {about['page']}")
+    echo(f"solved: {about['solved']} of {about['episodes']}, {rate(about['success'])} (95 % over episodes)")
+    echo(f"macro over families: {rate(about['macro'])} (95 % over families)")
+    echo(f"page: {about['page']}")

@@ -12,6 +12,7 @@ import jinja2
 import pyarrow as pa
 
 from coepg_dagster.artifacts import whole
+from coepg_dagster.characters import visible
 
 TEMPLATES = Path(__file__).with_name("templates")
 SCREENS = "screens"
@@ -19,11 +20,12 @@ SCREENS = "screens"
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from one of the templates beside this module; in HTML every value is escaped."""
+    """A page from one of the templates beside this module; in HTML every value is escaped, and `visible`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=jinja2.select_autoescape(disabled_extensions=("md",), default=True),
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -21,6 +21,10 @@ let drawn = 0;
 let chosen = -1; // number of the card that keys act on, on this page
 let marks = new Map(); // step and plan → marks
 
+// As characters.visible: what turns the direction of writing would make a plan look like another one.
+const STEERING = /[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]/g;
+const visible = (text) => text.replace(STEERING, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+
 function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "rect", "g", "path", "circle", "title"].includes(tag);
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -28,7 +32,8 @@ function make(tag, attributes = {}, ...children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null) element.setAttribute(name, value);
   }
-  element.append(...children.filter((child) => child !== null && child !== ""));
+  const shown = children.filter((child) => child !== null && child !== "");
+  element.append(...shown.map((child) => (typeof child === "string" ? visible(child) : child)));
   return element;
 }
 

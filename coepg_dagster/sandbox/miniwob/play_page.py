@@ -12,6 +12,8 @@ import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from coepg_dagster.characters import visible
+
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -32,7 +34,10 @@ def write_page(table: pa.Table, about: Mapping[str, Any], title: str, shown: int
         episode = list(steps)
         episodes.setdefault(episode[0]["family"], []).append(episode)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
     )
     template = environment.get_template("play.html", globals={"rate": rate, "why": why})
     text = template.render(title=title, about=about, shown=shown, films=sorted(episodes.items()))
