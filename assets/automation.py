@@ -5,8 +5,9 @@ An experiment file names what is automated (`automation`): *refresh* makes what 
 apart into several runs. So a tick looks at each loop once (`Seen`), with the staleness that `coepg evolve` uses, and every part
 of a condition is a view of that.
 
-Dagster's own operands are not enough: they see direct readers only, no lost file, no veto and no new row of a benchmark; after a
-failure in iteration k they go on with what iteration k + 1 has got; and they start k + 1 while k is still being evaluated.
+Dagster's own operands are not enough (docs/dagster-loops.md): they make nothing that was missing when they were switched on,
+start k + 1 while k is still being evaluated, go on to k + 1 with half of a k that failed, and see no lost file, no veto and no
+new row of a benchmark.
 """
 
 from __future__ import annotations
@@ -135,6 +136,11 @@ class Seen:
     newest: frozenset[int]  # the last iteration whose D_k is there
 
 
+def unseen(why: str) -> Seen:
+    """A loop that cannot be looked at: nothing of it is made."""
+    return Seen(None, frozenset(), why, why, before="", within="", agents=frozenset(), newest=frozenset())
+
+
 def look(instance: dg.DagsterInstance, loop: Loop, seeds: Sequence[Loop]) -> Seen:
     """`loop` as it is now; `seeds` are all loops of its experiment, which share the benchmark and the open models."""
     records, last = loop.records(instance), loop.experiment.iterations
@@ -193,10 +199,10 @@ def decide(tried: Tried | None, seen: Seen) -> tuple[Tried | None, bool]:
     A run that did not make what it was asked for (it failed or was cancelled) is not asked for again until something else
     than that run has changed its inputs, its code, or what is there of its iteration.
     """
-    if seen.todo is None:
-        return None, False
     if seen.making is not None:
         return tried, False
+    if seen.todo is None:
+        return None, False
     made = tuple(map(str, seen.todo.refs))
     again = tried is not None and tried.before == seen.before and not set(tried.made).isdisjoint(made)
     if tried is not None and again and tried.within in (None, seen.within):
@@ -214,7 +220,7 @@ class Turns:
         """Whether this tick is `who`'s: the first one that asks gets it."""
         mine = self._taken.setdefault(tick, who) == who
         for old in sorted(self._taken)[:-9]:
-            del self._taken[old]
+            self._taken.pop(old, None)
         return mine
 
 
@@ -240,10 +246,13 @@ class Watched:
         """The loop as it is at this tick."""
         last = self._last
         if last is None or last[0] != context.evaluation_time:
-            last = context.evaluation_time, look(context.asset_graph_view.instance, self.loop, self.seeds)
-            self._last = last
-            if last[1].waits is not None:
-                context.log.info(f"{self.loop.name} waits: {last[1].waits}")
+            try:
+                seen = look(context.asset_graph_view.instance, self.loop, self.seeds)
+            except (Refusal, OSError) as error:  # costs this loop its turn, not the others
+                seen = unseen(str(error))
+            self._last = last = context.evaluation_time, seen
+            if seen.waits is not None:
+                context.log.warning(f"{self.loop.name} waits: {seen.waits}")
         return last[1]
 
 

@@ -177,6 +177,7 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ),
         ({"take": ["dataset"]}, "(whole file)", "go with `parent`"),
         ({"variant": "other"}, "(whole file)", "go with `parent`"),
+        ({"automation": ["nightly"]}, "automation.0", "'evaluate_nightly'"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: dict[str, Any], key: str, remedy: str) -> None:
@@ -311,6 +312,7 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
     ("change", "changed"),
     [
         ({"description": "another"}, set()),
+        ({"automation": ["refresh", "evaluate_nightly", "regenerate_weekly"]}, set()),
         ({"iterations": 9}, set()),
         ({"seeds": [3]}, set()),
         ({"sft__learning_rate": 1e-3}, {"planner_sft", "grounder", "end_to_end"}),
@@ -406,7 +408,7 @@ OVERLAY: dict[str, Any] = {"description": "an ablation", "parent": "exp", "grpo"
 
 def overlay(folder: Path, **change: Any) -> Path:
     """An overlay of `content()`, in a folder of its own below it."""
-    write(folder, content(grpo={"group_size": 6, "kl_beta": 0.1}))
+    write(folder, content(grpo={"group_size": 6, "kl_beta": 0.1}, automation=["refresh"]))
     (folder / "ablations").mkdir(exist_ok=True)
     return write(folder / "ablations", OVERLAY | change, "over")
 
@@ -416,6 +418,7 @@ def test_an_overlay_says_only_what_differs(tmp_path: Path) -> None:
     assert (experiment.grpo.kl_beta, experiment.grpo.group_size, experiment.seeds) == (0.5, 6, [1, 2])
     assert experiment.models.verifiers == {"open_v": Member(model="d")} and experiment.models.base_planner == "a"
     assert (experiment.table, experiment.variant, experiment.taken) == ("exp", "other", frozenset())
+    assert experiment.automation == []  # as it is not inherited
     again = write(tmp_path / "ablations", {"description": "of an overlay", "parent": "over", "iterations": 1}, "third")
     third = load_experiment(again)
     assert (third.grpo.kl_beta, third.iterations, third.variant, third.table) == (0.5, 1, "full", "third")
@@ -446,6 +449,7 @@ def test_what_is_taken_brings_what_it_was_made_from(tmp_path: Path) -> None:
         ({"take": ["planner_sft", "grounder"], "init": "previous"}, "take", "grounder is exp's, but this file changes"),
         ({"agent": "end_to_end"}, "(whole file)", "add `take: [dataset]`"),
         ({"agent": "end_to_end", "take": ["dataset", "grounder"]}, "(whole file)", "take `dataset` only"),
+        ({"take": ["dataset"], "automation": ["regenerate_weekly"]}, "(whole file)", "belongs where D_k is made"),
     ],
 )
 def test_what_is_refused_in_an_overlay(tmp_path: Path, change: dict[str, Any], key: str, remedy: str) -> None:

@@ -213,6 +213,18 @@ def test_each_seed_goes_on_for_itself_in_runs_of_its_own(light: InProcess) -> No
     assert asked == [({*SHARED}, None), ({"s1"}, "0"), ({"s1"}, "1"), ({"s1"}, None), ({"s2"}, "0")]
 
 
+def test_a_loop_that_cannot_be_looked_at_stops_no_other(light: InProcess) -> None:
+    file = light.project.root / "experiments" / "light.yaml"
+    file.with_name("broken.yaml").write_text(file.read_text())
+    for name in ("broken", "light"):
+        automate(light.project, name, "refresh")
+    for seed in ("s1", "s2"):  # by hand, without a record
+        light.instance.report_runless_asset_event(dg.AssetMaterialization(["broken", seed, "planner"], partition="0"))
+    evaluated = dg.evaluate_automation_conditions(light.defs, light.instance)
+    asked = {result.key.path[0] for result in evaluated.results if not result.true_subset.is_empty}
+    assert asked == {"light"}
+
+
 @pytest.mark.filterwarnings("ignore::dagster.BetaWarning")
 def test_what_decides_together_stays_in_one_sensor(light: InProcess) -> None:
     """Dagster evaluates 500 conditions in one sensor."""

@@ -53,7 +53,6 @@ def test_a_user_materializes_an_iteration_and_watches_it(deployment: Deployment,
     page.goto(f"{deployment.url}/locations/coepg/asset-groups/other_s2")
     for asset in LOOP:
         page.get_by_text(asset, exact=True).first.wait_for()
-    page.goto(f"{deployment.url}/locations/coepg/jobs/other_s2_iteration")
     page.get_by_role("button", name="Materialize all").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text("Select a partition").click()
