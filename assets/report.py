@@ -6,6 +6,7 @@ import time
 import dagster as dg
 from coepg_dagster.assets.about import about, page_link
 from coepg_dagster.assets.ledger import RECORD, REPORTED, Loop, tag_run
+from coepg_dagster.resources.store import StoreResource
 
 from coepg_dagster.experiment import code_version
 from coepg_dagster.provenance import Record, Ref
@@ -25,7 +26,6 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         key=loop.key("evolution_report"),
         deps=[loop.key("evaluation"), loop.key("data_quality")],
         code_version=code_version(loop.experiment, "evolution_report"),
-        required_resource_keys={"store"},
         group_name=page.group,
         description=page.description,
         kinds=page.kinds,
@@ -33,29 +33,29 @@ def evolution_report(loop: Loop) -> dg.AssetsDefinition:
         tags=page.tags,
         metadata=page.metadata,
     )
-    def report(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]
+    def report(context: dg.AssetExecutionContext, store: StoreResource) -> dg.MaterializeResult:  # type: ignore[type-arg]
         started = time.monotonic()
         tag_run(context)
-        store = context.resources.store.store(loop.root)
-        records = loop.records(context.instance, store.root)
+        artifacts = store.store(loop.root)
+        records = loop.records(context.instance, artifacts.root)
         read = [record for ref, record in records.items() if ref.asset in REPORTED]
         if not read:
             raise dg.Failure("there is no evaluation yet: materialize iteration 0 first", allow_retries=False)
         table = results(loop.experiment, loop.seed, records, loop.stale(records))
-        with store.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
+        with artifacts.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
             # only this loop's results, so that the version depends on its inputs alone
-            cases = case_study_of(store.root, loop.experiment, records)
+            cases = case_study_of(artifacts.root, loop.experiment, records)
             evolution = Evolution(loop.experiment, loop.seed, table, [ShownLoop(loop.experiment, records)], cases=cases)
             preview = write_report(evolution, draft / REPORT)
             (draft / "results.json").write_text(json.dumps(table, indent=1, sort_keys=True))
             place = (loop.experiment.name, f"s{loop.seed}", "evolution_report", UNPARTITIONED)
-            artifact = store.commit(draft, place, ["results.json", REPORT])
+            artifact = artifacts.commit(draft, place, ["results.json", REPORT])
         record = Record(
             asset="evolution_report",
             iteration=None,
             data_version=artifact.version,
             run_id=context.run.run_id,
-            folder=str(artifact.folder.relative_to(store.root)),
+            folder=str(artifact.folder.relative_to(artifacts.root)),
             inputs=[used.as_input() for used in read],
             code_version=code_version(loop.experiment, "evolution_report"),
             config={},

@@ -1,0 +1,74 @@
+"""What is used of Dagster without being public: one module has it, and each part is still as that module uses it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from coepg_dagster.assets import internals
+from dagster._core.storage.event_log.base import EventLogStorage
+from dagster._core.workspace.context import WorkspaceProcessContext
+from dagster._core.workspace.load_target import WorkspaceFileTarget
+from dagster_webserver.app import create_app_from_workspace_process_context
+
+from tests.project import REPOSITORY
+
+PRIVATE = re.compile(r"^\s*(from|import) (dagster\._|dagster_webserver|dagster_graphql|dagster_shared)", re.MULTILINE)
+
+
+def test_one_module_imports_what_is_not_public() -> None:
+    folders = [REPOSITORY / name for name in ("assets", "resources", "coepg_dagster", "benchmarks")]
+    files = [file for folder in folders for file in folder.rglob("*.py") if PRIVATE.search(file.read_text())]
+    assert files == [Path(REPOSITORY / "assets" / "internals.py")]
+
+
+USED: dict[str, tuple[Any, list[str]]] = {
+    "location": (
+        internals.location_origin_from_module_name,
+        ["module_name", "attribute", "working_directory", "location_name"],
+    ),
+    "repository": (internals.RepositoryPythonOrigin, ["executable_path", "code_pointer", "entry_point"]),
+    "pointer": (internals.ModuleCodePointer, ["module", "fn_name", "working_directory"]),
+    "job's origin": (internals.JobPythonOrigin, ["job_name", "repository_origin"]),
+    "remote repository": (internals.RemoteRepositoryOrigin, ["code_location_origin", "repository_name"]),
+    "remote job": (internals.RemoteJobOrigin, ["repository_origin", "job_name"]),
+    "create a run": (
+        dg.DagsterInstance.create_run_for_job,
+        ["job_def", "run_id", "run_config", "tags", "asset_selection", "remote_job_origin", "job_code_origin"],
+    ),
+    "queue it": (internals.SubmitRunContext, ["dagster_run", "workspace"]),
+    "submit it": (dg.QueuedRunCoordinator.submit_run, ["self", "context"]),
+    "cancel it": (dg.QueuedRunCoordinator.cancel_run, ["self", "run_id"]),
+    "execute it": (internals.execute_run, ["job", "dagster_run", "instance"]),
+    "execute steps": (internals.InProcessExecutor.execute, ["self", "plan_context", "execution_plan"]),
+    "checks": (EventLogStorage.get_latest_asset_check_execution_by_key, ["self", "check_keys", "partition_filter"]),
+    "of a partition": (internals.PartitionKeyFilter, ["key"]),
+    "target": (internals.AssetCheckEvaluationTargetMaterializationData, ["storage_id", "run_id", "timestamp"]),
+    "workspace": (WorkspaceFileTarget, ["paths"]),
+    "web server": (WorkspaceProcessContext, ["instance", "workspace_load_target", "version"]),
+    "its application": (create_app_from_workspace_process_context, ["workspace_process_context"]),
+}
+"""Each part with the arguments that it is given, in the order in which they are given or by these names."""
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_is_not_public_takes_what_it_is_given(name: str) -> None:
+    used, arguments = USED[name]
+    known = list(inspect.signature(used).parameters)
+    if known == ["args", "kwargs"]:  # Dagster's records are made from their fields
+        known = list(used.__annotations__)
+    assert [argument for argument in known if argument in arguments] == arguments, f"{name}: it takes {known}"
+
+
+def test_names_that_are_kept_in_databases_are_the_same() -> None:
+    assert internals.DATA_VERSION_TAG == "dagster/data_version"
+    assert dg.Definitions().get_repository_def().name == internals.SINGLETON_REPOSITORY_NAME
+    with dg.instance_for_test(
+        overrides={"run_coordinator": {"module": "dagster", "class": "QueuedRunCoordinator"}}
+    ) as queued:
+        assert internals.QUEUE_DAEMON in queued.get_required_daemon_types()
+    assert {"PLANNED", "SUCCEEDED", "FAILED"} <= {status.value for status in internals.AssetCheckExecutionRecordStatus}
