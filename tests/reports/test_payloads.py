@@ -94,7 +94,7 @@ def pages(hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         patch.setattr(evolutions, "STEPS", poisoned(evolutions.STEPS))
         plain = evolutions.predictions
         patch.setattr(
-            evolutions, "predictions", lambda **hits: plain(**{name + PAYLOAD: hit for name, hit in hits.items()})
+            evolutions, "predictions", lambda **hits: answers(plain(**{k + PAYLOAD: v for k, v in hits.items()}))
         )
         files.append(folder / "cases.html")
         write_report(evolutions.evolution(experiment(hand.root)), files[-1])
@@ -103,6 +103,13 @@ def pages(hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         files.append(folder / "loops.html")
         files[-1].write_text(client.get("/").text, "utf-8")
     return files
+
+
+def answers(predictions: pa.Table) -> pa.Table:
+    """The predictions with the label's value, which PAYLOAD is."""
+    return predictions.set_column(
+        predictions.column_names.index("value"), "value", pa.array([PAYLOAD] * predictions.num_rows)
+    )
 
 
 LOOK = """() => ({
