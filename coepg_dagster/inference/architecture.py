@@ -19,6 +19,10 @@ class UnknownModel(Refusal, ValueError):
     """A model whose size cannot be computed; the message names it and says what to do."""
 
 
+LARGEST: Final = 1 << 24
+"""Limit of each number that describes a model; vocabularies are the largest, with some 2^18."""
+
+
 @dataclass(frozen=True)
 class Vision:
     """The vision tower; lengths in elements, areas in pixels."""
@@ -89,7 +93,7 @@ class Architecture:
         # in config.json files of transformers 4 the language model's values are at the top level
         text, vision, old = config.get("text_config", config), config["vision_config"], kind == "qwen2_5_vl"
         depth = vision["depth"]
-        return cls(
+        made = cls(
             layers=text["num_hidden_layers"],
             hidden=text["hidden_size"],
             mlp=text["intermediate_size"],
@@ -115,6 +119,12 @@ class Architecture:
                 mergers=1 if old else 1 + len(vision.get("deepstack_visual_indexes", (8, 16, 24))),
             ),
         )
+        for name, value in (*vars(made).items(), *vars(made.vision).items()):
+            least = 0 if name in ("window", "whole_image_layers", "positions") else 1
+            flag = name in ("tied", "attention_bias", "head_norm", "gated", "vision")
+            if not flag and not (type(value) is int and least <= value <= LARGEST):
+                raise TypeError(f"{name} is {value!r:.40}, not a whole number from {least} to {LARGEST:,}")
+        return made
 
     @property
     def block(self) -> int:
@@ -239,7 +249,7 @@ def read(folder: Path) -> Architecture:
         raise UnknownModel(f"{file}: not valid JSON: {error}") from None
     try:
         return Architecture.of(config, str(file))
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ArithmeticError) as error:
         raise UnknownModel(
             f"{file}: not the configuration of a model ({type(error).__name__}: {error}): copy or download it again"
         ) from None

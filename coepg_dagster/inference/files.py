@@ -44,6 +44,16 @@ PROCESSOR: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
 }
 """Part of a processor → the alternatives of files that it is made from."""
 
+REDIRECTING: Final = ("adapter_config.json", "audio_tokenizer_config.json")
+"""Files for which transformers loads more than what was checked: an adapter, also a pickled one, or another model."""
+FOREIGN: Final[Mapping[str, str]] = {
+    "auto_map": "asks for code of its own, which is never run",
+    "custom_generate": "asks for code of its own, which is never run",
+    "audio_tokenizer": "names another model, which was not checked",
+}
+"""Keys of the files that describe a checkpoint → why it is refused."""
+MAX_DESCRIPTION: Final = 1 << 28
+"""Bytes of a file that describes a checkpoint; the largest tokenizers have about 20 MB."""
 POINTER: Final = b"version https://git-lfs"
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 
@@ -70,7 +80,12 @@ def faults(folder: Path, *, weights: bool = True) -> list[str]:
     """
     if not folder.is_dir():
         return [f"there is no checkpoint folder {folder}: make it, or correct the name in `models`"]
-    wrong = [fault for name in DESCRIPTION if (fault := _unreadable(folder / name))]
+    wrong = [fault for name in DESCRIPTION if (fault := _unreadable(folder / name) or _foreign(folder / name))]
+    wrong += [
+        f"{folder} holds {name}, which would load more than these weights: merge an adapter into them, or remove the file"
+        for name in REDIRECTING
+        if (folder / name).exists()
+    ]
     needed = {**({"configuration": (("config.json",),)} if weights else {}), **PROCESSOR}
     for what, alternatives in needed.items():
         there = any(all((folder / name).is_file() for name in names) for names in alternatives)
@@ -190,6 +205,8 @@ def _unreadable(file: Path) -> str | None:
         return None
     if _is_pointer(file):
         return _pointer(file)
+    if file.stat().st_size > MAX_DESCRIPTION:
+        return f"{file} has more than {MAX_DESCRIPTION:,} bytes, which no description of a model needs: correct it"
     if file.suffix == ".json":
         try:
             if not isinstance(json.loads(file.read_bytes()), dict):
@@ -197,6 +214,14 @@ def _unreadable(file: Path) -> str | None:
         except (ValueError, RecursionError) as error:
             return f"{file} is cut off or damaged ({error}): copy or download it again"
     return None
+
+
+def _foreign(file: Path) -> str | None:
+    """Why a file that describes a model, and can be read, is refused; None: it is not, or does not exist."""
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    keys = json.loads(file.read_bytes()).keys() & FOREIGN.keys()
+    return f"{file}: `{min(keys)}` {FOREIGN[min(keys)]}: remove the key, or take another model" if keys else None
 
 
 def _is_pointer(file: Path) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coepg_dagster.geometry import Size, smart_resize
 from coepg_dagster.inference.engine import Request
+from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.screens import resize_of, visual_tokens
 from coepg_dagster.inference.weights import local_folder
 from coepg_dagster.prompts import grounder_messages
@@ -70,8 +72,21 @@ class Prompt:
 
 
 def prompt_of(processor: Any, request: Request) -> Prompt:
-    """The prompt of a request. Raises ValueError if it does not hold exactly one image, already resized for the model."""
-    text: str = processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
+    """The prompt of a request. Raises ValueError if it does not hold exactly one image, already resized for the model.
+
+    Raises IncompleteCheckpoint where the chat template fails, or leaves out or changes what is said.
+    """
+    try:
+        text: str = processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, OverflowError, TypeError) as error:  # transformers renders it in a sandbox
+        raise IncompleteCheckpoint(
+            f"the chat template cannot be used ({error}): copy it from the model that this one was made from"
+        ) from None
+    said = [part["text"].strip() for message in request.messages for part in message["content"] if "text" in part]
+    if lost := [part for part in said if part not in text]:
+        raise IncompleteCheckpoint(
+            f"the chat template does not hold what is said ({lost[0]!r:.80}): copy it from the model that this one was made from"
+        )
     start, end, after = text.partition(VISION_END)
     if not end or VISION_END in after:
         raise ValueError(f"a prompt needs exactly one image, got {text!r}")

@@ -10,15 +10,22 @@ import pyarrow as pa
 from PIL import Image
 
 from coepg_dagster.geometry import Box, Size, Space, Viewport, smart_resize
-from coepg_dagster.pictures import BadPicture, picture
+from coepg_dagster.inference.files import IncompleteCheckpoint
+from coepg_dagster.pictures import MAX_PIXELS, BadPicture, picture
 from coepg_dagster.refusal import Refusal
 
 
 def resize_of(processor: Any) -> tuple[int, int, int]:
-    """(factor, min_pixels, max_pixels) of a processor, for `geometry.smart_resize`."""
+    """(factor, min_pixels, max_pixels) of a processor, for `geometry.smart_resize`. Raises IncompleteCheckpoint."""
     images = processor.image_processor
-    size = images.size
-    return images.patch_size * images.merge_size, size["shortest_edge"], size["longest_edge"]
+    low, high = (images.size[edge] for edge in ("shortest_edge", "longest_edge"))
+    numbers = images.patch_size, images.merge_size, low, high
+    if not all(type(number) is int and 0 < number <= MAX_PIXELS for number in numbers) or low > high:
+        raise IncompleteCheckpoint(
+            f"the image processor has patches of {images.patch_size} px, {images.merge_size} to a side, for {low} to {high} px: "
+            "these must be whole numbers above 0, in order; copy its files from the model that this one was made from"
+        )
+    return images.patch_size * images.merge_size, low, high
 
 
 def visual_tokens(processor: Any, image: Image.Image) -> int:

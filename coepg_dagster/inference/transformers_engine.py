@@ -44,9 +44,14 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
         attn_implementation=attention,
         use_safetensors=True,
         trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # refused below, with the names
         output_loading_info=True,
     )
-    wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    wrong = {
+        kind: sorted(map(str, info[kind]))
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info[kind]
+    }
     if wrong:
         raise IncompleteCheckpoint(f"{path}: {wrong}; was it saved by another version of transformers?")
     model = model.to(device)  # there a check of all weights is fast

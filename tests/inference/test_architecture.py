@@ -86,3 +86,36 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
             read(tmp_path)
     with pytest.raises(UnknownModel, match=r"no config\.json"):
         read(tmp_path / "none")
+
+
+NUMBERS = [
+    *(
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    ),
+    *("depth", "patch_size", "spatial_merge_size", "temporal_patch_size", "out_hidden_size"),
+]
+
+
+@given(
+    st.sampled_from(NUMBERS),
+    st.integers(max_value=0)
+    | st.integers(1 << 25)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.booleans()
+    | st.lists(st.none()),
+)
+def test_a_configuration_with_another_kind_of_number_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    config = json.loads(json.dumps(KNOWN["Qwen/Qwen2.5-VL-3B-Instruct"]))
+    config["vision_config" if name in NUMBERS[6:] else "text_config"][name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnknownModel, match="not the configuration of a model"):
+        read(folder)
