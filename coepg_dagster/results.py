@@ -326,15 +326,22 @@ def board_tables(experiment: Experiment, seed: int, records: Mapping[Ref, Record
     """For each grounding board on which ϕ_k was tested alone, a table with a row per iteration."""
     name = experiment.name
     table, _ = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
-    cells, tables = Cells(table, experiment.benchmark.test), []
-    for board in experiment.evaluation.boards:
+    return tables_of_boards(
+        f"{name}/s{seed}", Cells(table, experiment.benchmark.test), name, experiment.evaluation.boards
+    )
+
+
+def tables_of_boards(title: str, cells: Cells, experiment: str, boards: Iterable[str]) -> list[Table]:
+    """A table for each of `boards` that was measured, with a row per iteration of the experiment; `title` begins its title."""
+    tables = []
+    for board in boards:
         rows: list[list[str | Cell | None]] = [
-            [str(k), over_items, cells.cell(name, FULL, k, board, "acc")]
-            for k, over_items in cells.series(name, FULL, board, "acc_micro")
+            [str(k), over_items, cells.cell(experiment, FULL, k, board, "acc")]
+            for k, over_items in cells.series(experiment, FULL, board, "acc_micro")
         ]
         if rows:
-            title = f"{name}/s{seed}: ϕ_k alone on {board}, per cent, with 95 % intervals"
-            tables.append(table_of(title, ["k", "over items", "macro"], rows))
+            of = f"{title}: ϕ_k alone on {board}, per cent, with 95 % intervals"
+            tables.append(table_of(of, ["k", "over items", "macro"], rows))
     return tables
 
 

@@ -18,7 +18,8 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
+from zlib import crc32
 
 from coepg_dagster.evaluation.case import (
     FILE_SAYS,
@@ -54,6 +55,8 @@ _PRO_GROUPS: Final = frozenset({"Creative", "Dev", "CAD", "Scientific", "Office"
 _DEVICES: Final = ("mobile", "desktop", "web")
 _CATEGORIES: Final = ("basic", "functional", "spatial")
 _COORDINATE: Final = re.compile(r'"coordinate"\s*:\s*\[\s*(-?[\d.]+)\s*,\s*(-?[\d.]+)\s*\]')
+_CLASSES: Final = (("ui_type", "element_type"), ("application", "app_name"), ("platform", "system"))
+"""Facts of a case, each with its name in other logs."""
 _THOUSAND: Final = 1000.0
 _CLOSE: Final = 1e-6
 """Of a coordinate, relative to the screen: what products of floats differ by."""
@@ -133,6 +136,7 @@ class _Log:
         self.noticed: dict[str, Rows] = {}
         self.readings = Readings()
         self.answers = _Answers()
+        self.of_world = board.startswith("osworld_g")
         self.category = next((name for name in _CATEGORIES if name in path.name.lower()), "")
 
     def notice(self, what: str, name: str) -> None:
@@ -209,23 +213,34 @@ class _Log:
             name = self.labels.item_of(data)
             if name is None:
                 return None
-            item = self.labels.items[name]
-            item = replace(item, facts=dict(item.facts))
-            self._compare(row, item)
+            known = self.labels.items[name]
+            self._compare(row, known)
+            item = _Item(known.step_id, known.episode_id, known.boxes, known.size, known.group, dict(known.facts))
         said = data.get("correctness")
-        if isinstance(said, str):
-            item.facts[FILE_SAYS] = "correct" if said == "correct" else "wrong"  # type: ignore[index]
-        raw = _raw_point(data.get("raw_response"))
-        point, lacks, stated = self._point(row, item, raw)
-        case = replace(item, prediction=None if point is None else Action("click", "", point), lacks=lacks)
-        if point is not None:
-            if not stated:
-                self.readings.add(case, raw)
-            if raw is not None:
-                self.answers.add(point, raw, case)
+        if said.__class__ is str:
+            item.facts[FILE_SAYS] = "correct" if said == "correct" else "wrong"
+        answer = data.get("raw_response")
+        raw = _raw_point(answer) if answer else None
+        value = data.get("pred")
+        lacks, stated = "", False
+        point = _plain_point(value)
+        if point is None or self.space is not None or "space" in data:
+            point, lacks, stated = self._point(row, item, value, raw)
+        elif raw is None and answer and max(point) < 0:
+            point, lacks = None, UNREADABLE  # the log's mark of an answer without a point
+        prediction = None if point is None else Action("click", "", point)
+        step_id, episode_id, boxes, size, group, facts = item
+        case = Case(step_id, episode_id, _CLICK, prediction, boxes, size, None, group, None, None, lacks, False, facts)
+        if point is None:
+            if raw is not None and lacks == NO_PREDICTION:
+                self.notice("rows without a prediction whose raw answer names a point", step_id)
+            return case
+        if not stated:
+            self.readings.add(case, raw)
+        if raw is not None:
+            self.answers.add(point, raw, case)
+        if size is not None:
             self._compare_parts(data.get("pred_norm"), point, case)
-        elif raw is not None and lacks == NO_PREDICTION:
-            self.notice("rows without a prediction whose raw answer names a point", case.step_id)
         return case
 
     def _compare(self, row: PredictionRow, item: Case) -> None:
@@ -240,16 +255,15 @@ class _Log:
             if apart > _HALF_PIXEL and "polygon" not in item.facts:
                 self.notice(OTHER_BOX, item.step_id)
 
-    def _label(self, row: PredictionRow) -> Case:
-        """The item of a row that holds its label, without a prediction."""
+    def _label(self, row: PredictionRow) -> _Item:
+        """The item of a row that holds its label."""
         data, board = row.data, self.board
         if board in _LABEL_FIELDS and _LABEL_FIELDS[board] in data and "img_size" not in data:
             return self._own_label(row)
-        boxes, numbers, polygon = _targets(row, board)
-        size = _size(row)
+        boxes, numbers, polygon = _targets(row)
         image = data.get("img_filename") or data.get("image_path") or data.get("img_path")
         own = data.get("id")
-        name = str(own) if type(own) in (str, int) else ""
+        name = str(own) if own.__class__ in (str, int) else ""
         # of both kinds of rows the same, so that a local and a server log can be compared
         label = (
             data.get("prompt_to_evaluate", data.get("instruction")),
@@ -258,16 +272,16 @@ class _Log:
             None if name else image,
             numbers,
         )
-        digest = hashlib.blake2b(repr(label).encode(errors="backslashreplace"), digest_size=6).hexdigest()
-        step_id = f"{name}-{digest}" if name else digest
+        written = repr(label).encode(errors="backslashreplace")
+        step_id = f"{name}-{crc32(written):08x}" if name else hashlib.blake2b(written, digest_size=6).hexdigest()
         facts: dict[str, Any] = {}
-        for key in ("ui_type", "application", "platform"):
-            value = data.get(key)
-            if isinstance(value, str) and value:
+        for key, other in _CLASSES:
+            value = data.get(key) or data.get(other)
+            if value.__class__ is str and value:
                 facts[key] = value
         if not any(numbers) or max(numbers) < 0:
             facts["target"] = REFUSAL
-        elif board.startswith("osworld_g"):
+        elif self.of_world:
             facts["target"] = TARGET
         if board == "screenspot":
             device = _group(data, board, facts).partition("_")[0]
@@ -275,46 +289,37 @@ class _Log:
         if polygon:
             facts["polygon"] = polygon
             self.notice("rows with a polygon, of which `items` takes the first four numbers as a box", step_id)
-        screenshot = name.rpartition("-")[0] if board.startswith("osworld_g") else ""
-        episode, group = str(image) if image else screenshot, _group(data, board, facts) or self.category
+        episode = str(image) if image else name.rpartition("-")[0] if self.of_world else ""
+        group = _group(data, board, facts) or self.category
         row.can_be_kept("a field", step_id, episode, group, *(text for text in facts.values() if isinstance(text, str)))
-        return Case(
-            step_id=step_id,
-            episode_id=episode or None,
-            label=_CLICK,
-            prediction=None,
-            boxes=boxes,
-            size=size,
-            group=group,
-            facts=facts,
-        )
+        return _Item(step_id, episode or None, boxes, _size(row), group, facts)
 
-    def _own_label(self, row: PredictionRow) -> Case:
+    def _own_label(self, row: PredictionRow) -> _Item:
         """The item of a row in the fields of the board's own label files."""
         try:
             label = boards.label_of(cast(boards.Board, self.board), dict(row.data), 0, "row")
         except RejectedRow as rejected:
             raise row.fail(rejected.detail) from rejected
-        return case_of(self.board, label)
+        case = case_of(self.board, label)
+        return _Item(case.step_id, case.episode_id, case.boxes, case.size, case.group, dict(case.facts))
 
-    def _point(self, row: PredictionRow, item: Case, raw: Point | None) -> tuple[Point | None, str, bool]:
+    def _point(self, row: PredictionRow, item: _Item, value: Any, raw: Point | None) -> tuple[Point | None, str, bool]:
         """The predicted point in pixels, what it lacks, and whether its space is stated."""
         data = row.data
         name = data.get("space") or self.space
-        value = data.get("pred")
         if value is None and "pred" not in data:
             # what the format says of these fields decides their space
-            for other, space in (("pred_norm", Space.UNIT), ("raw_response", Space.NORM_1000)):
-                value = raw if other == "raw_response" and raw is not None else data.get(other)
-                if isinstance(value, list | tuple):
-                    value, name = list(value), space
+            for other, found, space in (
+                ("pred_norm", data.get("pred_norm"), Space.UNIT),
+                ("raw_response", raw and list(raw), Space.NORM_1000),
+            ):
+                if isinstance(found, list):
+                    value, name = found, space
                     self.notice(f"rows without `pred`, of which `{other}` counts", item.step_id)
                     break
-            else:
-                value = None
         point, lacks = self._read(value, item.step_id)
         if point is not None and raw is None and data.get("raw_response") and max(point) < 0:
-            return None, UNREADABLE, False  # the log's mark of an answer without a point
+            return None, UNREADABLE, False
         if point is None or name is None:
             return point, lacks, False
         return placed(row, point, name, item.size), lacks, True
@@ -328,8 +333,8 @@ class _Log:
                 if len(value) > 1:
                     self.notice("rows with several predictions, of which the first counts", step_id)
                 value = value[0]
-            if len(value) == 2 and is_coordinate(value[0]) and is_coordinate(value[1]):
-                return (float(value[0]), float(value[1])), ""
+            if (point := _plain_point(value)) is not None:
+                return point, ""
             if len(value) == 4 and all(map(is_coordinate, value)):
                 self.notice("rows with a box as prediction, whose centre counts", step_id)
                 return ((value[0] + value[2]) / 2, (value[1] + value[3]) / 2), ""
@@ -337,7 +342,7 @@ class _Log:
 
     def _compare_parts(self, normal: Any, point: Point, case: Case) -> None:
         """Notices where the point in parts of the screen, which servers write too, is another one."""
-        if case.size is None or not isinstance(normal, list) or len(normal) != 2 or not all(map(is_coordinate, normal)):
+        if case.size is None or _plain_point(normal) is None:
             return
         triples = zip(normal, case.size, point, strict=True)
         if any(abs(part * side - value) > _CLOSE * side for part, side, value in triples):
@@ -345,6 +350,26 @@ class _Log:
 
 
 _CLICK: Final = Action("click")
+
+
+class _Item(NamedTuple):
+    """What a row is about, without the prediction; as the fields of `Case`."""
+
+    step_id: str
+    episode_id: str | None
+    boxes: tuple[BoxTuple, ...]
+    size: tuple[int, int] | None
+    group: str
+    facts: dict[str, Any]
+
+
+def _plain_point(value: Any) -> Point | None:
+    """`value`, a list of two coordinates, as a point; None where it is anything else."""
+    if value.__class__ is list and len(value) == 2:
+        x, y = value
+        if is_coordinate(x) and is_coordinate(y):
+            return float(x), float(y)
+    return None
 
 
 class _Answers:
@@ -390,12 +415,16 @@ def _in_order(box: Any) -> BoxTuple:
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
-def _targets(row: PredictionRow, board: str) -> tuple[tuple[BoxTuple, ...], tuple[float, ...], list[Point]]:
-    """`bbox` as boxes, its numbers, and the corners of a polygon; the first two without a polygon's other corners.
+def _targets(row: PredictionRow) -> tuple[tuple[BoxTuple, ...], tuple[float, ...], list[Point] | None]:
+    """`bbox` as boxes, as numbers, and as the corners of a polygon where it is one.
 
     It is four numbers, more of them (a polygon), a list of boxes (each counts), or of points (a polygon).
     """
     value = row.data.get("bbox")
+    if value.__class__ is list and len(value) == 4 and all(map(is_coordinate, value)):
+        x1, y1, x2, y2 = map(float, value)
+        box = (x1, y1, x2, y2)
+        return (box,), box, None
     if value is None and "bbox" not in row.data:
         raise row.fail(
             f"field 'bbox' is missing (there are {', '.join(sorted(row.data))}); give the board's label files with --labels"
@@ -404,15 +433,13 @@ def _targets(row: PredictionRow, board: str) -> tuple[tuple[BoxTuple, ...], tupl
     if isinstance(value, list) and value and all(isinstance(each, list) for each in value):
         if all(len(each) == 4 and all(map(is_coordinate, each)) for each in value):
             boxes = tuple((float(a), float(b), float(c), float(d)) for a, b, c, d in value)
-            return boxes, tuple(number for box in boxes for number in box), []
+            return boxes, tuple(number for box in boxes for number in box), None
         if len(value) > 2 and all(len(each) == 2 for each in value):
             flat = [number for each in value for number in each]
     if not isinstance(flat, list) or len(flat) < 4 or len(flat) % 2 or not all(map(is_coordinate, flat)):
         raise row.fail(f"field 'bbox' must be [x1, y1, x2, y2] or the corners of a polygon, not {shown(value)}")
     numbers = tuple(map(float, flat))
     x1, y1, x2, y2 = numbers[:4]
-    if len(numbers) == 4:
-        return ((x1, y1, x2, y2),), numbers, []
     if flat is not value:  # points as such, which nothing has turned into corners
         return ((x1, y1, x1 + x2, y1 + y2),), numbers, list(zip(numbers[::2], numbers[1::2], strict=True))
     # the log made [x, y, width, height] of a box to corners, and so the first four numbers of a polygon
@@ -422,10 +449,10 @@ def _targets(row: PredictionRow, board: str) -> tuple[tuple[BoxTuple, ...], tupl
 
 def _size(row: PredictionRow) -> tuple[int, int] | None:
     """The stored screenshot's width and height; None where the row has none."""
-    for key in ("img_size", "image_size"):
-        if row.data.get(key) is not None:
-            return row.size(key)
-    return None
+    data = row.data
+    if data.get("img_size") is not None:
+        return row.size("img_size")
+    return row.size("image_size") if data.get("image_size") is not None else None
 
 
 def _raw_point(answer: Any) -> Point | None:
@@ -435,10 +462,10 @@ def _raw_point(answer: Any) -> Point | None:
     """
     if not isinstance(answer, str) or not answer:
         return None
-    found = _COORDINATE.findall(answer)
+    found = _COORDINATE.match(answer, max(0, answer.rfind('"coordinate"')))
     if found:
         try:
-            return point_of(*map(float, found[-1]))
+            return point_of(float(found[1]), float(found[2]))
         except ValueError:
             return None
     place = locate(answer[-_LONGEST_ANSWER:])

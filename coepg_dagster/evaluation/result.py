@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from statistics import NormalDist
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ Notes = Mapping[str, int | str | Rows]
 LOST = "lost"
 """Key of the note on steps that could not be read: the denominator is short of the published one by these."""
 _ROWS_AT_ONCE: Final = 5_000
-"""Rows that are judged before they become columns of a table, which takes a tenth of their memory."""
+"""Verdicts that are collected before they become a table, which takes a tenth of their memory."""
 
 
 Classes = Mapping[str, tuple[float, int]]
@@ -123,17 +122,20 @@ def result_of(
     Cases are taken one after the other and not kept, unless the protocol must see all (`Protocol.finish`). `notes` are
     read after the last case.
     """
-    tables = []
+    tables: list[pa.Table] = []
     unread: dict[str, Unread] = {}
-    for rows in _batches(cases, None if protocol.finish else _ROWS_AT_ONCE):
-        for row in rows:
-            if isinstance(row, Unread):
-                unread.setdefault(row.reason, row)
-        readable = [row for row in rows if isinstance(row, Case)]
-        verdicts = [protocol.judge(case) for case in readable]
-        if protocol.finish:
-            verdicts = protocol.finish(readable, verdicts)
-        tables.append(_steps_table(protocol, rows, verdicts))
+    columns = _Columns(protocol)
+    for row, verdict in _judged(protocol, cases):
+        if verdict is None:
+            unread.setdefault(row.reason, row)
+            columns.add_unread(row)
+        else:
+            columns.add(row, verdict)
+        if columns.rows == _ROWS_AT_ONCE:
+            tables.append(columns.table())
+            columns = _Columns(protocol)
+    if columns.rows:
+        tables.append(columns.table())
     if not tables:
         raise ScoringError(f"{protocol.name}: there is no prediction to score")
     steps = _joined(protocol, tables)
@@ -154,10 +156,18 @@ def result_of(
     return summarise(protocol, steps, notes=notes, seed=seed)
 
 
-def _batches(cases: Iterable[Case | Unread], size: int | None) -> Iterator[list[Case | Unread]]:
-    rest = iter(cases)
-    while rows := list(islice(rest, size)):
-        yield rows
+def _judged(protocol: Protocol, cases: Iterable[Case | Unread]) -> Iterator[tuple[Any, Verdict | None]]:
+    """Each case with its verdict, as it comes unless the protocol must see all; a row that cannot be read without one."""
+    judge = protocol.judge
+    if protocol.finish is None:
+        for case in cases:
+            yield case, None if isinstance(case, Unread) else judge(case)
+        return
+    rows = list(cases)
+    readable = [row for row in rows if isinstance(row, Case)]
+    verdicts = iter(protocol.finish(readable, [judge(case) for case in readable]))
+    for row in rows:
+        yield row, None if isinstance(row, Unread) else next(verdicts)
 
 
 def _kept_facts(protocol: Protocol) -> list[str]:
@@ -171,35 +181,53 @@ EXCLUDED: Final = "excluded"
 """Fact: the name of the list of wrong labels that has the item."""
 
 
-def _steps_table(protocol: Protocol, rows: Sequence[Case | Unread], verdicts: Sequence[Verdict]) -> pa.Table:
-    """One row per case, with its verdict, or unread row."""
-    nothing = Verdict((None,) * len(protocol.metrics))
-    judged = iter(verdicts)
-    lines = [(row, next(judged)) if isinstance(row, Case) else (None, nothing) for row in rows]
-    cases = [case for case, _ in lines]
-    table = pa.table(
-        {
-            "step_id": [row.step_id if isinstance(row, Case) else row.where for row in rows],
-            "episode_id": [case and case.episode_id for case in cases],
-            "step_index": [case and case.step_index for case in cases],
-            "group": [protocol.group_of(case) if case else "" for case in cases],
-            "skipped": [
-                row.reason if isinstance(row, Unread) else verdict.skipped or None
-                for row, (_, verdict) in zip(rows, lines, strict=True)
-            ],
-        },
-        schema=STEP_COLUMNS,
-    )
-    for fact in _kept_facts(protocol):
-        classes = [case.facts.get(fact) if case else None for case in cases]
-        table = table.append_column(fact, pa.array(classes, pa.string()))
-    for j, name in enumerate(protocol.metrics):
-        values = pa.array([verdict.values[j] for _, verdict in lines], pa.float64())
-        table = table.append_column(name, values)
-        weights = [float(v.values[j] is not None) if v.weights is None else v.weights[j] for _, v in lines]
-        if any(w != float(v.values[j] is not None) for w, (_, v) in zip(weights, lines, strict=True)):
-            table = table.append_column(name + _WEIGHT, pa.array(weights, pa.float64()))
-    return table
+class _Columns:
+    """The columns of a table of steps, row by row; no case is kept."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.rows = 0
+        self._metrics, self._facts, self._group_of = protocol.metrics, _kept_facts(protocol), protocol.group_of
+        self._about: list[list[Any]] = [[] for _ in STEP_COLUMNS]
+        self._classes: list[list[str | None]] = [[] for _ in self._facts]
+        self._values: list[list[float | None]] = [[] for _ in self._metrics]
+        self._weights: dict[int, tuple[float, ...]] = {}  # by row, where it has any
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        ids, episodes, positions, groups, reasons = self._about
+        ids.append(case.step_id)
+        episodes.append(case.episode_id)
+        positions.append(case.step_index)
+        groups.append(self._group_of(case))
+        reasons.append(verdict.skipped or None)
+        facts = case.facts
+        for fact, column in zip(self._facts, self._classes, strict=True):
+            column.append(facts.get(fact))
+        for value, values in zip(verdict.values, self._values, strict=True):
+            values.append(value)
+        if verdict.weights is not None:
+            self._weights[self.rows] = verdict.weights
+        self.rows += 1
+
+    def add_unread(self, row: Unread) -> None:
+        for value, column in zip((row.where, None, None, "", row.reason), self._about, strict=True):
+            column.append(value)
+        for none in (*self._classes, *self._values):
+            none.append(None)
+        self.rows += 1
+
+    def table(self) -> pa.Table:
+        """With a column of weights for each metric where one is not 1."""
+        columns = [pa.array(column, field.type) for column, field in zip(self._about, STEP_COLUMNS, strict=True)]
+        table = pa.table(columns, schema=STEP_COLUMNS)
+        for fact, classes in zip(self._facts, self._classes, strict=True):
+            table = table.append_column(fact, pa.array(classes, pa.string()))
+        for j, (name, values) in enumerate(zip(self._metrics, self._values, strict=True)):
+            table = table.append_column(name, pa.array(values, pa.float64()))
+            counted = [float(value is not None) for value in values] if self._weights else []
+            weights = [self._weights[i][j] if i in self._weights else one for i, one in enumerate(counted)]
+            if weights != counted:
+                table = table.append_column(name + _WEIGHT, pa.array(weights, pa.float64()))
+        return table
 
 
 def _joined(protocol: Protocol, tables: Sequence[pa.Table]) -> pa.Table:

@@ -63,6 +63,8 @@ class Readings:
 
     def add(self, case: Case, raw: Point | None = None) -> None:
         """Takes a case whose point is read as pixels; `raw` is the point in the model's answer as it stands there."""
+        if not (self._parts.fits or self._thousandths.fits):
+            return
         point = case.prediction.point if case.prediction else None
         target = _far_corner(case.boxes) or case.label.point
         if point is None or target is None:

@@ -12,7 +12,7 @@ from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.findings import Finding
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.study import BY_JUDGE, MEASURES, STEP_SR, Study, played_by
-from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, frame
+from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, frame, tables_of_boards
 from coepg_dagster.training.learned import FEW_ROLLOUTS
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def write_page(
             seeds=sorted(study.find(root)),
             figures=_figures(study, cells, reached, out),
             plays=_plays(study),
+            boards=tables_of_boards(root, cells, root, _boards(study)),
             cost=_cost(cells, root, study.last),
             mechanism=_mechanism(cells, root, study.last),
             missing=_by_experiment(missing),
@@ -121,6 +122,13 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
     for file, _, picture in drawn:
         save(picture, out / FIGURES / f"{file}.png")
     return [(title, f"{FIGURES}/{file}.png") for file, title, _ in drawn]
+
+
+def _boards(study: Study) -> list[str]:
+    """The grounding boards on which ϕ_k was tested alone: what was scored by other protocols than the test splits."""
+    scored = [row for row in study.rows() if row.metric == "acc_micro"]
+    own = {row.protocol for row in scored if row.split in study.splits}
+    return sorted({row.split for row in scored if row.protocol not in own})
 
 
 def _plays(study: Study) -> list[tuple[Table, list[str]]]:
