@@ -72,7 +72,6 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
         check_specs=check_specs(loop, asset),
         required_resource_keys={"store", "engines", *needed_resources(asset)},
         pool=loop.experiment.pool if heavy else None,
-        backfill_policy=None if shared else dg.BackfillPolicy.multi_run(1),
         freshness_policy=READ_AGAIN if asset == "benchmark_steps" else None,
         output_required=True,
         group_name=page.group,

@@ -491,7 +491,7 @@ def tag_run(context: dg.AssetExecutionContext) -> None:
         loops = {"/".join(path[:2]) for path in keys if len(path) > 2}
         names = loops or {path[0] for path in keys}  # shared assets alone belong to no seed
         tags[EXPERIMENT_TAG] = ",".join(sorted(names))
-        if context.has_partition_key or context.has_partition_key_range:  # a range of one, in backfills
+        if context.has_partition_key:
             tags[ITERATION_TAG] = context.partition_key
     if not tags.items() <= context.run.tags.items():
         context.instance.add_run_tags(context.run.run_id, tags)

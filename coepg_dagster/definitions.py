@@ -31,7 +31,7 @@ def artifacts(
         makers: the functions that make the artifacts of the loop.
         resources: replace the default ones, by key: `sft`, `grpo_cdrem`, `regeneration`, `engines`, `store`.
     """
-    # asset checks per partition, backfill policies and conditions of our own; the range in pyproject.toml guards against changes
+    # asset checks per partition, and conditions of our own; the version range in pyproject.toml guards against changes
     for early in (dg.PreviewWarning, dg.BetaWarning):
         warnings.filterwarnings("ignore", category=early)
     roots = {loop.experiment.name: loop for loop in loops}
