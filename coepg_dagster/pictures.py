@@ -21,6 +21,9 @@ from PIL import ExifTags, Image
 FORMATS: Final = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS: Final = 50_000_000
 """Larger pictures are refused before they are decoded. Mind2Web's largest pages have about 40 million pixels."""
+MAX_SCANS: Final = 100
+"""Scans of a progressive JPEG, which usually has ten. Each costs time for all pixels, and may take a few bytes of the file."""
+_SCAN: Final = b"\xff\xda"
 _DAMAGED: Final = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(AssertionError, RuntimeError, struct.error, zlib.error),
@@ -60,6 +63,8 @@ def picture(encoded: bytes) -> Image.Image:
             raise TooManyPixels(f"{image.width} x {image.height} px; at most {MAX_PIXELS} are decoded")
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
             raise BadPicture("a moving picture, which shows no single state of a screen")
+        if image.format in ("JPEG", "MPO") and encoded.count(_SCAN) > MAX_SCANS:
+            raise BadPicture(f"a JPEG of more than {MAX_SCANS} scans")
         stored_as = str(image.tile[0].args) if image.tile else ""
         image.load()
         return _turned(_on_white(image, stored_as), image)

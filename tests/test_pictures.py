@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import tracemalloc
 import zlib
 from itertools import product
 from typing import Any
@@ -173,3 +174,28 @@ def test_too_many_pixels_are_not_decoded() -> None:
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
     with pytest.raises(TooManyPixels):
         picture(bomb + chunk(b"IEND", b""))
+
+
+def test_a_jpeg_of_endless_scans_is_not_decoded() -> None:
+    """Each scan costs time for every pixel and takes some hundred bytes."""
+    content = encoded(marked().resize((900, 900)), "JPEG", progressive=True)
+    scan = content[content.rindex(b"\xff\xda") : -2]
+    picture(content)
+    for kind in (b"", b"Exif\0\0"):
+        bomb = content[:2] + (b"\xff\xe1\0\x08" + kind if kind else b"") + content[2:-2] + 200 * scan + b"\xff\xd9"
+        with pytest.raises(BadPicture, match="more than 100 scans"):
+            picture(bomb)
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
+def test_texts_and_profiles_that_unpack_to_much_more_are_refused(kind: bytes) -> None:
+    packed = zlib.compress(bytes(1 << 27), 9)
+    text = {b"zTXt": b"a\0\0", b"iTXt": b"a\0\1\0\0\0", b"iCCP": b"a\0\0"}[kind]
+    plain = encoded(marked(), "PNG")
+    at = plain.index(b"IDAT") - 4
+    tracemalloc.start()
+    with contextlib.suppress(BadPicture):
+        picture(plain[:at] + chunk(kind, text + packed) + plain[at:])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 4 * len(text + packed) + (1 << 24)

@@ -30,7 +30,11 @@ class Leftover:
     size: int  # bytes
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder)
+        """Deletes it; of a symbolic link the link alone."""
+        if self.folder.is_symlink():
+            self.folder.unlink()
+        else:
+            shutil.rmtree(self.folder)
 
 
 def needed(archive: Archive, keep: int = 1) -> set[str]:

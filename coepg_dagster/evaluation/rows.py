@@ -25,6 +25,8 @@ from coepg_dagster.prompts import normal_value
 
 _REPORT_EVERY: Final = 5_000
 """Rows between two reports of progress."""
+MAX_JSON: Final = 1 << 30
+"""Bytes that a file of one JSON value may have once it is decompressed; JSON lines are read one by one and have no limit."""
 UNREADABLE_ROW: Final = "rows that are no JSON object"
 BAD_LABEL: Final = "rows whose label cannot be read"
 REPEATED: Final = "further rows of an item"
@@ -317,8 +319,14 @@ def entry_row(where: str, entry: Any) -> PredictionRow | Unread:
 
 
 def read_json(path: Path) -> Any:
+    """The JSON value of a file, gzipped or not. Raises ScoringError."""
     try:
         with _opened(path, lambda: str(path)) as (file, _):
-            return jsonlines.parse(_text(file.read()))
+            content = file.read(MAX_JSON + 1)
+        if len(content) > MAX_JSON:
+            raise ScoringError(
+                f"{path}: holds more than {MAX_JSON:,} bytes of JSON: save it as JSON lines, a row to a line"
+            )
+        return jsonlines.parse(_text(content))
     except jsonlines.NotJson as error:
         raise ScoringError(f"{path}: {error}") from error

@@ -29,6 +29,8 @@ from coepg_dagster.readers.rows import (
 from coepg_dagster.readers.source_rows import SourceRow, of_lines, of_parquet
 
 SPLIT: Final = "test"
+MAX_LIST: Final = 1 << 28
+"""Bytes of a JSON list of annotations; the largest published one has about 1 MB."""
 PLATFORMS: Final = ("mobile", "desktop", "web")
 
 
@@ -51,7 +53,13 @@ def rows(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[So
 def _listed(path: Path, images: Files, resize: Resize, shrink: bool) -> Iterator[SourceRow | Reject]:
     """A SourceRow per entry of a JSON list. Invalid UTF-8 becomes lone surrogates, so that only its entry is rejected."""
     try:
-        entries = parse_json(path.read_bytes().decode("utf-8", "surrogateescape"), str(path))
+        with path.open("rb") as file:
+            content = file.read(MAX_LIST + 1)
+        if len(content) > MAX_LIST:
+            raise RejectedRow(
+                "bad_file", f"has more than {MAX_LIST:,} bytes: save it as JSON lines, an annotation to a line"
+            )
+        entries = parse_json(content.decode("utf-8", "surrogateescape"), str(path))
     except (OSError, RejectedRow) as error:
         yield Reject(str(path), "", "bad_file", str(error))
         return

@@ -143,6 +143,61 @@ def test_what_is_no_mark_is_refused_and_says_why(served: Served) -> None:
     assert not served.file.exists()
 
 
+def test_no_address_leads_out_of_the_pages(served: Served, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    (secret / "inner").mkdir(parents=True)
+    for file in (secret / "file.png", secret / "inner" / "file.png"):
+        file.write_text("not to be seen")
+    with client(served) as browser:
+        assert browser.get(f"/{LOOP_NAME}/audit-1.html").status_code == 200
+        pages = served.project.store / "pages" / LOOP_NAME
+        (pages / "one.png").symlink_to(secret / "file.png")
+        (pages / "folder").symlink_to(secret)
+        (pages / "loop").symlink_to("loop")
+        (pages / "up").symlink_to("../../..")
+        names = (
+            "one.png",
+            "folder/file.png",
+            "folder/inner/file.png",
+            "folder",
+            "loop",
+            "up/hand/s1/marks.jsonl",
+            "",
+            ".made",
+        )
+        ways = ("..%2f", "%2e%2e/", "..%5c", "....//", "%252e%252e%252f", "%00", "\u2025/", "//", "%c0%ae%c0%ae/")
+        for name in (
+            *names,
+            *(way * 6 + str(secret / "file.png").lstrip("/") for way in ways),
+            *(way + "file.png" for way in ways),
+        ):
+            answer = browser.get(f"/{LOOP_NAME}/{name}")
+            assert "not to be seen" not in answer.text and answer.status_code in (200, 404), (name, answer.status_code)
+            assert answer.status_code == 404 or "<h1>hand/s1</h1>" in answer.text, name
+        for name in ("%2e%2e", "..%2f..", "<script>", "%00", "x" * 4000, "hand%0d%0aX-A:b", "\u202ednah"):
+            answer = browser.get(f"/{name}/s1/index.html")
+            assert (
+                answer.status_code == 404
+                and "x-a" not in answer.headers
+                and answer.headers["x-content-type-options"] == "nosniff"
+            )
+            assert answer.headers["content-type"].startswith("text/plain")
+        for k in ("9" * 5000, "\u0661", "\u00b2", "-1", "1e3", "0x1", " 1", "9999999999"):
+            assert browser.get(f"/{LOOP_NAME}/trace.html", params={"k": k, "row": "0"}).status_code == 404, k
+        for row in (
+            "9" * 5000,
+            "\u0661",
+            "-1",
+            "../0",
+            "\0",
+            "x" * 5000,
+            "r" + "0" * 16,
+            "' or 1=1",
+            "\ud800".encode("utf-8", "replace"),
+        ):
+            assert browser.get(f"/{LOOP_NAME}/trace.html", params={"k": 1, "row": row}).status_code == 404, row
+
+
 @pytest.mark.browser
 @NEEDS_CHROMIUM
 def test_an_auditor_vetoes_with_the_keyboard_and_takes_it_back(served: Served) -> None:

@@ -131,3 +131,18 @@ def test_what_the_log_does_not_know_all_about_is_not_touched(hand: Hand) -> None
     without = [record for record in hand.records if record.ref != Ref("verdicts", 0)]
     with pytest.raises(NotFound, match=r"the record of verdicts\[0\] .* is not in the event log"):
         leftovers(Archive(without, hand.store.root, hand.root), set())
+
+
+def test_of_a_symbolic_link_the_link_alone_goes(tmp_path: Path) -> None:
+    archive = random_store(tmp_path / "store", [(0, 0, []), (0, 1, [])])
+    place, outside = archive.store / "exp/s1/dataset/0", tmp_path / "outside"
+    (outside / "precious").mkdir(parents=True)
+    (outside / "precious" / "file").write_text("kept")
+    (place / "linked").symlink_to(outside)
+    (place / "0" / "inner").symlink_to(outside / "precious")
+    (archive.store / ".scratch").symlink_to(outside)
+    taken = leftovers(archive, finished={"precious"})
+    assert {one.folder.name for one in taken} == {"0", "linked"}
+    for one in taken:
+        one.remove()
+    assert (outside / "precious" / "file").read_text() == "kept" and not (place / "linked").is_symlink()

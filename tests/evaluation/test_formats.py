@@ -345,3 +345,12 @@ def test_the_printed_table_counts_what_lacks(folder: Path) -> None:
     assert f"{NO_PREDICTION}: 1" in printed.output and f"{UNREADABLE}: 2" in printed.output
     file.write_bytes(plain(COEPG | {"prediction": None}, 0))
     assert CliRunner().invoke(app, command).exit_code == 1
+
+
+def test_a_file_that_unpacks_to_much_more_is_not_read_to_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coepg_dagster.evaluation.rows.MAX_JSON", 1 << 20)
+    for format, start in (("ui_genie", b'{"a": "'), ("coepg", b'["')):
+        file = folder / "bomb.json.gz"
+        file.write_bytes(gzip.compress(start + b"x" * (1 << 24)))
+        with pytest.raises(ScoringError, match=r"more than 1,048,576 bytes of JSON|no JSON|longer|invalid"):
+            score_file(file, format, "android_control/ui_genie")
