@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test ui lint reproducible bench clean
+.PHONY: setup demo test faults ui lint reproducible bench clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ test: setup  ## lint goes on beside the tests
 	$(MAKE) lint & lint=$$!; \
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder; passed=$$?; \
 	wait $$lint && exit $$passed
+
+faults: setup  ## the whole fault matrix of docs/reliability.md
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "" tests/faults
 
 lint: setup  ## mypy and import-linter see assets/ and resources/ where they are imported from, through links
 	$(VENV)/bin/ruff check .

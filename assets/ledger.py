@@ -18,6 +18,7 @@ from typing import Final
 import dagster as dg
 import psutil
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
@@ -414,7 +415,7 @@ def archive(project: Project, instance: dg.DagsterInstance) -> Archive:
             for event in page.records:
                 value = event.asset_materialization and event.asset_materialization.metadata.get(RECORD)
                 if isinstance(value, dg.JsonMetadataValue):
-                    records.append((event.storage_id, Record.model_validate(value.value)))
+                    records.append((event.storage_id, _parsed(key.to_user_string(), value.value)))
             cursor, more = page.cursor, page.has_more
     return Archive((record for _, record in sorted(records, key=lambda one: one[0])), project.store, project.root)
 
@@ -441,7 +442,19 @@ def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:
     value = materialization.metadata.get(RECORD) if materialization else None
     if not isinstance(value, dg.JsonMetadataValue):
         raise NotUsable(f"{ref} was not made by this project (its metadata has no `{RECORD}`): materialize {ref} again")
-    return Record.model_validate(value.value)
+    return _parsed(str(ref), value.value)
+
+
+def _parsed(what: str, value: object) -> Record:
+    """A record, also of an older version of this project. Raises NotUsable where it is of a newer one."""
+    try:
+        return Record.model_validate(value)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        raise NotUsable(
+            f"the record of {what} cannot be read ({'.'.join(map(str, wrong['loc']))}: {wrong['msg']}): another version of "
+            "coepg-dagster made it: use that one, or wipe its materializations in the web UI and make it again"
+        ) from None
 
 
 def _targets(instance: dg.DagsterInstance, backfill_id: str, key: dg.AssetKey) -> set[str]:

@@ -1,0 +1,82 @@
+"""Processes that are killed with SIGKILL at random moments: the loop goes on, and ends with what it would have been."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from coepg_dagster.resources import warm
+
+from coepg_dagster.processes import is_alive
+from coepg_dagster.provenance import Ref
+from tests.assets.light import light_project, plant
+from tests.faults.evolving import evolving, kill, left_over, output_of, versions
+from tests.project import REPOSITORY
+
+TINY = REPOSITORY / "tests" / "experiments" / "tiny.yaml"
+
+
+@pytest.fixture
+def bare_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Light steps need no models: the server that processes are forked from imports Dagster alone."""
+    monkeypatch.setattr(warm, "_server", None)
+    monkeypatch.setattr(warm, "IMPORTED", [])
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "through", "kills"),
+    [(0, 0, 3), *(pytest.param(seed, 1, 12, marks=pytest.mark.faults) for seed in range(1, 6))],
+)
+def test_evolve_that_is_killed_again_and_again_ends_with_the_same_artifacts(
+    seed: int, through: int, kills: int, tmp_path: Path, bare_server: None
+) -> None:
+    whole = light_project(tmp_path / "whole")
+    started = time.monotonic()
+    undisturbed = evolving(whole, through=through)
+    assert undisturbed.wait(600) == 0, output_of(whole)
+    seconds, rng = time.monotonic() - started, random.Random(seed)
+    killed, at_work = light_project(tmp_path / "killed"), 0
+    for _ in range(kills):
+        process = evolving(killed, through=through)
+        try:
+            process.wait(rng.uniform(0.05, 2 / kills) * seconds)
+        except subprocess.TimeoutExpired:
+            kill(process.pid)
+            at_work += 1
+            assert process.wait(60) == -signal.SIGKILL
+    last = evolving(killed, through=through)
+    assert last.wait(600) == 0, output_of(killed)
+    assert at_work, "it was never killed at work"
+    assert versions(killed) == versions(whole)
+    assert left_over(killed) == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_takes_its_children_with_it_and_fails_its_step(
+    tmp_path: Path, bare_server: None
+) -> None:
+    """As the kernel does when memory is full."""
+    project = light_project(tmp_path / "project")
+    planted = plant(project, "worker", "light/s1", Ref("planner_sft", 0))
+    process = evolving(project)
+    pids = project.store / ".scratch" / "hanging" / "pids.json"
+    end = time.monotonic() + 200
+    while not pids.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    worker, child = json.loads(pids.read_text())
+    kill(worker)
+    assert process.wait(200) == 1
+    assert not is_alive(worker) and not is_alive(child)
+    assert "which the kernel sends when main memory is full: then use fewer processes" in output_of(project)
+    planted.unlink()
+    again = evolving(project)
+    assert again.wait(300) == 0, output_of(project)
+    assert left_over(project) == []

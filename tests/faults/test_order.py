@@ -1,0 +1,185 @@
+"""Runs that meet: of one iteration, out of order, of a predecessor, with other code, by another clock, from another place."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from coepg_dagster.assets import ledger
+from coepg_dagster.assets.evolve import evolve_through
+from coepg_dagster.assets.ledger import RECORD, archive
+from coepg_dagster.assets.stage import Outcome, StageContext
+from rich.console import Console
+
+from coepg_dagster.auditing.archive import Archive
+from coepg_dagster.project import Project
+from coepg_dagster.provenance import LOOP, NotUsable, Ref
+from coepg_dagster.store import Store
+from tests.assets.conftest import InProcess
+from tests.assets.light import LIGHT_MAKERS, light_project, plant, steps_log
+from tests.faults.evolving import versions
+
+
+def evolve(light: InProcess, through: int) -> str:
+    output = io.StringIO()
+    evolve_through(light.defs, light.instance, light.loop, through, Console(file=output, width=500))
+    return output.getvalue()
+
+
+def made_by(light: InProcess) -> dict[str, str]:
+    return versions(light.project, instance=light.instance)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The data versions of iterations 0 and 1."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        light = InProcess(light_project(tmp_path_factory.mktemp("undisturbed") / "project"), instance)
+        evolve(light, 1)
+        yield made_by(light)
+
+
+def test_the_same_artifact_committed_twice_at_once(tmp_path: Path) -> None:
+    """As two seeds do with the benchmark that they share."""
+    store, errors, folders = Store(tmp_path), list[BaseException](), set[Path]()
+    gate = threading.Barrier(4)
+
+    def commit() -> None:
+        try:
+            with store.draft("a") as draft:
+                (draft / "rows").write_bytes(bytes(100_000))
+                gate.wait(30)
+                folders.add(store.commit(draft, ("a", "all"), ["rows"]).folder)
+        except BaseException as error:  # noqa: BLE001 - the test reports it
+            errors.append(error)
+
+    threads = [threading.Thread(target=commit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == [] and len(folders) == 1
+    assert store.dead_drafts() == [] and list((tmp_path / ".drafts").iterdir()) == []
+
+
+@pytest.mark.faults
+def test_a_partition_out_of_order_is_refused_with_what_it_lacks(light: InProcess) -> None:
+    light.run(None)
+    assert "dataset[0] does not exist: materialize dataset[0] first" in light.why(light.run(1, "planner_sft"))
+    light.run(0)
+    assert "does not exist: materialize" in light.why(light.run(2, "planner_sft"))
+    assert {step["k"] for step in steps_log(light.project)} == {None, 0}
+
+
+@pytest.mark.faults
+def test_an_iteration_made_again_while_its_successor_trains(light: InProcess, undisturbed: dict[str, str]) -> None:
+    """π_1 was trained on the first D_0; with another D_0 meanwhile, nothing goes on from it until it is made again."""
+    evolve(light, 0)
+    others = InProcess(light.project, light.instance)
+
+    def while_training(work: StageContext) -> Outcome:
+        outcome = LIGHT_MAKERS["planner_sft"](work)
+        if work.k == 1 and salt.exists() and not done:
+            done.append(others.run(0, "dataset").success)
+        return outcome
+
+    done: list[bool] = []
+    salt = plant(light.project, "salt", "light/s1", Ref("dataset", 0), "other rows")
+    light.settings["makers"] = LIGHT_MAKERS | {"planner_sft": while_training}
+    result = light.run(1)
+    assert done == [True] and not result.success
+    why = light.why(result)
+    assert "is stale" in why and "dataset[0] is now" in why
+    assert light.loop.record(light.instance, Ref("planner", 1)) is None
+    salt.unlink()
+    light.settings.clear()
+    others.run(0, "dataset")  # as it was
+    evolve(light, 1)
+    assert made_by(light) == undisturbed
+
+
+@pytest.mark.parametrize("jump", [-40 * 86400.0, pytest.param(40 * 86400.0, marks=pytest.mark.faults)])
+def test_a_clock_that_jumps_changes_nothing(
+    light: InProcess, undisturbed: dict[str, str], jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By forty days, back or forth, between two iterations."""
+    evolve(light, 0)
+    true = time.time
+    monkeypatch.setattr(time, "time", lambda: true() + jump)
+    evolve(light, 1)
+    assert made_by(light) == undisturbed
+    assert "0 runs" not in evolve(light, 1) and light.loop.stale(light.loop.records(light.instance)) == {}
+
+
+@pytest.mark.faults
+def test_a_store_that_was_moved_with_its_project(light: InProcess, tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    evolve(light, 0)
+    before = made_by(light)
+    light.project.root.rename(tmp_path / "elsewhere")
+    moved = InProcess(Project(tmp_path / "elsewhere"), light.instance)
+    steps = len(steps_log(moved.project))
+    evolve(moved, 0)
+    assert made_by(moved) == before and len(steps_log(moved.project)) == steps, "nothing was made again"
+    evolve(moved, 1)
+    assert made_by(moved) == undisturbed
+
+
+def old(record: dict[str, object]) -> dict[str, object]:
+    """A record as the version before made it: without what came since."""
+    return {name: value for name, value in record.items() if name not in ("files", "sizes", "place", "failed_checks")}
+
+
+@pytest.mark.faults
+def test_a_store_of_the_version_before_is_read_and_one_of_a_later_version_is_refused(
+    light: InProcess, undisturbed: dict[str, str]
+) -> None:
+    light.run(None)
+    light.run(0)
+    for ref in [Ref("benchmark_steps"), *(Ref(asset, 0) for asset in LOOP)]:
+        record = light.loop.record(light.instance, ref)
+        assert record is not None
+        report(light, ref, old(record.model_dump(mode="json")))
+    evolve(light, 1)
+    assert made_by(light) == undisturbed
+    assert isinstance(archive(light.project, light.instance), Archive)
+    newest = light.loop.record(light.instance, Ref("dataset", 1))
+    assert newest is not None
+    report(light, Ref("dataset", 1), newest.model_dump(mode="json") | {"from_the_future": 1})
+    with pytest.raises(NotUsable, match=r"dataset\[1\] cannot be read \(from_the_future: .*another version"):
+        evolve(light, 1)
+
+
+def report(light: InProcess, ref: Ref, record: dict[str, object]) -> None:
+    light.instance.report_runless_asset_event(
+        dg.AssetMaterialization(
+            light.loop.key(ref.asset),
+            partition=light.loop.partition(ref),
+            metadata={RECORD: dg.MetadataValue.json(record)},
+        )
+    )
+
+
+def test_a_damaged_claim_says_which_file_to_delete(light: InProcess) -> None:
+    evolve(light, 0)
+    claim = light.project.store / ".claims" / "light" / "s1" / "0.json"
+    plant(light.project, "salt", "light/s1", Ref("dataset", 0))
+    for content in ("", '{"run', "[]", '"x"', json.dumps({"run": "x"})):
+        claim.write_text(content)
+        assert f"{claim} is damaged: delete it once no run of iteration 0 goes on" in light.why(light.run(0, "dataset"))
+    claim.unlink()
+    assert light.run(0, "dataset").success
+
+
+def test_locks_of_processes_that_were_killed_before_their_run_began_go(light: InProcess) -> None:
+    folder = light.project.store / ".claims" / "evolve"
+    folder.mkdir(parents=True)
+    (folder / "of-the-dead").touch()
+    with ledger.living_run(light.project.store, "of-the-living"):
+        ledger.end_dead_runs(light.instance, light.project.store)
+        assert [path.name for path in folder.iterdir()] == ["of-the-living"]
