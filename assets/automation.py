@@ -341,7 +341,7 @@ def conditions(watched: Watched, nightly: str, weekly: str) -> dict[dg.AssetKey,
         for asset in (*shared, *loop.made, REPORT):
             found[asset].append(_refresh(asset, watched, idle))
     if "evaluate_nightly" in chosen:
-        due = dg.AutomationCondition.cron_tick_passed(nightly).since_last_handled()
+        due: Condition = dg.AutomationCondition.cron_tick_passed(nightly).since_last_handled()  # type: ignore[assignment, misc]
         there = Part("the agent is there", watched, lambda seen: seen.agents)
         found["evaluation"].append((due & there & rested).with_label("nightly evaluation"))
     if "regenerate_weekly" in chosen:

@@ -161,11 +161,11 @@ def _run(
                 ended = f"run {run_id[:8]}, which another `coepg evolve` started, goes on: cancel it in the web UI"
             console.print(f"{title}: {ended}", soft_wrap=True)
             raise SystemExit(128 + interrupts.first)
-    run = instance.get_run_by_id(run_id)
-    if run is not None and run.tags.get(EVOLVE_TAG) == QUEUED and not queued:
+    made = instance.get_run_by_id(run_id)
+    if made is not None and made.tags.get(EVOLVE_TAG) == QUEUED and not queued:
         console.print(f"{title}: the Dagster daemon is gone; the run is made in this process", soft_wrap=True)
         _run(defs, instance, loop, todo, console, replace(where, here=True))
-    elif run is None or not run.is_success:
+    elif made is None or not made.is_success:
         raise RunFailed(_why(instance, run_id, iteration))
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import dagster as dg
 from dagster._core.code_pointer import ModuleCodePointer
@@ -42,7 +42,7 @@ QUEUE_DAEMON: Final = "QUEUED_RUN_COORDINATOR"
 
 
 def observation(
-    key: dg.AssetKey, partition: str, version: str, metadata: Mapping[str, dg.MetadataValue[object]]
+    key: dg.AssetKey, partition: str, version: str, metadata: Mapping[str, dg.MetadataValue[Any]]
 ) -> dg.AssetObservation:
     """An observation of a partition of an external asset with a data version, from a step that makes another asset.
 

@@ -72,7 +72,6 @@ class BoardLabels:
         instruction = instruction_of(row) or ""
         return self._by_question.get((_image_name(image), instruction)) or None
 
-
     def require(self, answered: Collection[str], path: Path) -> None:
         """Raises ScoringError where no item is answered by a file of predictions."""
         if not answered:

@@ -211,8 +211,10 @@ class _Columns:
     def add_unread(self, row: Unread) -> None:
         for value, column in zip((row.where, None, None, "", row.reason), self._about, strict=True):
             column.append(value)
-        for none in (*self._classes, *self._values):
-            none.append(None)
+        for classes in self._classes:
+            classes.append(None)
+        for values in self._values:
+            values.append(None)
         self.rows += 1
 
     def table(self) -> pa.Table:

@@ -133,7 +133,16 @@ def test_a_file_that_cannot_be_used_costs_only_its_experiment(light: InProcess) 
 
 def test_the_definitions_load_without_heavy_libraries() -> None:
     """Each run of Dagster is a new process that loads them: torch and transformers would cost it six seconds."""
-    heavy = {"dagster_webserver", "huggingface_hub.hf_api", "matplotlib", "pandas", "scipy", "torch", "transformers", "trl"}
+    heavy = {
+        "dagster_webserver",
+        "huggingface_hub.hf_api",
+        "matplotlib",
+        "pandas",
+        "scipy",
+        "torch",
+        "transformers",
+        "trl",
+    }
     command = f"import sys; from coepg_dagster.definitions import defs; defs(); print(*sys.modules.keys() & {heavy})"
     loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []

@@ -88,7 +88,8 @@ def test_a_run_that_another_evolve_left_behind_is_awaited(mine: Deployment) -> N
     (mine.project.root / "control" / "seconds").write_text("8")
     first = evolve(mine)
     runs = mine.wait(
-        lambda: [run for run in mine.runs(coepg__evolve=QUEUED) if run["status"] not in ("SUCCESS", "CANCELED")], "a run"
+        lambda: [run for run in mine.runs(coepg__evolve=QUEUED) if run["status"] not in ("SUCCESS", "CANCELED")],
+        "a run",
     )
     first.kill()
     (mine.project.root / "control" / "seconds").write_text("0.3")
