@@ -1,6 +1,6 @@
 """`coepg score` on files of 1,000,000 rows: rows per second on one core by format and protocol, and the most memory that it takes.
 
-Logs of grounding boards in both kinds of rows, of about 700 bytes, and GUI-R1's files. Against: reading the same lines with
+Logs of grounding boards in both kinds of rows, of about 700 bytes, and files of GUI-R1. Against: the same lines read with
 json.loads and nothing else, which no scorer in Python can avoid. CPU time is measured, and ten million additions before and
 after each file, since a machine may be throttled. `COEPG_ROWS` makes the files shorter.
 """

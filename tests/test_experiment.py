@@ -171,6 +171,16 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ),
         ({"evaluation": {"oracle_plan": True}, "benchmark": PHONE}, "(whole file)", "at `benchmark.level: low` only"),
         (
+            {"evaluation": {"boards": {"b": {"path": "x", "protocol": "mind2web/seeclick"}}}},
+            "evaluation.boards.b.protocol",
+            "is of no grounding board; choose from screenspot/gui_r1",
+        ),
+        (
+            {"evaluation": {"boards": {"test_seed": {"path": "x", "protocol": "osworld_g/items"}}}},
+            "(whole file)",
+            "test_seed is the name of a split",
+        ),
+        (
             {"init": "previous", "grpo__prompts": "unseen", "regeneration__carry_over": "none"},
             "(whole file)",
             "ϕ_k has seen",
@@ -589,3 +599,15 @@ def test_a_pass_holds_whole_groups_and_passes_are_equal(
     else:
         assert size % group == 0 and (prompts * group // processes) % size == 0
         assert size >= min(micro, prompts * group // processes)
+
+
+def test_grounding_boards_make_other_evaluations_and_nothing_else() -> None:
+    board = {"path": "x", "protocol": "screenspot_pro/items"}
+    for others in ({}, {"base_planner": True}):
+        plain, none, with_board = (
+            Experiment.model_validate(content(evaluation=others | more) | {"name": "exp"})
+            for more in ({}, {"boards": {}}, {"boards": {"pro": board}})
+        )
+        for asset in CODE:
+            versions = [code_version(one, asset) for one in (plain, none, with_board)]
+            assert versions[0] == versions[1] and (versions[2] != versions[0]) == (asset == "evaluation")

@@ -10,12 +10,21 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from coepg_dagster.artifacts import PAIRS
-from coepg_dagster.experiment import Experiment
+from coepg_dagster.artifacts import BOARDS, PAIRS
+from coepg_dagster.experiment import Evaluation, Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report
 from coepg_dagster.reports.lineage import key_number
-from coepg_dagster.results import learned_text, overview, pairs_text, results, rows_of, short_splits
+from coepg_dagster.results import (
+    board_notes,
+    board_tables,
+    learned_text,
+    overview,
+    pairs_text,
+    results,
+    rows_of,
+    short_splits,
+)
 from tests.assets.light import score_of
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import png, step, step_table
@@ -105,6 +114,27 @@ def test_what_each_training_changed_is_among_the_results(tmp_path: Path) -> None
         f"k = 1, GRPO: train {text}, validation {text}",
     ]
     assert key_number(of, records[Ref("planner", 1)]) == "GRPO +7.1 on train"
+
+
+def test_boards_have_tables_of_their_own_by_their_own_protocol(tmp_path: Path) -> None:
+    board = {"path": "x", "protocol": "screenspot_pro/items"}
+    of = experiment(tmp_path).model_copy(update={"evaluation": Evaluation.model_validate({"boards": {"pro": board}})})
+    value = {"macro": 30.0, "micro": 40.0, "ci95": None, "ci95_micro": [35.0, 45.0], "n": 1581}
+    alone = {"protocol": "screenspot_pro/items", "rows": 1581, "metrics": {"acc": value}, "notes": {}, "source": "s"}
+    agent = score_of(50.0, [45.0, 55.0])
+    records = {
+        Ref("evaluation", 0): record("evaluation", 0, {"validation": agent, "test_seed": agent, BOARDS: {"pro": alone}})
+    }
+    [table] = board_tables(of, 1, records)
+    assert table.rows == (("0", "40.0 [35.0, 45.0]", "30.0"),) and "screenspot_pro/items" in table.protocols
+    assert "pro" not in overview(of, 1, records)[0].header and not overview(of, 1, records)[1]
+    assert board_notes(records[Ref("evaluation", 0)]) == [
+        "Alone on pro: 40.0 [35.0, 45.0] per cent of 1,581 items, by screenspot_pro/items."
+    ]
+    moved = of.model_copy(
+        update={"evaluation": Evaluation.model_validate({"boards": {"pro": board | {"protocol": "osworld_g/items"}}})}
+    )
+    assert board_tables(moved, 1, records) == [] and "screenspot_pro/items" in overview(moved, 1, records)[1][0]
 
 
 def test_other_pairs_are_rows_beside_the_agent(tmp_path: Path) -> None:
