@@ -40,7 +40,7 @@ lint: setup  ## mypy and import-linter see assets/ and resources/ where they are
 reproducible: setup  ## the sandbox twice with the same seed: the same data versions of D_0, D_1, D_2
 	$(VENV)/bin/python -m tests.reproducible
 
-BENCHMARKS := scoring_cpu scoring_overlap grpo_rollouts_per_second grpo_vs_trl memory_slope screen_decode audit_page
+BENCHMARKS := scoring_cpu scoring_overlap grpo_rollouts_per_second grpo_vs_trl memory_slope screen_decode audit_page definitions_load
 
 bench: setup  ## the benchmarks that need no GPU; each writes benchmarks/baselines/NAME.json
 	for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
