@@ -6,6 +6,8 @@ import http.client
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -29,7 +31,7 @@ PATIENCE = 240_000
 def page(deployment: Deployment) -> Iterator[playwright.Page]:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": 1500, "height": 950})
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
         page.set_default_timeout(PATIENCE)
         yield page
         browser.close()
@@ -46,20 +48,47 @@ def keys(*assets: str) -> list[list[str]]:
     return [["other", asset] if asset in SHARED else ["other", "s2", asset] for asset in assets]
 
 
+def boxes(page: playwright.Page, *names: str) -> dict[str, Any]:
+    """Where the graph draws assets or groups: name → x, y, width, height, px of the window."""
+    found = {name: page.locator("svg foreignObject").get_by_text(name, exact=True).first for name in names}
+    for node in found.values():
+        node.wait_for()
+    page.wait_for_timeout(2000)  # the graph moves into place
+    return {name: node.bounding_box() for name, node in found.items()}
+
+
+def test_a_user_sees_one_experiment_from_left_to_right(deployment: Deployment, page: playwright.Page) -> None:
+    selection = 'key:"other/*" and not key:"other/s1/*"'
+    page.goto(f"{deployment.url}/asset-groups?asset-selection={quote(selection)}")
+    parts = boxes(page, "other_inputs", "other_s2_iteration", "other_s2_evaluation")
+    inputs, iteration, evaluation = (box["x"] for box in parts.values())
+    assert inputs < iteration < evaluation
+    assert all(box["x"] > 0 and box["x"] + box["width"] < 1600 for box in parts.values())
+
+
+def test_a_user_sees_an_iteration_without_scrolling(deployment: Deployment, page: playwright.Page) -> None:
+    page.goto(f"{deployment.url}/locations/coepg/asset-groups/other_s2_iteration")
+    order = ["planner_sft", "candidate_plans", "verdicts"]
+    nodes = boxes(page, *order, "dataset", "grounder", "planner")
+    assert all(box["x"] > 0 and box["x"] + box["width"] < 1600 for box in nodes.values())
+    assert all(box["y"] > 0 and box["y"] + box["height"] < 1000 for box in nodes.values())
+    assert sorted(order, key=lambda name: nodes[name]["x"]) == order
+    picture(page, "iteration")
+
+
 def test_a_user_materializes_an_iteration_and_watches_it(deployment: Deployment, page: playwright.Page) -> None:
     assert deployment.wait_run(deployment.launch(keys(*SHARED), None), "SUCCESS")
-    page.goto(f"{deployment.url}/asset-groups")
-    page.get_by_text("other_s2", exact=True).first.wait_for()
-    page.goto(f"{deployment.url}/locations/coepg/asset-groups/other_s2")
-    for asset in LOOP:
-        page.get_by_text(asset, exact=True).first.wait_for()
-    page.get_by_role("button", name="Materialize all").click()
+    selection = 'key:"other/s2/*" and not key:"*/evolution_report"'
+    page.goto(f"{deployment.url}/asset-groups?asset-selection={quote(selection)}")
+    page.get_by_role("button", name=re.compile(r"Materialize all")).click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_text("Select a partition").click()
-    page.get_by_role("menuitem").locator("span").filter(has_text=re.compile("^0$")).click()
-    page.keyboard.press("Escape")
+    ranges = dialog.get_by_role("textbox").first
+    ranges.fill("0")
+    ranges.press("Enter")
+    picture(page, "materialize")
     dialog.get_by_role("button", name=re.compile("Launch")).click()
     runs = deployment.wait(lambda: deployment.runs(dagster__partition="0", coepg__experiment=LOOP_NAME), "the run")
+    assert {asset["path"][-1] for asset in runs[-1]["assetSelection"]} == set(LOOP)
     page.goto(f"{deployment.url}/runs/{runs[-1]['runId']}")
     page.get_by_text("Success", exact=True).first.wait_for()
     page.get_by_text("other__s2__evaluation").first.wait_for()
@@ -77,7 +106,21 @@ def test_a_user_reads_a_partition_and_why_it_is_stale(deployment: Deployment, pa
     stale.first.hover()
     page.get_by_text("has a new data version").wait_for()
     page.get_by_text("other / s2 / previous / dataset").wait_for()
+    rows = page.locator("td:first-child").all_inner_texts()
+    shown = [row for row in rows if row in ("page", "seconds", "inputs", "folder", "record")]
+    assert shown == ["page", "seconds", "inputs", "folder", "record"]
     picture(page, "partition")
+
+
+def test_a_twin_leads_to_what_it_stands_for(deployment: Deployment, page: playwright.Page) -> None:
+    page.goto(f"{deployment.url}/assets/other/s2/previous/dataset?view=events&partition=1")
+    link = page.get_by_role("link", name=re.compile("/assets/other/s2/dataset")).first
+    link.wait_for()
+    picture(page, "twin")
+    page.goto(deployment.url + str(link.get_attribute("href")))
+    page.get_by_text("Materialized", exact=True).first.wait_for()
+    assert page.url.endswith("/assets/other/s2/dataset?view=partitions&partition=0")
+    page.get_by_role("link", name=re.compile("/pages/other/s2/audit-0")).first.wait_for()
 
 
 def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page: playwright.Page) -> None:
