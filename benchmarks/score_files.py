@@ -1,4 +1,4 @@
-"""`coepg score` on files of 1,000,000 rows: rows per second on one core by format and protocol, and the most memory that it takes.
+"""`coepg score` on files of 1,000,000 rows: rows per second on one core by format and protocol, and its peak memory.
 
 Logs of grounding boards in both kinds of rows, of about 700 bytes, and files of GUI-R1. Against: the same lines read with
 json.loads and nothing else, which no scorer in Python can avoid. CPU time is measured, and ten million additions before and
