@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-ENTRIES = ("coepg_dagster.cli.__main__", "coepg_dagster.definitions", "coepg_dagster.training.launch")
+ENTRIES = (
+    "coepg_dagster.cli.__main__",
+    "coepg_dagster.definitions",
+    "coepg_dagster.reproductions",
+    "coepg_dagster.training.launch",
+)
 """Modules that something else starts: the shell, Dagster, accelerate."""
 ENTRY_NAMES = ("defs", "app")
 """Names that Dagster or the console script takes from a module."""

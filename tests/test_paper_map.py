@@ -1,4 +1,4 @@
-"""Every file, function and test that docs/paper_map.md names exists, and the product uses the code."""
+"""Every file, function and test that docs/paper_map.md and docs/reliability.md name exists, and the product uses the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.reachable import Product
 
 REPOSITORY = Path(__file__).parent.parent
-MAP = (REPOSITORY / "docs" / "paper_map.md").read_text("utf-8")
+MAP, RELIABILITY = ((REPOSITORY / "docs" / f"{page}.md").read_text("utf-8") for page in ("paper_map", "reliability"))
 PLACE = re.compile(r"`([\w/]+\.py)(?:(::?)([\w.]+))?`")
 
 
@@ -31,10 +31,11 @@ def names_of(path: Path) -> set[str]:
     return names
 
 
-def test_every_place_exists() -> None:
-    places = PLACE.findall(MAP)
+@pytest.mark.parametrize(("page", "at_least"), [(MAP, 100), (RELIABILITY, 20)], ids=["paper_map", "reliability"])
+def test_every_place_exists(page: str, at_least: int) -> None:
+    places = PLACE.findall(page)
     places = [place for place in places if place[0] != "file.py"]  # the example in the first paragraph
-    assert len(places) > 100
+    assert len(places) > at_least
     missing = []
     for file, separator, name in places:
         path = REPOSITORY / file

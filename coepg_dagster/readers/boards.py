@@ -115,10 +115,6 @@ def annotation_files(board: Board, source: Path) -> list[Path]:
     return files
 
 
-def _folder(source: Path) -> Path:
-    return source if source.is_dir() else source.parent
-
-
 def labels(board: Board, source: Path) -> Iterator[Label | Reject]:
     """The labels of a board, one after the other; a Reject for an entry that cannot be read. Raises ReaderError."""
     for path in annotation_files(board, source):
