@@ -1,4 +1,4 @@
-"""ϕ_k alone on grounding boards: a real evaluation in its own process, its record, tables and pages, and what makes it stale."""
+"""ϕ_k alone on grounding boards: a real evaluation in its own process, its record and tables, and what makes it stale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coepg_dagster.assets import ledger
 from coepg_dagster.assets.loop import MAKERS
 
 from coepg_dagster.artifacts import BOARD_PREDICTIONS, BOARDS
-from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
+from coepg_dagster.provenance import SHARED, Asset, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import EXPERIMENT, LIGHT_MAKERS, light_project
 from tests.project import run, tell
@@ -51,7 +51,7 @@ def boards(
 
 
 @pytest.mark.slow
-def test_a_board_is_in_the_record_the_tables_and_the_pages_and_its_changes_are_noticed(boards: InProcess) -> None:
+def test_a_board_is_in_the_record_the_tables_and_its_changes_are_noticed(boards: InProcess) -> None:
     root = boards.project.root
     (root / "world/benchmark/OSWorld-G.json").rename(root / "gone.json")
     code, out, err = tell(root, "plan", "light")
@@ -75,17 +75,10 @@ def test_a_board_is_in_the_record_the_tables_and_the_pages_and_its_changes_are_n
         *("validation", "test", BOARDS)
     }
 
-    text = run(root, "results", "light")
-    assert "alone on" in text and "osworld_g/polygons" in text  # a title is wrapped
+    text = " ".join(run(root, "results", "light").split())  # a title is wrapped
+    assert "alone on" in text and "osworld_g/polygons" in text
     [iteration] = json.loads(run(root, "results", "light", "--json"))["iterations"]
     assert iteration[BOARDS]["world"]["acc"]["micro"] == world["metrics"]["acc"]["micro"]
-    rest = boards.run(0, *(asset for asset in LOOP if asset not in MADE))
-    assert rest.success, boards.why(rest)
-    run(root, "report", "light", "--out", str(root / "pages"))
-    [evolution] = (root / "pages").rglob("evolution.html")
-    assert "alone on world" in evolution.read_text()
-    [model] = (root / "pages").rglob("grounder-0.html")
-    assert "Alone on pro: " in model.read_text() and "by screenspot_pro/items" in model.read_text()
 
     assert not boards.loop.stale(boards.loop.records(boards.instance))
     write_board(root / "pro", "screenspot_pro", {"id": "vscode_macos_2"})
