@@ -75,10 +75,15 @@ def test_a_board_is_in_the_record_the_tables_and_its_changes_are_noticed(boards:
         *("validation", "test", BOARDS)
     }
 
-    text = " ".join(run(root, "results", "light").split())  # a title is wrapped
-    assert "alone on" in text and "osworld_g/polygons" in text
+    text = " ".join(run(root, "results", "light").split())
+    assert "ϕ_k alone on pro" in text and "of acc_micro: osworld_g/polygons, micro" in text
     [iteration] = json.loads(run(root, "results", "light", "--json"))["iterations"]
     assert iteration[BOARDS]["world"]["acc"]["micro"] == world["metrics"]["acc"]["micro"]
+    run(root, "report", "light", "--out", str(root / "pages"))
+    [evolution] = [page for page in (root / "pages").rglob("evolution.html") if page.parent.name != ".made"]
+    assert "alone on world" in evolution.read_text()
+    model = evolution.with_name("grounder-0.html").read_text()
+    assert "Alone on pro: " in model and "by screenspot_pro/items" in model
 
     assert not boards.loop.stale(boards.loop.records(boards.instance))
     write_board(root / "pro", "screenspot_pro", {"id": "vscode_macos_2"})
