@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -194,7 +194,12 @@ def score_predictions(
     cases = _counting_what_lacks(file.path, cases, notes)
     if exclusions is not None:
         cases = _marked(cases, exclusions)
-    result = _score(protocol, cases, notes, seed)
+    cases = iter(cases)
+    try:
+        result = _score(protocol, cases, notes, seed)
+    except ScoringError:
+        deque(cases, maxlen=0)  # an archive shows at its end that it is damaged, which then is why
+        raise
     return replace(result, notes={**result.notes, **_other_judgement(result)})
 
 
