@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -141,15 +142,33 @@ class Benchmark(Strict):
         return self
 
 
+def refuse_keys(base_url: str | None, api_key_env: str | None) -> None:
+    """Raises ValueError, which does not repeat it, where the address of an endpoint or the name of a variable holds a key."""
+    url = urlsplit(base_url or "")
+    if url.username or url.password or url.query:
+        raise ValueError("base_url must hold no key: name its environment variable in `api_key_env`")
+    if api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
+        raise ValueError("api_key_env is the *name* of an environment variable, not the key")
+
+
+def _no_address(model: str) -> str:
+    if "://" in model:
+        raise ValueError("an address is no model: name a folder, or `OWNER/NAME` of the hub")
+    return model
+
+
+Checkpoint = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_address)]
+"""A folder or a model of the hub."""
+
+
 class Member(Strict):
     """An open model of a pool, and the engine that answers for it. Plain text is the model alone."""
 
-    model: str = Field(
-        min_length=1,
+    model: Checkpoint = Field(
         description="local folder or hub model (`OWNER/NAME`, or `OWNER/NAME@REVISION`); for `openai`, its name at the endpoint",
     )
     engine: EngineName | None = Field(None, description="null: as `models.engine` says")
-    processor: str | None = Field(
+    processor: Checkpoint | None = Field(
         None, description="openai: folder or hub name of the served model's processor; null: `model`"
     )
     base_url: str | None = Field(None, description="openai: the endpoint, up to /v1")
@@ -174,10 +193,7 @@ class Member(Strict):
         url = urlsplit(self.base_url or "")
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError("`engine: openai` needs `base_url`, e.g. `http://10.0.0.7:8000/v1`")
-        if url.username or url.password or url.query:
-            raise ValueError("base_url must hold no key: name its environment variable in `api_key_env`")
-        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
-            raise ValueError("api_key_env is the *name* of an environment variable, not the key")
+        refuse_keys(self.base_url, self.api_key_env)
         return self
 
     @property
@@ -203,8 +219,8 @@ ENDPOINT: Final = PLACE | {"processor"}
 class Models(Strict):
     """The checkpoints that an experiment starts from: local folders or hub models (`OWNER/NAME@REVISION`), safetensors only."""
 
-    base_planner: str
-    base_grounder: str
+    base_planner: Checkpoint
+    base_grounder: Checkpoint
     planners: dict[Name, Member] = Field(description="members of the planner pool Π besides the trained ones")
     verifiers: dict[Name, Member] = Field(description="members of the verifier pool Φ besides the trained ones")
     judge: Member | None = Field(
@@ -304,6 +320,14 @@ class Serving(Strict):
     rollout_server: str | None = Field(
         None, description="a vLLM server on other GPUs that samples them instead, e.g. `http://127.0.0.1:8000`"
     )
+
+    @model_validator(mode="after")
+    def _holds_no_key(self) -> Self:
+        # every setting is in the metadata of what was made with it
+        refuse_keys(self.rollout_server, None)
+        if any(re.match(r"--(api[-_]key|hf[-_]token)\b", argument) for argument in self.arguments):
+            raise ValueError("arguments must hold no key: set VLLM_API_KEY or HF_TOKEN where Dagster is started")
+        return self
 
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
@@ -798,7 +822,11 @@ def _explain(source: Path | str, problem: Any) -> str:
     remedy = _REMEDIES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
     if problem["type"] in ("string_pattern_mismatch", "string_unicode") and key != "pool":
         remedy = "use lower-case letters, digits and _, starting with a letter"
-    got = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r:.200})"
+    # what stands where it should not may be a key
+    plain = problem["type"] not in ("missing", "value_error", "extra_forbidden") and not isinstance(
+        problem["input"], dict | list
+    )
+    got = f" (got {problem['input']!r:.200})" if plain else ""
     return f"{source}: {f'key `{key}`' if key != 'name' else 'the name of the file'}: {remedy}{got}"
 
 

@@ -155,7 +155,8 @@ class EnginesResource(_engines()):  # type: ignore[misc]
 
     def serving(self) -> Serving:
         """The settings as jobs take them."""
-        return Serving(**{name: getattr(self, _engine_field(name)) for name in Serving.model_fields})
+        given = {name: getattr(self, _engine_field(name)) for name in Serving.model_fields}
+        return checked(Serving, given, "resource engines")
 
     def placed(self, models: Models) -> Models:
         """The models, asked at the endpoints of this machine. Raises ExperimentError."""

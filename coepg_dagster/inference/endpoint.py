@@ -10,6 +10,7 @@ import httpx
 
 from coepg_dagster.experiment import Member, fingerprint
 from coepg_dagster.inference.engine import EngineRefused
+from coepg_dagster.refusal import without_credentials
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class Endpoint:
     api_key: str | None = None
     in_flight: int = 16  # requests at a time
     timeout_seconds: float = 120.0
+
+    def repeats_key(self, text: str) -> bool:
+        """Whether a server's text holds the key, so that it must not be kept or shown."""
+        return bool(self.api_key) and str(self.api_key) in text
 
     def client(self) -> httpx.Client:
         """A client that speaks to this endpoint only: no proxies or credentials from the environment, no redirects."""
@@ -66,6 +71,8 @@ def served_model(endpoint: Endpoint) -> dict[str, Any]:
         )
     if answer.status_code == 404:  # not every server lists its models
         return {"id": endpoint.model}
+    if endpoint.repeats_key(answer.text):
+        raise EngineRefused(f"{endpoint.base_url}/models repeats the key that it was given: use another server")
     try:
         models = {str(model["id"]): dict(model) for model in answer.json()["data"]}
     except (ValueError, KeyError, TypeError):
@@ -89,5 +96,5 @@ def served_version(reported: dict[str, Any]) -> str:
 
 
 def short(error: Exception) -> str:
-    """The type of an error and the beginning of its message."""
-    return f"{type(error).__name__}: {error}"[:200]
+    """The type of an error and the beginning of its message, without the user and password of an address."""
+    return without_credentials(f"{type(error).__name__}: {error}")[:200]

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # exported for whoever catches its errors
 
 from coepg_dagster.inference.files import DESCRIPTION, INDEX, WEIGHTS, IncompleteCheckpoint, check, faults, weight_names
+from coepg_dagster.refusal import without_credentials
 
 
 def split(checkpoint: str) -> tuple[str, str | None]:
@@ -126,4 +127,4 @@ def _explained(checkpoint: str) -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return without_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

@@ -246,6 +246,8 @@ class OpenAIEngine:
             return answer
         if answer.status_code != 200:
             return Failure(f"status {answer.status_code}: {self._quote(answer)}")
+        if self._endpoint.repeats_key(answer.text):
+            return Failure("the answer repeats the key")
         read = read_answer(answer.content)
         if isinstance(read, str):
             return Failure(f"malformed answer: {read}", passing=True)
@@ -289,8 +291,8 @@ class OpenAIEngine:
 
     def _quote(self, answer: httpx.Response) -> str:
         """The beginning of the server's answer, without the key that some servers repeat."""
-        text = answer.text[:300].strip() or "no text"
-        return text.replace(self._endpoint.api_key, "…") if self._endpoint.api_key else text
+        text = answer.text.replace(self._endpoint.api_key, "…") if self._endpoint.api_key else answer.text
+        return text[:300].strip() or "no text"
 
 
 def read_answer(content: bytes) -> _Answer | str:

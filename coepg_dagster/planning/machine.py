@@ -27,6 +27,7 @@ from coepg_dagster.experiment import (
     Sft,
     Strict,
     checked,
+    refuse_keys,
 )
 from coepg_dagster.jobs import OnAnomaly, Placement, Strategy, Tracker
 from coepg_dagster.planning.estimates import CARDS
@@ -132,6 +133,11 @@ class EndpointSettings(Strict):
     api_key_env: str | None = Field(None, description="the environment variable that holds its key")
     in_flight: int | None = Field(None, ge=1, le=1024, description="requests at a time, of each process")
     timeout_seconds: float | None = Field(None, gt=0, description="after which a request has failed")
+
+    @model_validator(mode="after")
+    def _holds_no_key(self) -> Self:
+        refuse_keys(self.base_url, self.api_key_env)
+        return self
 
 
 class Machine(Strict):

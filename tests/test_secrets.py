@@ -1,0 +1,219 @@
+"""Keys are planted in every place where one can be given, and looked for in everything that is written or printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from coepg_dagster.experiment import ExperimentError, Serving, checked, find_experiments
+from coepg_dagster.inference.endpoint import Endpoint, served_model, short
+from coepg_dagster.inference.engine import EngineRefused
+from coepg_dagster.inference.transformers_engine import TransformersEngine
+from coepg_dagster.planning.machine import EndpointSettings, load_machine
+from coepg_dagster.refusal import without_credentials
+from tests.assets.light import EXPERIMENT
+from tests.hub import served
+from tests.inference.openai_server import OpenAIServer
+from tests.project import REPOSITORY, coepg, make_project
+
+KEY = "PLANTED-b6a1"
+"""Part of every secret."""
+
+REMOTE = {"model": "tiny", "engine": "openai", "base_url": "http://127.0.0.1:9/v1"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("models.verifiers.v", REMOTE | {"api_key": KEY}),
+        ("models.verifiers.v", REMOTE | {"api_key_env": f"sk-{KEY}"}),
+        ("models.verifiers.v", REMOTE | {"base_url": f"http://user:{KEY}@127.0.0.1/v1"}),
+        ("models.verifiers.v", REMOTE | {"base_url": f"http://127.0.0.1/v1?key={KEY}"}),
+        ("models.verifiers.v", REMOTE | {"base_url": f"user:{KEY}@127.0.0.1/v1"}),
+        ("models.verifiers.v", [{"api_key": KEY}]),
+        ("models.verifiers.v", REMOTE | {"engine": {"api_key": KEY}}),
+        ("models.verifiers.v", f"https://user:{KEY}@example.org/owner/name"),
+        ("models.base_planner", f"https://user:{KEY}@example.org/owner/name"),
+        ("models.hf_token", KEY),
+        ("api_key", {"of": [KEY]}),
+        ("models.judge", {"model": "x", "processor": f"https://{KEY}@example.org/a/b"}),
+    ],
+)
+def test_an_experiment_file_with_a_key_is_refused_without_repeating_it(tmp_path: Path, key: str, value: Any) -> None:
+    experiment = yaml.safe_load(EXPERIMENT)
+    *outer, last = key.split(".")
+    at = experiment
+    for part in outer:
+        at = at.setdefault(part, {})
+    at[last] = value
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(experiment))
+    left_out = find_experiments(tmp_path).left_out["x"]
+    assert outer[0] if outer else key in left_out
+    assert "PLANTED" not in left_out, left_out
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        {"endpoints": {"v": {"base_url": f"http://user:{KEY}@127.0.0.1/v1"}}},
+        {"endpoints": {"v": {"api_key_env": f"sk-{KEY}"}}},
+        {"endpoints": {"v": {"api_key": KEY}}},
+        {"vllm": {"arguments": ["--api-key", KEY]}},
+        {"vllm": {"arguments": [f"--api_key={KEY}"]}},
+        {"vllm": {"arguments": [f"--hf-token={KEY}"]}},
+        {"vllm": {"rollout_server": f"http://user:{KEY}@127.0.0.1:8000"}},
+        {"vllm": {"api_key": KEY}},
+        {"sft": {"tracking": {"wandb": KEY}}},
+        {"hf_token": KEY},
+    ],
+)
+def test_a_machine_profile_with_a_key_is_refused_without_repeating_it(tmp_path: Path, profile: dict[str, Any]) -> None:
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(profile))
+    with pytest.raises(ExperimentError) as refused:
+        load_machine(tmp_path / "m.yaml")
+    assert "PLANTED" not in str(refused.value), refused.value
+
+
+def test_the_launchpad_refuses_a_key_without_repeating_it() -> None:
+    from coepg_dagster.resources.training import EnginesResource
+
+    for given in (
+        EnginesResource(vllm_arguments=["--api-key", KEY]),
+        EnginesResource(rollout_server=f"http://u:{KEY}@host"),
+    ):
+        with pytest.raises(ExperimentError) as refused:
+            given.serving()
+        assert "PLANTED" not in str(refused.value)
+    with pytest.raises(ValidationError):
+        Serving(arguments=["--api-key", KEY])
+    with pytest.raises(ExperimentError) as refused:
+        checked(EndpointSettings, {"base_url": f"http://:{KEY}@h"}, "endpoints")
+    assert "PLANTED" not in str(refused.value)
+
+
+def test_errors_of_libraries_lose_user_and_password() -> None:
+    for address in (f"http://user:{KEY}@host:1/x", f"https://{KEY}@host", f"socks5://u:{KEY}@127.0.0.1:9"):
+        assert (
+            without_credentials(f"for url '{address}' (x@y)")
+            == f"for url '{address.split('//')[0]}//…@{address.split('@')[1]}' (x@y)"
+        )
+        assert "PLANTED" not in short(httpx.ConnectError(f"cannot reach {address}"))
+    assert without_credentials("a@b http://host/a@b") == "a@b http://host/a@b"
+
+
+@pytest.fixture
+def endpoint(random_checkpoint: Any) -> Iterator[OpenAIServer]:
+    engine = TransformersEngine(random_checkpoint(0), dtype="float32", device="cpu", batch_size=2)
+    server = OpenAIServer(engine, key=KEY).start()
+    yield server
+    server.stop()
+
+
+def test_a_server_that_repeats_the_key_is_not_believed(endpoint: OpenAIServer, random_checkpoint: Any) -> None:
+    from PIL import Image
+
+    from coepg_dagster.inference.engine import Failure, Request, Sampling
+    from coepg_dagster.inference.openai_engine import OpenAIEngine
+    from coepg_dagster.inference.processing import load_processor
+    from coepg_dagster.prompts import grounder_messages
+
+    engine = OpenAIEngine(Endpoint(endpoint.url, "tiny", KEY), load_processor(str(random_checkpoint(0))))
+    request = Request(Image.new("RGB", (84, 112)), grounder_messages("here", "compact"))
+    endpoint.change = lambda answer: answer | {"model": KEY}
+    [[answer]] = engine.generate([request], Sampling(4))
+    engine.close()
+    assert isinstance(answer, Failure) and answer.reason == "the answer repeats the key"
+    endpoint._key = None
+    with pytest.raises(EngineRefused, match=r"repeats the key"):
+        served_model(Endpoint(endpoint.url, "tiny", "test"))  # what it says owns the model
+
+
+CONFIG = """
+parent: tiny
+description: Tiny models, one of them behind an endpoint, one of the hub.
+seeds: [7]
+iterations: 1
+benchmark: {test: [test_seed], max_train_steps: 12, max_eval_steps: 4}
+models:
+  verifiers:
+    remote:
+      {model: tiny, engine: openai, processor: models/verifier-a, base_url: "http://127.0.0.1:9/v1", api_key_env: COEPG_TEST_KEY}
+  planners: {hub: acme/planner-a}
+sft: {max_steps: 1}
+grpo: {max_steps: 1}
+"""
+
+
+@pytest.mark.slow
+def test_no_secret_is_written_or_printed_by_a_run_that_succeeds_or_by_one_that_fails(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", REPOSITORY / "tests" / "experiments" / "tiny.yaml")
+    (project / "experiments" / "keyed.yaml").write_text(CONFIG)
+    engine = TransformersEngine(REPOSITORY / "models" / "verifier-a", dtype="float32", device="cpu", batch_size=4)
+    server = OpenAIServer(engine, key=f"{KEY}-endpoint").start()
+    (project / "machines").unlink()
+    (project / "machines").mkdir()
+    place = {"remote": {"base_url": server.url, "api_key_env": "COEPG_TEST_KEY"}}
+    (project / "machines" / "here.yaml").write_text(yaml.safe_dump({"endpoints": place}))
+    printed = []
+
+    def run(*arguments: str, **more: str) -> int:
+        process = coepg(project, *arguments, **(secrets | more))
+        try:
+            printed.extend(process.communicate(timeout=900))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode
+
+    with served() as hub:
+        hub.publish("acme/planner-a", REPOSITORY / "models" / "planner-a")
+        secrets = hub.environment(tmp_path / "home") | {
+            "HF_ENDPOINT": hub.url.replace("//", f"//user:{KEY}-hub@"),
+            "HF_TOKEN": f"hf_{KEY}",
+            "WANDB_API_KEY": f"{KEY}-wandb",
+            "MLFLOW_TRACKING_URI": f"http://user:{KEY}-mlflow@127.0.0.1:9",
+            "MLFLOW_TRACKING_PASSWORD": f"{KEY}-mlflow",
+            "COEPG_TEST_KEY": f"{KEY}-endpoint",
+            "COEPG_ALERT_WEBHOOK": f"http://127.0.0.1:9/hooks/{KEY}",
+            "OPENAI_API_KEY": f"{KEY}-openai",
+            "AWS_SECRET_ACCESS_KEY": f"{KEY}-aws",
+            "HTTPS_PROXY": f"http://user:{KEY}-proxy@127.0.0.1:9",
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
+        assert run("plan", "keyed", "--on", "here") == 0, printed[-1]
+        assert run("evolve", "keyed", "--through", "0", "--on", "here") == 0, printed[-1]
+    for command in (
+        ("results", "keyed"),
+        ("report", "keyed", "--out", "pages"),
+        ("trace", "keyed@0#0"),
+        ("audit", "keyed"),
+    ):
+        assert run(*command) == 0, (command, printed[-1])
+    # everything that can be wrong with a secret; the hub is gone
+    home = {"HF_HOME": str(tmp_path / "other")}
+    for change in (home, home | {"HF_HUB_OFFLINE": "1"}, home | {"NO_PROXY": ""}, {"COEPG_TEST_KEY": f"{KEY}-wrong"},
+                   {"COEPG_TEST_KEY": f"{KEY}\n"}, home | {"HTTPS_PROXY": f"odd://user:{KEY}@127.0.0.1:9"},
+                   home | {"HF_ENDPOINT": f"http://user:{KEY}@[::bad/"}):  # fmt: skip
+        assert run("evolve", "keyed", "--through", "0", "--on", "here", **change) in (0, 1)
+        run("plan", "keyed", "--on", "here", **change)
+    server.stop()
+    run("evolve", "keyed", "--through", "1", "--on", "here")
+    leaks = [text for text in printed if "PLANTED" in text]
+    assert not leaks, leaks[0]
+    read = 0
+    for folder in (project, tmp_path / "home"):
+        for at, _, names in os.walk(folder):
+            for name in names:
+                file = Path(at, name)
+                if not file.is_symlink() and file.is_file():
+                    read += 1
+                    assert b"PLANTED" not in file.read_bytes(), file
+    assert read > 50
