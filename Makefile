@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test faults ui lint reproducible bench clean
+.PHONY: setup demo test faults fuzz ui lint reproducible bench clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,13 @@ BENCHMARKS := scoring_cpu scoring_overlap grpo_rollouts_per_second grpo_vs_trl m
 
 bench: setup  ## the benchmarks that need no GPU; each writes benchmarks/baselines/NAME.json
 	for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+
+SECONDS ?= 60
+FUZZERS ?=
+
+fuzz: setup  ## coverage-guided fuzzers, SECONDS each (make fuzz SECONDS=3600 FUZZERS="planner tfrecord"); needs Linux
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt ".[fuzz]"
+	$(VENV)/bin/python -m tests.fuzz --seconds $(SECONDS) $(FUZZERS)
 
 clean:
 	rm -rf store .dagster build *.egg-info

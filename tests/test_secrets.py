@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.planning.machine import EndpointSettings, load_machine
 from coepg_dagster.refusal import without_credentials
 from tests.assets.light import EXPERIMENT
-from tests.hub import served
 from tests.inference.openai_server import OpenAIServer
-from tests.project import REPOSITORY, coepg, make_project
 
 KEY = "PLANTED-b6a1"
 """Part of every secret."""
@@ -134,86 +130,3 @@ def test_a_server_that_repeats_the_key_is_not_believed(endpoint: OpenAIServer, r
     endpoint._key = None
     with pytest.raises(EngineRefused, match=r"repeats the key"):
         served_model(Endpoint(endpoint.url, "tiny", "test"))  # what it says owns the model
-
-
-CONFIG = """
-parent: tiny
-description: Tiny models, one of them behind an endpoint, one of the hub.
-seeds: [7]
-iterations: 1
-benchmark: {test: [test_seed], max_train_steps: 12, max_eval_steps: 4}
-models:
-  verifiers:
-    remote:
-      {model: tiny, engine: openai, processor: models/verifier-a, base_url: "http://127.0.0.1:9/v1", api_key_env: COEPG_TEST_KEY}
-  planners: {hub: acme/planner-a}
-sft: {max_steps: 1}
-grpo: {max_steps: 1}
-"""
-
-
-@pytest.mark.slow
-def test_no_secret_is_written_or_printed_by_a_run_that_succeeds_or_by_one_that_fails(tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", REPOSITORY / "tests" / "experiments" / "tiny.yaml")
-    (project / "experiments" / "keyed.yaml").write_text(CONFIG)
-    engine = TransformersEngine(REPOSITORY / "models" / "verifier-a", dtype="float32", device="cpu", batch_size=4)
-    server = OpenAIServer(engine, key=f"{KEY}-endpoint").start()
-    (project / "machines").unlink()
-    (project / "machines").mkdir()
-    place = {"remote": {"base_url": server.url, "api_key_env": "COEPG_TEST_KEY"}}
-    (project / "machines" / "here.yaml").write_text(yaml.safe_dump({"endpoints": place}))
-    printed = []
-
-    def run(*arguments: str, **more: str) -> int:
-        process = coepg(project, *arguments, **(secrets | more))
-        try:
-            printed.extend(process.communicate(timeout=900))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        return process.returncode
-
-    with served() as hub:
-        hub.publish("acme/planner-a", REPOSITORY / "models" / "planner-a")
-        secrets = hub.environment(tmp_path / "home") | {
-            "HF_ENDPOINT": hub.url.replace("//", f"//user:{KEY}-hub@"),
-            "HF_TOKEN": f"hf_{KEY}",
-            "WANDB_API_KEY": f"{KEY}-wandb",
-            "MLFLOW_TRACKING_URI": f"http://user:{KEY}-mlflow@127.0.0.1:9",
-            "MLFLOW_TRACKING_PASSWORD": f"{KEY}-mlflow",
-            "COEPG_TEST_KEY": f"{KEY}-endpoint",
-            "COEPG_ALERT_WEBHOOK": f"http://127.0.0.1:9/hooks/{KEY}",
-            "OPENAI_API_KEY": f"{KEY}-openai",
-            "AWS_SECRET_ACCESS_KEY": f"{KEY}-aws",
-            "HTTPS_PROXY": f"http://user:{KEY}-proxy@127.0.0.1:9",
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
-        assert run("plan", "keyed", "--on", "here") == 0, printed[-1]
-        assert run("evolve", "keyed", "--through", "0", "--on", "here") == 0, printed[-1]
-    for command in (
-        ("results", "keyed"),
-        ("report", "keyed", "--out", "pages"),
-        ("trace", "keyed@0#0"),
-        ("audit", "keyed"),
-    ):
-        assert run(*command) == 0, (command, printed[-1])
-    # everything that can be wrong with a secret; the hub is gone
-    home = {"HF_HOME": str(tmp_path / "other")}
-    for change in (home, home | {"HF_HUB_OFFLINE": "1"}, home | {"NO_PROXY": ""}, {"COEPG_TEST_KEY": f"{KEY}-wrong"},
-                   {"COEPG_TEST_KEY": f"{KEY}\n"}, home | {"HTTPS_PROXY": f"odd://user:{KEY}@127.0.0.1:9"},
-                   home | {"HF_ENDPOINT": f"http://user:{KEY}@[::bad/"}):  # fmt: skip
-        assert run("evolve", "keyed", "--through", "0", "--on", "here", **change) in (0, 1)
-        run("plan", "keyed", "--on", "here", **change)
-    server.stop()
-    run("evolve", "keyed", "--through", "1", "--on", "here")
-    leaks = [text for text in printed if "PLANTED" in text]
-    assert not leaks, leaks[0]
-    read = 0
-    for folder in (project, tmp_path / "home"):
-        for at, _, names in os.walk(folder):
-            for name in names:
-                file = Path(at, name)
-                if not file.is_symlink() and file.is_file():
-                    read += 1
-                    assert b"PLANTED" not in file.read_bytes(), file
-    assert read > 50
