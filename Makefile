@@ -49,7 +49,7 @@ SECONDS ?= 60
 FUZZERS ?=
 
 fuzz: setup  ## coverage-guided fuzzers, SECONDS each (make fuzz SECONDS=3600 FUZZERS="planner tfrecord"); needs Linux
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt ".[fuzz]"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[fuzz]"
 	$(VENV)/bin/python -m tests.fuzz --seconds $(SECONDS) $(FUZZERS)
 
 clean:
