@@ -198,6 +198,7 @@ REFUSED: dict[str, list[str]] = {
     "score": [FILE, "--format", "coepg", "--protocol", "nothing"],
     "compare": ["sandbox@x", "sandbox@1"],
     "check-data": [FOLDER, "--experiment", "nothing"],
+    "label-changes": ["screenspot", FOLDER, "screenspot_v2", FOLDER, "--source", "x"],
     "rewards recompute": ["sandbox@x", "--variant", "literal"],
     "rewards calibration": ["sandbox@x"],
 }

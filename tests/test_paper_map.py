@@ -41,7 +41,7 @@ def test_every_place_exists(page: str, at_least: int) -> None:
         path = REPOSITORY / file
         if not path.is_file() or (name and name not in names_of(path)):
             missing.append(f"{file}{separator}{name}")
-        if (separator == "::") != file.startswith("tests/"):
+        if separator and (separator == "::") != file.startswith("tests/"):
             missing.append(f"{file}{separator}{name}: code is written `file.py:name`, a test `file.py::name`")
     assert not missing
 

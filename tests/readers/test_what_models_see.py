@@ -357,7 +357,7 @@ def test_the_record_did_hold_what_was_planted(read: tuple[str, pa.Table]) -> Non
     name, steps = read
     [step] = [step for step in steps.to_pylist() if step["step_id"] == SOURCES[name].step_id]
     assert step["boxes"] and (step["value"] == "zzvalue" or name in ("screenspot", "ui_vision"))
-    assert "zzgoal" in steps["goal"].to_pylist() or name == "mind2web_blocks"
+    assert "zzgoal" in steps["goal"].to_pylist() or name in ("mind2web_blocks", "ui_vision")
 
 
 @pytest.mark.parametrize("level", ["high", "low"])
