@@ -144,6 +144,10 @@ def _run(
                         execute(instance, job, run)
                     else:
                         submit(instance, run)
+                else:
+                    left = instance.get_run_by_id(run_id)
+                    if left is not None and left.status is dg.DagsterRunStatus.NOT_STARTED:
+                        submit(instance, left)  # its command was killed before it did
                 if queued:
                     said = "goes on" if going_on else "waits"
                     console.print(

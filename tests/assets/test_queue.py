@@ -93,7 +93,7 @@ def test_a_run_that_another_evolve_left_behind_is_awaited(mine: Deployment) -> N
     )
     first.kill()
     (mine.project.root / "control" / "seconds").write_text("0.3")
-    _, said = evolve(mine).communicate(timeout=200)
+    _, said = evolve(mine).communicate(timeout=400)
     first.communicate()
     assert f"run {runs[0]['runId'][:8]} goes on in the queue" in said, said
     again = [run for run in mine.runs(coepg__evolve=QUEUED) if run["assetSelection"] == runs[0]["assetSelection"]]
