@@ -132,7 +132,7 @@ def _run(
     if not queued:
         tags["dagster/max_retries"] = "0"  # of a lost run the daemon repeats nothing: `coepg evolve` goes on there
     going_on = _going_on(instance, tags, assets) if queued else None
-    run_id = going_on or str(uuid.uuid4())
+    run_id = going_on.run_id if going_on is not None else str(uuid.uuid4())
     with Interrupts() as interrupts:
         try:
             alive = contextlib.nullcontext() if queued else living_run(project.store, run_id)
@@ -144,10 +144,8 @@ def _run(
                         execute(instance, job, run)
                     else:
                         submit(instance, run)
-                else:
-                    left = instance.get_run_by_id(run_id)
-                    if left is not None and left.status is dg.DagsterRunStatus.NOT_STARTED:
-                        submit(instance, left)  # its command was killed before it did
+                elif going_on.status is dg.DagsterRunStatus.NOT_STARTED:
+                    submit(instance, going_on)  # its command was killed before it did
                 if queued:
                     said = "goes on" if going_on else "waits"
                     console.print(
@@ -203,10 +201,12 @@ def _daemon_lives(instance: dg.DagsterInstance) -> bool:
     return heartbeat is not None and time.time() - heartbeat.timestamp < ALIVE_SECONDS
 
 
-def _going_on(instance: dg.DagsterInstance, tags: Mapping[str, str], assets: frozenset[dg.AssetKey]) -> str | None:
-    """Id of the queued run of the same assets that another `coepg evolve` left behind, if it has not ended."""
+def _going_on(
+    instance: dg.DagsterInstance, tags: Mapping[str, str], assets: frozenset[dg.AssetKey]
+) -> dg.DagsterRun | None:
+    """The queued run of the same assets that another `coepg evolve` left behind, if it has not ended."""
     runs = instance.get_runs(dg.RunsFilter(tags=dict(tags), statuses=UNFINISHED))
-    return next((run.run_id for run in runs if run.asset_selection == assets), None)
+    return next((run for run in runs if run.asset_selection == assets), None)
 
 
 def _await(instance: dg.DagsterInstance, run_id: str) -> bool:
