@@ -127,6 +127,12 @@ def test_a_server_that_repeats_the_key_is_not_believed(endpoint: OpenAIServer, r
     [[answer]] = engine.generate([request], Sampling(4))
     engine.close()
     assert isinstance(answer, Failure) and answer.reason == "the answer repeats the key"
-    endpoint._key = None
+    endpoint.reports = {"owned_by": KEY}
     with pytest.raises(EngineRefused, match=r"repeats the key"):
-        served_model(Endpoint(endpoint.url, "tiny", "test"))  # what it says owns the model
+        served_model(Endpoint(endpoint.url, "tiny", KEY))
+
+
+@pytest.mark.parametrize("key", ["k", "no", "EMPTY", "none", "password", "token-abc12"])
+def test_an_answer_may_contain_a_placeholder_that_stands_for_a_key(key: str) -> None:
+    assert not Endpoint("http://127.0.0.1:1/v1", "m", key).repeats_key(f"Type {key} in the field")
+    assert Endpoint("http://127.0.0.1:1/v1", "m", key * 12).repeats_key(f"Type {key * 12} in the field")

@@ -12,6 +12,8 @@ from coepg_dagster.experiment import Member, fingerprint
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.refusal import without_credentials
 
+SECRET_LENGTH = 12  # characters of the shortest key that is looked for in a server's text
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -24,8 +26,11 @@ class Endpoint:
     timeout_seconds: float = 120.0
 
     def repeats_key(self, text: str) -> bool:
-        """Whether a server's text holds the key, so that it must not be kept or shown."""
-        return bool(self.api_key) and str(self.api_key) in text
+        """Whether a server's text holds the key, so that it must not be kept or shown.
+
+        A key shorter than SECRET_LENGTH ("EMPTY", "none") is a placeholder: answers contain such words by chance.
+        """
+        return self.api_key is not None and len(self.api_key) >= SECRET_LENGTH and self.api_key in text
 
     def client(self) -> httpx.Client:
         """A client that speaks to this endpoint only: no proxies or credentials from the environment, no redirects."""
