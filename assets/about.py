@@ -7,7 +7,7 @@ import dagster as dg
 import pyarrow as pa
 from coepg_dagster.assets.ledger import Loop
 
-from coepg_dagster.provenance import CONTINUED, SHARED, Asset, Ref
+from coepg_dagster.provenance import CONTINUED, SHARED, Asset, Ref, continued
 from coepg_dagster.reports.site import EVOLUTION, INDEX, LINEAGE, page_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA
 
@@ -28,6 +28,9 @@ Eq. 1: `(p, a^type, a^value) = π(o, Q, h)`. The planner says what to do: a plan
 grounder as it is.
 
 Eq. 2: `a^coor = ϕ(o^vision, p)`. The grounder says where; it sees the screenshot and the plan only.""",
+    "grounder_rl": """**ϕ_k**, the grounder after GRPO too, on the plans of D_{k-1}; the paper trains it by supervised
+fine-tuning only. The reward is the score of the place in its own answer: by default 1 in the target box, else 0 (Eq. 3).
+Everything that reads ϕ_k reads this one. Partition 0 is ϕ_0.""",
     "planner": """**π'_k**, the planner after GRPO from π_k with the confidence-weighted reward ensemble (C-DREM) of ϕ_k and
 the open verifiers. Partition 0 is π_0.
 
@@ -71,6 +74,7 @@ KINDS: dict[Asset, set[str]] = {
     "open_models": {"huggingface"},
     "planner_sft": {"pytorch", "trl"},
     "grounder": {"pytorch", "trl"},
+    "grounder_rl": {"pytorch", "trl"},
     "planner": {"pytorch", "trl"},
     "end_to_end": {"pytorch", "trl"},
     "candidate_plans": {"pytorch", "parquet"},
@@ -87,6 +91,7 @@ ROLES: dict[Asset, str] = {
     "planner_sft": "planner",
     "planner": "planner",
     "grounder": "grounder",
+    "grounder_rl": "grounder",
     "end_to_end": "planner",
     "candidate_plans": "data",
     "verdicts": "data",
@@ -171,7 +176,8 @@ def about(loop: Loop, asset: Asset) -> About:
     """The description, group, tags and columns of an asset."""
     text, metadata = ABOUT[asset], dict[str, Any]()
     if loop.experiment.init == "previous" and asset in CONTINUED:
-        text += f"\n\n`init: previous`: from partition 2 on, training starts from {CONTINUED[asset]}[k - 1], not from the base."
+        before = continued(asset, loop.experiment.phi)
+        text += f"\n\n`init: previous`: from partition 2 on, training starts from {before}[k - 1], not from the base."
     if asset in COLUMNS:
         metadata["dagster/column_schema"] = table_schema(COLUMNS[asset])
     tags = {"coepg/experiment": loop.experiment.name, "coepg/role": ROLES[asset]}

@@ -1,5 +1,6 @@
 """From an experiment to Dagster assets, checks and jobs."""
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +14,12 @@ from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.stage import StageFunction, materialize, needed_resources
 
 from coepg_dagster.experiment import Experiment, code_version
-from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset
+from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset, continued
 
 DEPS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": ("previous/dataset", "benchmark_steps", "open_models"),
     "grounder": ("previous/dataset", "benchmark_steps", "open_models"),
+    "grounder_rl": ("grounder", "previous/dataset"),
     "planner": ("planner_sft", "grounder", "previous/dataset"),
     "candidate_plans": ("planner", "previous/planner", "benchmark_steps", "open_models"),
     "verdicts": ("candidate_plans", "grounder", "previous/grounder", "benchmark_steps", "open_models"),
@@ -90,8 +92,12 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
 def _deps(loop: Loop, asset: Asset) -> tuple[str, ...]:
     if asset == "evaluation" and loop.experiment.agent == "end_to_end":
         return ("end_to_end", "benchmark_steps", "open_models")
-    continued = loop.experiment.init == "previous" and asset in CONTINUED
-    return (*DEPS.get(asset, ()), *([f"previous/{CONTINUED[asset]}"] if continued else []))
+    phi = loop.experiment.phi
+    deps = DEPS.get(asset, ())
+    if asset != "grounder_rl":
+        deps = tuple(re.sub(r"(^|/)grounder$", rf"\g<1>{phi}", dep) for dep in deps)
+    goes_on = loop.experiment.init == "previous" and asset in CONTINUED
+    return (*deps, *([f"previous/{continued(asset, phi)}"] if goes_on else []))
 
 
 def _dep(loop: Loop, name: str) -> dg.AssetDep:

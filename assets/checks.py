@@ -26,6 +26,7 @@ _WEIGHTS: Final = {WEIGHTS: "Every file of the checkpoint is there, and it was l
 CHECKS: Final[Mapping[Asset, Mapping[str, str]]] = {
     "planner_sft": _WEIGHTS,
     "grounder": _WEIGHTS,
+    "grounder_rl": _WEIGHTS,
     "planner": _WEIGHTS,
     "end_to_end": _WEIGHTS,
     "dataset": BLOCKING,

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coepg_dagster import yaml_files
-from coepg_dagster.experiment import ABLATIONS, checked
+from coepg_dagster.experiment import checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.processes import GRACE_SECONDS
 from coepg_dagster.progress import Pace, local_time, span_text
@@ -173,9 +173,7 @@ def _run(
 
 def location_of(loop: Loop) -> tuple[str, str, Path]:
     """Name, module and working directory of the code location of workspace.yaml that holds a loop."""
-    ablation = loop.experiment.name in Project(loop.root).experiments(ABLATIONS)
-    location, module = ("reproductions", "reproductions") if ablation else ("coepg", "definitions")
-    return location, f"coepg_dagster.{module}", loop.root
+    return *Project(loop.root).location_of(loop.experiment.name), loop.root
 
 
 def no_queue(instance: dg.DagsterInstance, loop: Loop) -> str | None:

@@ -144,7 +144,7 @@ class Loop:
 
     def inputs_of(self, ref: Ref) -> list[Ref]:
         """The artifacts that are read to make `ref`."""
-        return inputs_of(ref, self.experiment.agent, self.experiment.init)
+        return inputs_of(ref, self.experiment.agent, self.experiment.init, self.experiment.phi)
 
     def partition(self, ref: Ref) -> str | None:
         """The Dagster partition of an artifact."""
@@ -250,7 +250,9 @@ class Loop:
 
     def to_make(self, records: Records, stale: Mapping[Ref, Stale], through: int) -> dict[int, list[Asset]]:
         """Iteration → the assets to make there: missing, stale, or downstream of one of these, for iterations 0..`through`."""
-        return to_make(records, stale, through, self.made, self.experiment.agent, self.experiment.init)
+        return to_make(
+            records, stale, through, self.made, self.experiment.agent, self.experiment.init, self.experiment.phi
+        )
 
     def shared_to_make(self, records: Records, stale: Mapping[Ref, Stale]) -> tuple[Asset, ...]:
         """The unpartitioned inputs to make: missing, stale, or their source files have changed."""
@@ -262,7 +264,9 @@ class Loop:
 
     def in_one_run(self, assets: Sequence[Asset], iteration: int) -> list[Asset]:
         """The first of `assets` of an iteration: as many as one run can make."""
-        return in_one_run(assets, iteration, self.made, self.experiment.agent, self.experiment.init)
+        return in_one_run(
+            assets, iteration, self.made, self.experiment.agent, self.experiment.init, self.experiment.phi
+        )
 
     def awaited(self, records: Records, stale: Mapping[Ref, Stale], iteration: int | None) -> list[Ref]:
         """Parent artifacts that this iteration needs and that are missing or stale."""

@@ -62,7 +62,7 @@ def play_iteration(
     find_pages()
     records = loop.records(instance)
     planner, grounder, steps = (
-        records.get(ref) for ref in (Ref("planner", k), Ref("grounder", k), Ref("benchmark_steps"))
+        records.get(ref) for ref in (Ref("planner", k), Ref(loop.experiment.phi, k), Ref("benchmark_steps"))
     )
     if planner is None or grounder is None or steps is None:
         raise NotUsable(f"{loop.name}@{k} has no models yet: run `coepg evolve {loop.name} --through {k}` first")

@@ -30,6 +30,7 @@ from coepg_dagster.artifacts import (
     CANDIDATES,
     DATASET,
     DECISIONS,
+    FOLD,
     PAIR_PREDICTIONS,
     PAIRS,
     PREDICTIONS,
@@ -44,14 +45,14 @@ from coepg_dagster.artifacts import (
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
-from coepg_dagster.experiment import ExperimentError, Grpo, Member, Strict
-from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrpoJob, SftJob, VerdictsJob
+from coepg_dagster.experiment import ExperimentError, Grpo, Member, Sft, Strict
+from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrounderRlJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import Regenerated
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import VETOED, select
-from coepg_dagster.provenance import CONTINUED, Asset, NotUsable, Record, Ref
+from coepg_dagster.provenance import Asset, NotUsable, Record, Ref, continued
 from coepg_dagster.training.cards import Trained, write_card
 
 CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -79,6 +80,7 @@ def _sft(work: StageContext, asset: Literal["planner_sft", "grounder"]) -> Outco
     checkpoint, base = _start(work, asset, f"base_{role}")
     resource = work.context.resources.sft
     config = resource.resolve(experiment.sft)
+    checkers = _checkers(work, config)
     result = work.run_job(
         resource,
         SftJob,
@@ -91,8 +93,17 @@ def _sft(work: StageContext, asset: Literal["planner_sft", "grounder"]) -> Outco
         max_plan_tokens=experiment.regeneration.max_plan_tokens,
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
+        checkers=checkers,
     )
     return _trained(work, result, config, base)
+
+
+def _checkers(work: StageContext, config: Sft) -> dict[str, Member]:
+    """The open verifiers that data strategies of SFT ask, pinned to their versions."""
+    names = sorted({settings["by"] for settings in config.curation.values() if "by" in settings})
+    if not names:
+        return {}
+    return _recorded(work, _chosen(work.models.verifiers, names), "verifiers", _models(work.folder("open_models")))
 
 
 def _start(work: StageContext, asset: Asset, base: str) -> tuple[str, Source]:
@@ -100,11 +111,30 @@ def _start(work: StageContext, asset: Asset, base: str) -> tuple[str, Source]:
 
     It is the model `base` of the open ones, or with `init: previous`, from iteration 2 on, the model of k - 1.
     """
-    previous = work.inputs.get(Ref(CONTINUED[asset], work.k - 1))
+    previous = work.inputs.get(Ref(continued(asset, work.loop.experiment.phi), work.k - 1))
     if previous is not None:
         return checkpoint_of(work.loop.root, work.store.root / previous.folder), _artifact("base", previous)
     entry = _models(work.folder("open_models"))[base]
     return recorded(work.loop.root, entry), _model("base", entry)
+
+
+def grounder_rl(work: StageContext) -> Outcome:
+    """ϕ_k after GRPO on the plans of D_{k-1} too, rewarded by the place of its own answer. Iteration 0: ϕ_0."""
+    experiment = work.loop.experiment
+    if work.k == 0:
+        return copy_base(work, work.folder("grounder"))
+    config = experiment.grounder_rl
+    result = work.run_job(
+        work.context.resources.grpo_cdrem,
+        GrounderRlJob,
+        init=checkpoint_of(work.folder("grounder")),
+        dataset=_previous_dataset(work),
+        steps=work.read_by("grounder", "benchmark_steps") / STEPS,
+        train_split=experiment.benchmark.train,
+        validation_split=experiment.benchmark.validation,
+        config=config,
+    )
+    return _trained(work, result, config, _artifact("base", work.record("grounder")))
 
 
 def planner(work: StageContext) -> Outcome:
@@ -125,7 +155,7 @@ def planner(work: StageContext) -> Outcome:
         resource,
         GrpoJob,
         init=checkpoint_of(work.loop.root, work.folder("planner_sft")),
-        grounder=(f"grounder_{work.k}", checkpoint_of(work.loop.root, work.folder("grounder"))),
+        grounder=(f"grounder_{work.k}", checkpoint_of(work.loop.root, work.folder(experiment.phi))),
         verifiers=verifiers,
         dataset=_previous_dataset(work),
         steps=work.read_by("planner_sft", "benchmark_steps") / STEPS,
@@ -134,7 +164,7 @@ def planner(work: StageContext) -> Outcome:
         max_point_tokens=experiment.regeneration.max_point_tokens,
         config=config,
     )
-    graders = [_artifact("rewarded by", work.record("grounder"))]
+    graders = [_artifact("rewarded by", work.record(experiment.phi))]
     graders += [_model("rewarded by", models[f"verifiers/{name}"]) for name in verifiers if config.ensemble]
     return _trained(work, result, config, _artifact("base", work.record("planner_sft")), *graders)
 
@@ -161,6 +191,7 @@ def end_to_end(work: StageContext) -> Outcome:
         validation_split=experiment.benchmark.validation,
         sft=experiment.sft,
         grpo=grpo,
+        checkers=_checkers(work, experiment.sft),
     )
     return _trained(work, result, grpo, base)
 
@@ -190,17 +221,27 @@ def verdicts(work: StageContext) -> Outcome:
     config = resource.resolve(experiment.regeneration)
     chosen = _chosen(work.models.verifiers, resource.verifiers)
     open_verifiers = _recorded(work, chosen, "verifiers", _models(work.folder("open_models")))
+    trained = _trained_members(work, experiment.phi)
+    rows_of_folds = {name: _fold_rows(work, int(name.rpartition("_")[2])) for name in trained}
+    folds = {name: len(rows) for name, rows in rows_of_folds.items() if rows}
     result = work.run_job(
         resource,
         VerdictsJob,
-        members=pool_members(open_verifiers, _trained_members(work, "grounder")),
+        members=pool_members(open_verifiers, trained),
         candidates=work.folder("candidate_plans") / CANDIDATES,
         steps=work.folder("benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
         config=config,
         shuffled_plans=experiment.quality.shuffled_plans,
+        folds=folds,
     )
     return _outcome([VERDICTS, SHUFFLED], result, config)
+
+
+def _fold_rows(work: StageContext, k: int) -> list[int]:
+    """The rows that the grounder of each fold of ϕ_k was trained on; empty without folds."""
+    rows: list[int] = work.inputs[Ref(work.loop.experiment.phi, k)].figures.get("fold_rows", [])
+    return rows
 
 
 def dataset(work: StageContext) -> Outcome:
@@ -278,6 +319,7 @@ def evaluation(work: StageContext) -> Outcome:
         pairs["judge"] = judge and as_recorded(work.loop.root, judge, models["judge"])
         if experiment.evaluation.base_planner and work.k > 0:  # at 0 it is the agent's
             pairs["base_planner"] = recorded(work.loop.root, models["base_planner"])
+        pairs["inference"] = experiment.evaluation.inference
         if experiment.evaluation.oracle_plan:
             pairs["oracle_plans"] = _reference_plans(work)
         boards = experiment.evaluation.boards
@@ -287,7 +329,7 @@ def evaluation(work: StageContext) -> Outcome:
         EvaluationJob,
         **pairs,
         planner=checkpoint_of(work.loop.root, work.folder("planner" if decoupled else "end_to_end")),
-        grounder=checkpoint_of(work.loop.root, work.folder("grounder")) if decoupled else None,
+        grounder=checkpoint_of(work.loop.root, work.folder(experiment.phi)) if decoupled else None,
         steps=work.folder("benchmark_steps") / STEPS,
         splits=[benchmark.validation, *benchmark.test],
         max_steps=benchmark.max_eval_steps,
@@ -321,6 +363,7 @@ MAKERS: dict[Asset, StageFunction] = {
     "open_models": open_models,
     "planner_sft": planner_sft,
     "grounder": grounder,
+    "grounder_rl": grounder_rl,
     "planner": planner,
     "end_to_end": end_to_end,
     "candidate_plans": candidate_plans,
@@ -351,10 +394,11 @@ def _trained_members(work: StageContext, asset: Asset) -> dict[str, Member]:
     """The trained members of a pool, newest first: of k, and of k - 1 from iteration 2 on."""
     if work.k == 0:
         return {}
-    members = {f"{asset}_{work.k}": Member(model=checkpoint_of(work.loop.root, work.folder(asset)))}
+    name = "grounder" if asset == "grounder_rl" else asset  # it is ϕ_k for everybody else
+    members = {f"{name}_{work.k}": Member(model=checkpoint_of(work.loop.root, work.folder(asset)))}
     before = work.previous_folder(asset)
     if before is not None and work.loop.experiment.regeneration.trained_members > 1:
-        members[f"{asset}_{work.k - 1}"] = Member(model=checkpoint_of(work.loop.root, before))
+        members[f"{name}_{work.k - 1}"] = Member(model=checkpoint_of(work.loop.root, before))
     return members
 
 
@@ -392,7 +436,9 @@ def _trained(work: StageContext, result: dict[str, Any], config: Strict, base: S
         seconds=result["seconds"],
     )
     write_card(work.draft, trained, work.loop.root)
-    return _outcome(CHECKPOINT, result, config, {WEIGHTS: None})
+    folds = [FOLD.format(i) for i in range(len(result["figures"].get("fold_rows", ())))]
+    content = [*CHECKPOINT, *(f"{fold}/{file}" for fold in folds for file in CHECKPOINT)]
+    return _outcome(content, result, config, {WEIGHTS: None})
 
 
 Source = tuple[str, str, str]

@@ -448,9 +448,9 @@ def _read_plays(project: Project, loop: Loop, records: Mapping[Ref, Record], run
         made = about["made_from"]
         k = int(made["iteration"])
         others = [
-            f"{ref} is now {records[ref].data_version if ref in records else 'gone'}, {made[ref.asset]} played"
-            for ref in (Ref("planner", k), Ref("grounder", k))
-            if ref not in records or records[ref].data_version != made[ref.asset]
+            f"{ref} is now {records[ref].data_version if ref in records else 'gone'}, {made[role]} played"
+            for role, ref in (("planner", Ref("planner", k)), ("grounder", Ref(loop.experiment.phi, k)))
+            if ref not in records or records[ref].data_version != made[role]
         ]
         rank, place = (not others, about["episodes"]), (k, made["families of"])
         if place not in best or rank > best[place]:
@@ -464,7 +464,7 @@ def _calls(made: Mapping[Asset, Record], folder: Callable[[Record], Path], evalu
     """Number of model calls in an iteration: samples of planners plus answers of grounders."""
     calls = evaluated * (1 if "end_to_end" in made else 2)
     pools: tuple[Asset, ...] = ("candidate_plans", "verdicts")
-    trained: tuple[Asset, ...] = ("planner", "end_to_end")
+    trained: tuple[Asset, ...] = ("planner", "grounder_rl", "end_to_end")
     for asset in pools:
         if asset in made:
             calls += int(made[asset].figures["rows"])

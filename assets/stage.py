@@ -23,7 +23,16 @@ from coepg_dagster.resources.training import EnginesResource, Processes
 
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
-from coepg_dagster.experiment import ExperimentError, Member, Models, code_version, fingerprint
+from coepg_dagster.experiment import (
+    ExperimentError,
+    GrounderRl,
+    Member,
+    Models,
+    PolicyTraining,
+    Sft,
+    code_version,
+    fingerprint,
+)
 from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import training_refusals, trainings
 from coepg_dagster.provenance import CROSSING, SHARED, Asset, NotUsable, Record, Ref
@@ -33,6 +42,7 @@ from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
 RESOURCES: dict[Asset, str] = {
     "planner_sft": "sft",
     "grounder": "sft",
+    "grounder_rl": "grpo_cdrem",
     "planner": "grpo_cdrem",
     "end_to_end": "grpo_cdrem",
     "candidate_plans": "regeneration",
@@ -153,7 +163,7 @@ class StageContext:
             line
             for config, name in trainings(self.loop.experiment)
             if name in resources
-            for line in training_refusals(resources[name].resolve(config), resources[name].settings(), name)
+            for line in training_refusals(_used(resources[name], config), resources[name].settings(), name)
         ]
         if why:
             raise ExperimentError("\n".join(why))
@@ -161,6 +171,11 @@ class StageContext:
 
 StageFunction = Callable[[StageContext], Outcome]
 """The function of an asset: fills the draft of a StageContext."""
+
+
+def _used(resource: Processes, config: Sft | PolicyTraining) -> Sft | PolicyTraining:
+    """The settings of a training with what the Launchpad replaces; a resource has no settings of the grounder's GRPO."""
+    return config if isinstance(config, GrounderRl) else resource.resolve(config)
 
 
 def _plain(value: Any) -> Any:
@@ -293,7 +308,8 @@ def _row_count(folder: Path, content: list[str]) -> dict[str, int]:
 def _overrides(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, dg.MetadataValue[Any]]:
     """The settings of the experiment file that the Launchpad replaced in this run."""
     resource: Processes | None = getattr(context.resources, RESOURCES[asset]) if asset in RESOURCES else None
-    overrides = resource.overrides() if resource is not None else {}
+    # where the grounder learns by GRPO its settings are its own: those of the resource are the planner's
+    overrides = resource.overrides() if resource is not None and asset != "grounder_rl" else {}
     return {"overrides": dg.MetadataValue.json(overrides)} if overrides else {}
 
 

@@ -22,11 +22,17 @@ SHUFFLED = "shuffled.parquet"
 DECISIONS, PREDICTIONS, SCORES = "decisions.parquet", "predictions.parquet", "scores.json"
 PAIRS = "pairs"
 """Figure of an evaluation: the scores of other pairs of models than the agent (`jobs.EvaluationJob`), by pair and split."""
+BY = "by_"
+"""What the name of a pair begins with that is the agent by another way to infer: `by_zoom`."""
 PAIR_PREDICTIONS = "pair_predictions.parquet"
 BOARDS = "boards"
 """Figure of an evaluation: the scores of ϕ_k alone on grounding boards, by name; each with `source`, the version of its files."""
 BOARD_PREDICTIONS = "board_predictions.parquet"
+FOLD = "fold_{}"
+"""Folder, below that of ϕ_k, of the grounder that was trained without one part of the episodes (`steps.fold_of`)."""
 ROLLOUTS = "rollouts.parquet"
+CURATION = "curation.parquet"
+"""What data strategies left out of a training (CURATION_SCHEMA), beside the weights; not part of their data version."""
 
 
 class NoSteps(Refusal, ValueError):

@@ -7,11 +7,12 @@ Each error names the file, the key and what to do, and comes before any model is
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -34,10 +35,19 @@ from coepg_dagster.capabilities import EngineName, require
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import refuse_no_board, refuse_protocol
 from coepg_dagster.geometry import Space
+from coepg_dagster.plugins import Kind, find
 from coepg_dagster.prompts import Style
-from coepg_dagster.provenance import END_TO_END, LOOP, Agent, Asset, Init
+from coepg_dagster.provenance import END_TO_END, LOOP, LOOP_RL, Agent, Asset, Init, Phi
 from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
 from coepg_dagster.refusal import Refusal
+from coepg_dagster.rewards import losses  # its functions are found by name
+from coepg_dagster.rewards.answers import refuse_inputs
+from coepg_dagster.rewards.cdrem import ValueMode
+from coepg_dagster.rewards.composite import Composite, Role
+from coepg_dagster.rewards.estimators import GIVEN, drop_spreadless, is_estimator
+from coepg_dagster.strategies.curation import Prompts, Rows
+from coepg_dagster.strategies.inference import Agent as AskedAgent
+from coepg_dagster.strategies.settings import Named, checked_settings
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
 """Names become parts of asset keys and of paths."""
@@ -334,6 +344,10 @@ Attention = Literal["sdpa", "flash_attention_2", "eager"]
 """`sdpa`: the kernels of torch; `flash_attention_2`: the package flash-attn; `eager`: plain matrix products."""
 
 
+GrounderTarget = Literal["centre", "box"]
+"""What ϕ learns to answer: `centre`, the point in the middle of the box; `box`, the box, which is read as its centre."""
+
+
 class Lora(Strict):
     """Low-rank adapters (LoRA) of every linear layer, merged into the weights after training."""
 
@@ -367,11 +381,28 @@ class Sft(Strict):
     attention: Attention = Field(
         "sdpa", description="`sdpa`, `flash_attention_2` or `eager`; another one in use is an error"
     )
+    target: GrounderTarget = Field(
+        "centre", description="what ϕ_k learns to answer: the `centre` of the box, or the `box`"
+    )
+    folds: int | None = Field(
+        None,
+        ge=2,
+        le=10,
+        description="n more grounders, each trained without a part of the episodes, verify that part for ϕ_k; null: ϕ_k does",
+    )
+    curation: Named = Field(
+        {}, description="data strategies for the rows of D_{k-1}, by name, with settings: see docs/methods.md"
+    )
     probe_steps: int = Field(
         128,
         ge=0,
         description="steps of training, and of validation, that base and result are compared on; 0: they are not",
     )
+
+    @field_validator("curation")
+    @classmethod
+    def _strategies_are_for_rows(cls, named: Named) -> Named:
+        return checked_settings("data", named, Rows)
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -388,14 +419,41 @@ VISUAL_MEMORY: Final = 1 << 30
 """Limit of the visual embeddings that a process holds, in bytes; the newest are kept."""
 
 
-class Grpo(Strict):
-    """GRPO of π'_k from π_k with the C-DREM reward (Eq. 3 to 10; TRL's GRPOTrainer)."""
+Chosen = dict[str, Any]
+"""A plug-in with all its settings: {"name": …, settings…}."""
 
-    enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
-    prompts: Literal["dataset", "unseen"] = Field(
-        "dataset",
-        description="training steps to ask about: `dataset`, those with a row in D_{k-1}; `unseen`, those without one",
-    )
+
+def chosen(kind: Kind, value: Any, **more: Any) -> Chosen:
+    """The plug-in that an experiment file names, as a name or as a mapping with `name`, with all its settings.
+
+    Args:
+        more: setting → (type, default) that is not the function's.
+    Raises:
+        ValueError: there is no such plug-in, or a setting is wrong; the message says which there are.
+    """
+    given = {"name": value} if isinstance(value, str) else value
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise ValueError(f"name a {kind}, as `NAME` or as `{{name: NAME, SETTING: …}}`, not {value!r:.80}")
+    found = find(kind, given["name"])
+    settings = {**found.settings, **more}
+    unknown = sorted(set(given) - {"name"} - set(settings), key=str)
+    if unknown:
+        raise ValueError(f"{found.name} has no setting {unknown[0]!r:.80}; it has {', '.join(settings) or 'none'}")
+    complete = {"name": found.name}
+    for name, (kind_of_value, default) in settings.items():
+        if name not in given and default is inspect.Parameter.empty:
+            raise ValueError(f"{found.name} needs the setting `{name}`")
+        try:
+            complete[name] = TypeAdapter(kind_of_value).validate_python(given.get(name, default), strict=True)
+        except ValidationError as error:
+            raise ValueError(f"setting `{name}` of {found.name}: {error.errors()[0]['msg']}") from None
+    return complete
+
+
+class PolicyTraining(Strict):
+    """Training of a policy by GRPO (TRL's GRPOTrainer), with the plug-ins that its reward and objective are made of."""
+
+    enabled: bool = True
     prompts_per_step: int = Field(42, ge=1, description="prompts per optimizer step")
     group_size: int = Field(7, ge=2, le=1024, description="G, rollouts per prompt")
     micro_batch_size: int = Field(
@@ -415,8 +473,10 @@ class Grpo(Strict):
     warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     adam_beta2: float = Field(0.999, gt=0, lt=1, description="β2 of AdamW")
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field(
-        "grpo", description="how tokens are averaged: `grpo`, `dr_grpo`, `dapo` or `bnpo`"
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo"] = Field(
+        "grpo",
+        description="TRL's loss; `grpo`, `dr_grpo`, `dapo` and `bnpo` differ in how tokens are averaged, `cispo`, `sapo` and "
+        "`luspo` in how the ratio counts",
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         "group", description="whose spread an advantage is divided by: that of its `group`, of the `batch`, or `none`"
@@ -425,7 +485,13 @@ class Grpo(Strict):
     kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
     clip_epsilon: float = Field(0.2, gt=0, lt=1, description="ε, how far the probability ratio counts")
     epsilon_high: float | None = Field(None, gt=0, description="the upper clip; null: `clip_epsilon` too")
-    max_plan_tokens: int = Field(256, ge=8, description="tokens of an answer of a planner, at most")
+    delta: float | None = Field(
+        None, gt=0, description="limit of the ratio where the advantage is negative (two-sided clipping); null: none"
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="of what the probability ratio is: of each `token`, or of the `sequence` (GSPO)"
+    )
+    max_plan_tokens: int = Field(256, ge=8, description="tokens of a sampled answer, at most")
     max_tokens: int | None = Field(
         None, ge=16, description="prompts that could become longer with their plan are dropped and counted; null: none"
     )
@@ -434,28 +500,76 @@ class Grpo(Strict):
         "sdpa", description="`sdpa`, `flash_attention_2` or `eager`; another one in use is an error"
     )
     freeze_vision: bool = Field(True, description="leave the vision tower as it is")
-    validate_every: int | None = Field(
-        None,
-        ge=1,
-        description="steps between two validations, of which the best weights are kept; null: the last",
+    point_score: Chosen | None = Field(
+        None, description="reward plug-in that scores a predicted place, in the place of Acc_j (Eq. 3); null: `hit`"
     )
-    validation_steps: int = Field(256, ge=1, description="how many steps of the validation split, whole episodes")
-    probe_steps: int = Field(
-        128,
-        ge=0,
-        description="steps of training, and of validation, that π_k and π'_k are compared on; 0: they are not",
+    terms: dict[str, Chosen] = Field(
+        {}, description="reward plug-ins about the answer, by name, each with its `weight` and settings"
     )
-    probe_between: int = Field(4, ge=0, description="number of such comparisons between the first step and the last")
-    confidence: Literal["probability", "log_probability", "constant"] = Field(
-        "probability",
-        description="c_j of Eq. 5: `probability`, exp(mean log p); `log_probability`, the literal equation; `constant`, 1",
+    combiner: Chosen | None = Field(
+        None, description="combiner plug-in that makes one reward of the parts; null: `gate` (Eq. 9)"
     )
-    confidence_temperature: float = Field(
-        1.0, gt=0, description="τ, w_j ∝ exp(σ_j c_j / τ); 1 is Eq. 5, below 1 the surer grounders weigh more"
+    advantage: list[Chosen] = Field(
+        [], description="advantage plug-ins that follow Eq. 10, in their order; empty: none"
     )
-    ensemble: bool = Field(True, description="false: ϕ_k alone rewards (ablation `w/o C-DREM`)")
-    own_prior: float = Field(2.0, ge=0, description="σ of ϕ_k")
-    verifier_prior: float = Field(1.0, ge=0, description="σ of each open verifier")
+    policy_loss: Chosen | None = Field(None, description="policy_loss plug-in: a factor of β for each rollout; null: 1")
+
+    _role: ClassVar[Role] = "planner"
+
+    @field_validator("point_score", "combiner", "policy_loss", mode="before")
+    @classmethod
+    def _one_plugin(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds: dict[str | None, Kind] = {"point_score": "reward", "combiner": "combiner", "policy_loss": "policy_loss"}
+        return None if value is None else chosen(kinds[info.field_name], value)
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _plugins_with_weights(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("give a mapping, e.g. `{format: {weight: 0.1}}`")
+        terms = {}
+        for name, given in value.items():
+            settings = {"weight": given} if isinstance(given, int | float) else {} if given is None else given
+            if not isinstance(settings, dict):
+                raise ValueError(f"{name!r:.80}: give a weight, or a mapping with `weight` and settings")
+            terms[name] = chosen("reward", {**settings, "name": name}, weight=(float, inspect.Parameter.empty))
+        return terms
+
+    @field_validator("advantage", mode="before")
+    @classmethod
+    def _plugins_in_order(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            raise ValueError("give a list, e.g. `[rloo, {name: sngs, kappa: 1.0}]`")
+        made = [chosen("advantage", each) for each in value]
+        for each in made:
+            refuse_inputs(find("advantage", each["name"]), GIVEN)
+        late = [each["name"] for each in made[1:] if is_estimator(each["name"])]
+        if late:
+            raise ValueError(f"{late[0]} computes advantages anew, so that what comes before it is lost: put it first")
+        return made
+
+    @property
+    def composite(self) -> Composite:
+        """The reward that the plug-ins make."""
+        given = {"point_score": self.point_score, "combiner": self.combiner}
+        return Composite(terms=self.terms, **{name: choice for name, choice in given.items() if choice is not None})
+
+    def by_labels(self) -> Self:
+        """The same settings with Eq. 9 as the reward: what measures a policy, whatever it is trained with."""
+        return self.model_copy(update={"point_score": None, "terms": {}, "combiner": None})
+
+    @model_validator(mode="after")
+    def _plugins_go_together(self) -> Self:
+        self.composite.refuse(self._role)
+        if self.policy_loss:
+            refuse_inputs(find("policy_loss", self.policy_loss["name"]), losses.GIVEN)
+        if not self.kl_beta and self.policy_loss:
+            raise ValueError(f"policy_loss {self.policy_loss['name']} is a factor of `kl_beta`, which is 0")
+        if self.kl_beta and any(each["name"] == drop_spreadless.__name__ for each in self.advantage):
+            raise ValueError("advantage: drop_spreadless leaves groups out, but their KL term counts: set `kl_beta: 0`")
+        if self.delta is not None and self.loss_type in ("cispo", "sapo"):
+            raise ValueError(f"delta: the loss `{self.loss_type}` does not use it; remove it")
+        return self
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -482,6 +596,59 @@ class Grpo(Strict):
         )
 
 
+class GrounderRl(PolicyTraining):
+    """GRPO of ϕ_k after its supervised fine-tuning, on the plans of D_{k-1}: the reward is the score of its own place.
+
+    The paper trains its grounder by supervised fine-tuning only, so this is off by default.
+    """
+
+    enabled: bool = Field(False, description="true: ϕ_k is the grounder after GRPO")
+    max_plan_tokens: int = Field(32, ge=4, description="tokens of a sampled answer, at most")
+
+    _role: ClassVar[Role] = "grounder"
+
+
+class Grpo(PolicyTraining):
+    """GRPO of π'_k from π_k with the C-DREM reward (Eq. 3 to 10; TRL's GRPOTrainer)."""
+
+    enabled: bool = Field(True, description="false: π'_k is π_k (ablation `no GRPO`)")
+    prompts: Literal["dataset", "unseen"] = Field(
+        "dataset",
+        description="training steps to ask about: `dataset`, those with a row in D_{k-1}; `unseen`, those without one",
+    )
+    curation: Named = Field(
+        {}, description="data strategies for these prompts, by name, with settings: see docs/methods.md"
+    )
+    validate_every: int | None = Field(
+        None,
+        ge=1,
+        description="steps between two validations, of which the best weights are kept; null: the last",
+    )
+    validation_steps: int = Field(256, ge=1, description="how many steps of the validation split, whole episodes")
+    probe_steps: int = Field(
+        128,
+        ge=0,
+        description="steps of training, and of validation, that π_k and π'_k are compared on; 0: they are not",
+    )
+    probe_between: int = Field(4, ge=0, description="number of such comparisons between the first step and the last")
+    confidence: Literal["probability", "log_probability", "constant"] = Field(
+        "probability",
+        description="c_j of Eq. 5: `probability`, exp(mean log p); `log_probability`, the literal equation; `constant`, 1",
+    )
+    confidence_temperature: float = Field(
+        1.0, gt=0, description="τ, w_j ∝ exp(σ_j c_j / τ); 1 is Eq. 5, below 1 the surer grounders weigh more"
+    )
+    ensemble: bool = Field(True, description="false: ϕ_k alone rewards (ablation `w/o C-DREM`)")
+    own_prior: float = Field(2.0, ge=0, description="σ of ϕ_k")
+    verifier_prior: float = Field(1.0, ge=0, description="σ of each open verifier")
+    value_mode: ValueMode = Field("f1", description="which values are right: `f1` above 0.5 (Eq. 8), or `exact`")
+
+    @field_validator("curation")
+    @classmethod
+    def _strategies_are_for_prompts(cls, named: Named) -> Named:
+        return checked_settings("data", named, Prompts)
+
+
 class Regeneration(Strict):
     """How the pools make D_k: candidates, verdicts, selection."""
 
@@ -499,6 +666,10 @@ class Regeneration(Strict):
     carry_over: Literal["best_plan_per_step", "cumulative", "none"] = Field(
         "best_plan_per_step",
         description="what of D_{k-1} stays: `best_plan_per_step`, for steps that lost all; `cumulative`, all; `none`",
+    )
+    value_mode: ValueMode = Field("f1", description="which values pass the gate: `f1` above 0.5 (Eq. 8), or `exact`")
+    hindsight_hint: bool = Field(
+        False, description="pool planners are told the label's type and value, and write the plan that leads there"
     )
     trained_members: int = Field(2, ge=1, le=2, description="how many of the newest trained models stay in a pool")
 
@@ -547,6 +718,14 @@ class Evaluation(Strict):
         False, description="a reference plan and the label's action with ϕ_k, if the data have plans"
     )
     boards: dict[Name, GroundingBoard] = Field({}, description="grounding boards on which ϕ_k is tested alone, by name")
+    inference: Named = Field(
+        {}, description="other ways to infer with π'_k and ϕ_k, by name, with settings: see docs/methods.md"
+    )
+
+    @field_validator("inference")
+    @classmethod
+    def _ways_are_known(cls, named: Named) -> Named:
+        return checked_settings("inference", named, AskedAgent)
 
 
 Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]
@@ -597,6 +776,9 @@ class Experiment(Strict):
     name: Name
     description: str
     parent: Name | None = Field(None, description="the experiment file whose every key holds unless it is given here")
+    overlays: list[Name] = Field(
+        [], description="overlays of any experiment whose keys are laid over the parent's, below this file's own"
+    )
     variant: Name = Field(
         "full", description="how tables name an ablation of the parent; `full`: an experiment of its own"
     )
@@ -618,6 +800,7 @@ class Experiment(Strict):
     benchmark: Benchmark
     models: Models
     sft: Sft = Sft()
+    grounder_rl: GrounderRl = GrounderRl()
     grpo: Grpo = Grpo()
     regeneration: Regeneration = Regeneration()
     quality: Quality = Quality()
@@ -637,7 +820,14 @@ class Experiment(Strict):
     @property
     def made(self) -> tuple[Asset, ...]:
         """The partitioned assets that this experiment makes, in an order in which one iteration can be made."""
-        return END_TO_END if self.agent == "end_to_end" else tuple(asset for asset in LOOP if asset not in self.taken)
+        if self.agent == "end_to_end":
+            return END_TO_END
+        return tuple(asset for asset in (LOOP_RL if self.grounder_rl.enabled else LOOP) if asset not in self.taken)
+
+    @property
+    def phi(self) -> Phi:
+        """The asset that is ϕ_k for all that reads it."""
+        return "grounder_rl" if self.grounder_rl.enabled else "grounder"
 
     @property
     def table(self) -> str:
@@ -659,10 +849,16 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _what_is_taken_has_an_owner(self) -> Self:
-        if self.parent is None and (self.take or self.variant != "full"):
-            raise ValueError("`take` and `variant` go with `parent`: name the experiment that this one differs from")
+        if self.parent is None and (self.take or self.overlays or self.variant != "full"):
+            raise ValueError(
+                "`take`, `overlays` and `variant` go with `parent`: name the experiment that this one differs from"
+            )
         if self.agent == "end_to_end" and "dataset" not in self.take:
             raise ValueError("`agent: end_to_end` writes no data: add `take: [dataset]` and a `parent` that makes it")
+        if self.agent == "end_to_end" and self.grounder_rl.enabled:
+            raise ValueError("`agent: end_to_end` has no grounder: remove `grounder_rl`")
+        if self.grounder_rl.enabled and self.sft.folds is not None:
+            raise ValueError("grounders of `sft.folds` are trained by SFT alone: remove `folds`, or `grounder_rl`")
         if self.agent == "end_to_end" and {"planner_sft", "grounder"} & set(self.take):
             raise ValueError("`agent: end_to_end` has neither planner nor grounder: take `dataset` only")
         if "regenerate_weekly" in self.automation and "dataset" not in self.made:
@@ -679,6 +875,20 @@ class Experiment(Strict):
             raise ValueError(
                 "grpo.prompts: with `init: previous` and `carry_over: none` ϕ_k has seen steps that D_{k-1} lacks: change one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _checkers_are_verifiers(self) -> Self:
+        for name, settings in self.sft.curation.items():
+            if (by := settings.get("by")) is not None and by not in self.models.verifiers:
+                known = ", ".join(self.models.verifiers)
+                raise ValueError(f"sft.curation.{name}: `by: {by}` is no open verifier; models.verifiers has {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _inference_has_two_models(self) -> Self:
+        if self.agent == "end_to_end" and self.evaluation.inference:
+            raise ValueError("evaluation.inference: an end-to-end agent has no plan and no grounder: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -710,15 +920,17 @@ def load_experiment(path: Path) -> Experiment:
     """The experiment in the YAML file `path`, named as the file. Raises ExperimentError.
 
     A file with a `parent` holds only what differs: mappings are merged key by key; other values, and pools, replace those of
-    the parent. `description`, `take`, `variant`, `agent`, `shown` and `automation` are not inherited.
+    the parent. `description`, `take`, `overlays`, `variant`, `agent`, `shown` and `automation` are not inherited. With
+    `overlays` it holds what these files hold too, wherever their own parents are; two that differ in a key which this file
+    does not give are an error.
     """
     return _load(path, ())
 
 
-_NOT_INHERITED: Final = ("description", "parent", "take", "variant", "agent", "shown", "automation")
+_NOT_INHERITED: Final = ("description", "parent", "take", "overlays", "variant", "agent", "shown", "automation")
 """Keys that an overlay does not inherit."""
-_POOLS: Final = ("planners", "verifiers")
-"""Mappings that are not merged: a pool in an overlay has exactly the members given there."""
+_WHOLE: Final = ("planners", "verifiers", "point_score", "combiner", "policy_loss")
+"""Mappings that are not merged: a pool in an overlay has exactly the members given there, a plug-in its own settings."""
 
 
 def _load(path: Path, children: tuple[Path, ...]) -> Experiment:
@@ -734,7 +946,7 @@ def _load(path: Path, children: tuple[Path, ...]) -> Experiment:
         except ExperimentError as error:
             raise ExperimentError(f"{path}: key `parent`: {raw['parent']} cannot be used: {error}") from None
         inherited = parent.model_dump(mode="json", exclude={"name", *_NOT_INHERITED}, exclude_unset=True)
-        raw = _merged(inherited, raw)
+        raw = _merged(inherited, _with_overlays(path, raw, (path, *children)))
     experiment = checked(Experiment, raw | {"name": path.stem}, path)
     if parent is not None:
         _check_overlay(path, experiment, parent)
@@ -753,28 +965,72 @@ def _read(path: Path) -> dict[str, Any]:
 
 ABLATIONS: Final = "ablations"
 """Folder below `experiments/` whose variants form a separate code location."""
+PLUGINS: Final = "plugins"
+"""The same for an overlay of each plug-in, which the web UI does not load by itself."""
 
 
 def _parent_file(path: Path, name: Any) -> Path:
-    """The parent's file: beside the overlay, or for an ablation one folder above."""
+    """The parent's file: beside the overlay, or for one in a folder of overlays one folder above."""
+    folders = (path.parent, path.parent.parent) if path.parent.name in (ABLATIONS, PLUGINS) else (path.parent,)
+    return _file_named(path, "parent", name, folders)
+
+
+def _file_named(path: Path, key: str, name: Any, folders: Sequence[Path]) -> Path:
+    """The first file of that name in `folders`. Raises ExperimentError, which names the `key` of `path`."""
     try:
         TypeAdapter(Name).validate_python(name, strict=True)
     except ValidationError:
-        raise ExperimentError(f"{path}: key `parent`: {name!r:.80} is no name of an experiment; correct it") from None
-    folders = (path.parent, path.parent.parent) if path.parent.name == ABLATIONS else (path.parent,)
+        raise ExperimentError(f"{path}: key `{key}`: {name!r:.80} is no name of an experiment; correct it") from None
     files = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
     if not files:
         raise ExperimentError(
-            f"{path}: key `parent`: there is no {name}.yaml in {' or '.join(map(str, folders))}; correct the name"
+            f"{path}: key `{key}`: there is no {name}.yaml in {' or '.join(map(str, folders))}; correct the name"
         )
     return files[0]
+
+
+def _with_overlays(path: Path, raw: dict[str, Any], children: tuple[Path, ...]) -> dict[str, Any]:
+    """`raw`, the content of `path`, laid over that of its `overlays`. Raises ExperimentError if two of these conflict."""
+    names = raw.get("overlays")
+    if not isinstance(names, list):
+        return raw  # none, or refused when the whole file is checked
+    root = path.parent.parent if path.parent.name in (ABLATIONS, PLUGINS) else path.parent
+    own, below, owner = _leaves(raw), dict[str, Any](), dict[tuple[str, ...], tuple[Path, Any]]()
+    for name in names:
+        file = _file_named(path, "overlays", name, (path.parent, root, root / PLUGINS, root / ABLATIONS))
+        if file in children:
+            raise ExperimentError(f"{path}: key `overlays`: {name} has this file among its overlays, or is it")
+        held = _read(file)
+        if held.get("parent") is None:
+            raise ExperimentError(
+                f"{path}: key `overlays`: {file} is no overlay, since it has no `parent`; name another"
+            )
+        held = {k: v for k, v in _with_overlays(file, held, (file, *children)).items() if k not in _NOT_INHERITED}
+        for key, value in _leaves(held).items():
+            other, before = owner.setdefault(key, (file, value))
+            if before != value and not any(key[: len(given)] == given for given in own):
+                raise ExperimentError(
+                    f"{path}: key `overlays`: {other} and {file} differ in `{'.'.join(key)}` ({before!r:.80} and "
+                    f"{value!r:.80}): give it in this file, or leave one out"
+                )
+        below = _merged(below, held)
+    return _merged(below, raw)
+
+
+def _leaves(raw: dict[str, Any], *above: str) -> dict[tuple[str, ...], Any]:
+    """Key path → value, of everything that `_merged` does not merge deeper."""
+    leaves: dict[tuple[str, ...], Any] = {}
+    for key, value in raw.items():
+        deeper = isinstance(value, dict) and value and key not in _WHOLE
+        leaves |= _leaves(value, *above, str(key)) if deeper else {(*above, str(key)): value}
+    return leaves
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`above` laid over `below`, mapping by mapping."""
     result = dict(below)
     for key, value in above.items():
-        deeper = isinstance(value, dict) and isinstance(below.get(key), dict) and key not in _POOLS
+        deeper = isinstance(value, dict) and isinstance(below.get(key), dict) and key not in _WHOLE
         result[key] = _merged(below[key], value) if deeper else value
     return result
 
@@ -894,6 +1150,7 @@ CODE: Final[dict[str, int]] = {
     "open_models": 2,
     "planner_sft": 1,
     "grounder": 1,
+    "grounder_rl": 1,
     "planner": 2,
     "candidate_plans": 2,
     "verdicts": 2,
@@ -906,11 +1163,17 @@ CODE: Final[dict[str, int]] = {
 """Raise an asset's number when its code changes so that the same inputs would give another result."""
 
 
+_OPTIONAL_POLICY: Final = frozenset(
+    {"max_tokens", "lora", "attention", "rollouts", "delta", "importance_sampling_level"}
+    | {"point_score", "terms", "combiner", "advantage", "policy_loss"}
+)
 _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
-    Sft: frozenset({"max_tokens", "lora", "attention"}),
-    Grpo: frozenset({"prompts", "max_tokens", "lora", "attention", "rollouts", "validate_every", "validation_steps"}),
+    Sft: frozenset({"max_tokens", "lora", "attention", "target", "curation", "folds"}),
+    GrounderRl: _OPTIONAL_POLICY,
+    Grpo: _OPTIONAL_POLICY | {"prompts", "curation", "value_mode", "validate_every", "validation_steps"},
+    Regeneration: frozenset({"value_mode", "hindsight_hint"}),
     Models: frozenset({"judge"}),
-    Evaluation: frozenset({"oracle_plan", "boards"}),
+    Evaluation: frozenset({"oracle_plan", "boards", "inference"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 
@@ -947,6 +1210,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
         "open_models": [(experiment.models.without_places(), set(Models.model_fields) - {"engine"})],
         "planner_sft": [(experiment.sft, None), (experiment.models, input_format), *init],
         "grounder": [(experiment.sft, None), (experiment.models, input_format), *init],
+        "grounder_rl": [(experiment.grounder_rl, None), (experiment.models, input_format)],
         "planner": [
             (experiment.grpo, None),
             (pools, {"max_point_tokens"}),
@@ -954,7 +1218,11 @@ def code_version(experiment: Experiment, asset: str) -> str:
             *validation,
         ],
         "candidate_plans": [
-            (pools, {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}),
+            (
+                pools,
+                {"plans_per_planner", "temperature", "top_p", "max_plan_tokens", "similar", "trained_members"}
+                | {"value_mode", "hindsight_hint"},
+            ),
             (experiment.benchmark, {"train", "max_train_steps"}),
             (experiment, {"batch_size"}),  # the plans of a batch are drawn from one generator
             (experiment.models, answers),

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter
 
 from coepg_dagster.artifacts import steps_of
-from coepg_dagster.experiment import Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
+from coepg_dagster.experiment import GrounderRl, Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
 from coepg_dagster.progress import Ended
+from coepg_dagster.strategies.settings import Named
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 OnAnomaly = Literal["stop", "warn"]
@@ -75,6 +76,7 @@ class TrainingJob(Job):
     train_split: str
     validation_split: str
     placement: Placement = ALONE
+    checkers: dict[str, Member] = {}  # open verifiers that data strategies ask (`strategies.curation.label_check`)
 
     @property
     def on_gpu(self) -> bool:
@@ -123,6 +125,13 @@ class GrpoJob(TrainingJob):
     config: Grpo
 
 
+class GrounderRlJob(TrainingJob):
+    """GRPO of a grounder on the plans of D_{k-1}."""
+
+    kind: Literal["grounder_rl"] = "grounder_rl"
+    config: GrounderRl
+
+
 class EndToEndJob(TrainingJob):
     """SFT, then GRPO, of the end-to-end agent."""
 
@@ -157,6 +166,7 @@ class VerdictsJob(ChunkedJob):
     train_split: str
     config: Regeneration
     shuffled_plans: int
+    folds: dict[str, int] = {}  # member → how many grounders below its checkpoint verify a part of the episodes each
 
 
 class BoardItems(Strict):
@@ -175,7 +185,8 @@ class EvaluationJob(ChunkedJob):
 
     To see which model a gain comes from, other pairs are scored too: the planner with the `judge` on every split, and on the
     first split `base_planner` with the grounder, the best of `attempts` sampled plans of the planner with the grounder, and
-    the grounder with the plans `oracle_plans` (by step id) and the labels' actions. On `boards` the grounder is tested alone.
+    the grounder with the plans `oracle_plans` (by step id) and the labels' actions, and the agent by each way of `inference`.
+    On `boards` the grounder is tested alone.
     """
 
     kind: Literal["evaluation"] = "evaluation"
@@ -185,6 +196,7 @@ class EvaluationJob(ChunkedJob):
     base_planner: str | None = None
     attempts: int | None = None
     oracle_plans: dict[str, str] | None = None
+    inference: Named = {}
     splits: list[str]
     max_steps: int | None
     protocol: str
@@ -195,7 +207,8 @@ class EvaluationJob(ChunkedJob):
 
 
 AnyJob = Annotated[
-    SftJob | GrpoJob | EndToEndJob | CandidatesJob | VerdictsJob | EvaluationJob, Field(discriminator="kind")
+    SftJob | GrpoJob | GrounderRlJob | EndToEndJob | CandidatesJob | VerdictsJob | EvaluationJob,
+    Field(discriminator="kind"),
 ]
 _JOB: TypeAdapter[Any] = TypeAdapter(AnyJob)
 

@@ -25,12 +25,14 @@ from coepg_dagster.characters import SAME, WITHOUT_WIDTH
 class Location:
     """The point that an answer names, in the space in which its model answers, and the characters of its numbers.
 
-    `spans` are the (start, end) of each number in the text: two of a point, four of a box.
+    `spans` are the (start, end) of each number in the text: two of a point, four of a box. `corners` are (x1, y1, x2, y2); those
+    of a point are in one place.
     """
 
     x: float
     y: float
     spans: tuple[tuple[int, int], ...]
+    corners: tuple[float, float, float, float]
 
 
 _REASONING: Final = re.compile(r"[<\[◁](/?)(?:think|thinking|thought|reasoning|seed:think)[>\]▷]", re.IGNORECASE)
@@ -113,16 +115,26 @@ def locate(text: str) -> Location | None:
     if not WITHOUT_WIDTH.isdisjoint(folded):
         places = [i for i, character in enumerate(folded) if character not in WITHOUT_WIDTH]
         folded = "".join(folded[i] for i in places)
-    best: tuple[int, int] | None = None
-    chosen: Location | None = None
-    for rank, spans in _candidates(folded):
-        if best is None or (rank, spans[0][0]) < best:
-            location = _place([float(folded[a:b]) for a, b in spans], spans)
-            if location is not None:
-                best, chosen = (rank, spans[0][0]), location
+    chosen = next(iter(_of_best_rank(folded)), None)
     if chosen is None or places is None:
         return chosen
     return replace(chosen, spans=tuple((places[a], places[b - 1] + 1) for a, b in chosen.spans))
+
+
+def locate_all(text: str) -> list[tuple[float, float]]:
+    """Every point, or centre of a box, of the rank of `locate`'s, in the order of the answer. Never raises."""
+    folded = "".join(c for c in text.translate(_PUNCTUATION) if c not in WITHOUT_WIDTH)
+    return [(location.x, location.y) for location in _of_best_rank(folded)]
+
+
+def _of_best_rank(text: str) -> list[Location]:
+    """The places of the highest rank in an answer, in its order."""
+    found: dict[int, list[Location]] = {}
+    for rank, spans in _candidates(text):
+        location = _place([float(text[a:b]) for a, b in spans], spans)
+        if location is not None:
+            found.setdefault(rank, []).append(location)
+    return sorted(found[min(found)], key=lambda location: location.spans[0]) if found else []
 
 
 def _candidates(text: str) -> Iterator[tuple[int, list[Span]]]:
@@ -165,6 +177,9 @@ def _place(numbers: Sequence[float], spans: Sequence[Span]) -> Location | None:
     if not all(map(math.isfinite, numbers)):
         return None
     if len(numbers) == 2:
-        return Location(numbers[0], numbers[1], tuple(spans))
+        x, y = numbers
+        return Location(x, y, tuple(spans), (x, y, x, y))
     x1, y1, x2, y2 = numbers
-    return Location(x1 / 2 + x2 / 2, y1 / 2 + y2 / 2, tuple(spans)) if x1 <= x2 and y1 <= y2 else None
+    if x1 > x2 or y1 > y2:
+        return None
+    return Location(x1 / 2 + x2 / 2, y1 / 2 + y2 / 2, tuple(spans), (x1, y1, x2, y2))

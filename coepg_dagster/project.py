@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Experiments, find_experiments
+from coepg_dagster.experiment import ABLATIONS, PLUGINS, Experiment, ExperimentError, Experiments, find_experiments
 from coepg_dagster.provenance import SHARED
+
+LOCATIONS: Final = {
+    "": ("coepg", "coepg_dagster.definitions"),
+    ABLATIONS: ("reproductions", "coepg_dagster.reproductions"),
+    PLUGINS: ("plugins", "coepg_dagster.plugged"),
+}
+"""Folder below `experiments/` → (name, module) of the Dagster code location that holds its experiments."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,18 @@ class Project:
         return experiments
 
     def all_experiments(self) -> Experiments:
-        """The experiments and the ablations."""
-        main, ablations = self.experiments(), self.experiments(ABLATIONS)
-        return Experiments({**main, **ablations}, {**ablations.left_out, **main.left_out})
+        """The experiments of all folders; where two have one name, that of the first folder."""
+        found: dict[str, Experiment] = {}
+        left_out: dict[str, str] = {}
+        for folder in LOCATIONS:
+            of_folder = self.experiments(folder)
+            found, left_out = {**of_folder, **found}, {**of_folder.left_out, **left_out}
+        return Experiments(found, left_out)
+
+    def location_of(self, name: str) -> tuple[str, str]:
+        """(name, module) of the code location that holds an experiment (LOCATIONS)."""
+        folders = [folder for folder in LOCATIONS if (self.root / "experiments" / folder / f"{name}.yaml").is_file()]
+        return LOCATIONS[folders[0] if folders else ""]
 
     def seeds_in_use(self, experiment: Experiment) -> list[int]:
         """The seeds of an experiment that are to be shown: those under `shown` in its file, and those with artifacts.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal
 
-from coepg_dagster.notations import after_reasoning, locate
+from coepg_dagster.notations import after_reasoning, locate, locate_all
 from coepg_dagster.steps import NO_VALUE
 
 Style = Literal["compact", "web", "mobile"]
@@ -58,6 +58,9 @@ Answer with one JSON object and nothing else: {{"plan": "...", "action_type": ".
 _GROUNDER_INSTRUCT: Final = """Locate the element that this instruction refers to, precisely.
 Instruction: {plan}
 Answer with the pixel coordinates of its centre as (x,y) and nothing else."""
+_BOX_INSTRUCT: Final = """Locate the element that this instruction refers to, precisely.
+Instruction: {plan}
+Answer with the pixel coordinates of its bounding box as [x1, y1, x2, y2] and nothing else."""
 _END_TO_END_INSTRUCT: Final = """You operate a {device} to complete a task.
 Task: {goal}
 {instruction}Previous actions:
@@ -89,15 +92,27 @@ def assistant(text: str) -> list[Message]:
     return [{"role": "assistant", "content": [{"type": "text", "text": plain(text)}]}]
 
 
-def planner_messages(goal: str, history: Sequence[str], style: Style, instruction: str | None = None) -> list[Message]:
+def planner_messages(
+    goal: str, history: Sequence[str], style: Style, instruction: str | None = None, hint: str | None = None
+) -> list[Message]:
     """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text.
 
-    `instruction` is that of this step, if models may see it (AndroidControl low level).
+    `instruction` is that of this step, if models may see it (AndroidControl low level). `hint` is the label's action
+    (`action_hint`), which only pool planners see, and only with `hindsight_hint`.
     """
     if style == "compact":
         task = goal if instruction is None else f"{goal}\nNow: {instruction}"
+        task = task if hint is None else f"{task}\nRight: {hint}"
         return _user(_PLANNER_COMPACT.format(goal=task, history=" ; ".join(history) or "none"))
-    return _user(_instruct(_PLANNER_INSTRUCT, goal, history, style, instruction))
+    text = _instruct(_PLANNER_INSTRUCT, goal, history, style, instruction)
+    return _user(
+        text if hint is None else f"{text}\nThe right action is known: {hint}. Write the plan that leads to it."
+    )
+
+
+def action_hint(action_type: str, value: str) -> str:
+    """An action in the words of a hint."""
+    return f"{action_type} {value}".rstrip()
 
 
 def end_to_end_messages(
@@ -125,6 +140,16 @@ def grounder_messages(plan: str, style: Style) -> list[Message]:
     return _user((_GROUNDER_COMPACT if style == "compact" else _GROUNDER_INSTRUCT).format(plan=plan))
 
 
+def box_messages(plan: str, style: Style) -> list[Message]:
+    """The chat that asks a grounder for the box of `plan`'s element; style `compact` asks as for its point."""
+    return _user((_GROUNDER_COMPACT if style == "compact" else _BOX_INSTRUCT).format(plan=plan))
+
+
+def question_messages(text: str) -> list[Message]:
+    """The chat that asks a model any question about a screenshot; one image placeholder, before the text."""
+    return _user(text)
+
+
 def planner_answer(plan: str, action_type: str, value: str) -> str:
     """The answer from which `parse_planner` reads these three."""
     return json.dumps({"plan": plan, "action_type": action_type, "value": value}, ensure_ascii=False)
@@ -133,6 +158,11 @@ def planner_answer(plan: str, action_type: str, value: str) -> str:
 def grounder_answer(x: int, y: int) -> str:
     """The answer from which `parse_grounder` reads this point; coordinates in the grounder's space."""
     return f"({x},{y})"
+
+
+def box_answer(x1: int, y1: int, x2: int, y2: int) -> str:
+    """The answer from which `parse_grounder` reads the centre of this box; coordinates in the grounder's space."""
+    return f"[{x1},{y1},{x2},{y2}]"
 
 
 def end_to_end_answer(action_type: str, value: str, point: str) -> str:
@@ -236,6 +266,17 @@ def parse_grounder(text: str) -> tuple[float, float] | None:
     """
     location = locate(text)
     return (location.x, location.y) if location else None
+
+
+def parse_corners(text: str) -> tuple[float, float, float, float] | None:
+    """The box (x1, y1, x2, y2) that a grounder's answer names; a point has both corners in one place. As `parse_grounder`."""
+    location = locate(text)
+    return location.corners if location else None
+
+
+def parse_points(text: str) -> list[tuple[float, float]]:
+    """Every point that a grounder's answer names in the notation of the first, in order."""
+    return locate_all(text)
 
 
 def coordinate_span(text: str) -> list[tuple[int, int]]:

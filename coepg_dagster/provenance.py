@@ -21,6 +21,7 @@ Asset = Literal[
     "open_models",
     "planner_sft",
     "grounder",
+    "grounder_rl",
     "planner",
     "end_to_end",
     "candidate_plans",
@@ -44,10 +45,13 @@ LOOP: Final[tuple[Asset, ...]] = (
 )
 """The partitioned assets, in an order in which one iteration can be made."""
 
+LOOP_RL: Final[tuple[Asset, ...]] = (*LOOP[:2], "grounder_rl", *LOOP[2:])
+"""The same where the grounder learns by GRPO too."""
+
 END_TO_END: Final[tuple[Asset, ...]] = ("end_to_end", "evaluation")
 """The partitioned assets of an end-to-end agent, which is one model and writes no data."""
 
-ORDER: Final[tuple[Asset, ...]] = ("end_to_end", *LOOP)
+ORDER: Final[tuple[Asset, ...]] = ("end_to_end", *LOOP_RL)
 """Every partitioned asset, in an order in which one iteration can be made."""
 
 Agent = Literal["decoupled", "end_to_end"]
@@ -56,7 +60,10 @@ Agent = Literal["decoupled", "end_to_end"]
 Init = Literal["base", "previous"]
 """What SFT starts from in each iteration: the base models, or from iteration 2 on the models of the iteration before."""
 
-CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder", "end_to_end")
+Phi = Literal["grounder", "grounder_rl"]
+"""The asset that is ϕ_k for all that reads it: the grounder after SFT, or after GRPO too."""
+
+CROSSING: Final[tuple[Asset, ...]] = ("dataset", "planner", "grounder", "grounder_rl", "end_to_end")
 """The assets of iteration k that iteration k + 1 may read, through their twins under previous/."""
 
 
@@ -74,6 +81,7 @@ class Ref:
 _WITHIN: Final[dict[Asset, tuple[Asset, ...]]] = {
     "planner_sft": ("benchmark_steps", "open_models"),
     "grounder": ("benchmark_steps", "open_models"),
+    "grounder_rl": ("grounder",),
     "planner": ("planner_sft", "grounder"),
     "candidate_plans": ("planner", "benchmark_steps", "open_models"),
     "verdicts": ("candidate_plans", "grounder", "benchmark_steps", "open_models"),
@@ -86,6 +94,7 @@ _EVALUATION_END_TO_END: Final[tuple[Asset, ...]] = ("end_to_end", "benchmark_ste
 _BEFORE: Final[dict[Asset, tuple[Asset, ...]]] = {
     "planner_sft": ("dataset",),
     "grounder": ("dataset",),
+    "grounder_rl": ("dataset",),
     "planner": ("dataset",),
     "candidate_plans": ("planner",),
     "verdicts": ("grounder",),
@@ -108,7 +117,13 @@ _UNUSED_AT_START: Final = {
 """Iteration 0 trains nothing and its pools hold open models only."""
 
 
-def inputs_of(ref: Ref, agent: Agent = "decoupled", init: Init = "base") -> list[Ref]:
+def continued(asset: Asset, phi: Phi = "grounder") -> Asset:
+    """With `init: previous`: the asset of iteration k - 1 that the training of `asset` starts from."""
+    before = CONTINUED[asset]
+    return phi if before == "grounder" else before
+
+
+def inputs_of(ref: Ref, agent: Agent = "decoupled", init: Init = "base", phi: Phi = "grounder") -> list[Ref]:
     """The exact inputs of `ref`: no iteration before 0 exists, and no trained model before iteration 1."""
     k = ref.iteration
     if k is None:
@@ -123,7 +138,10 @@ def inputs_of(ref: Ref, agent: Agent = "decoupled", init: Init = "base") -> list
         read_before = (*read_before, CONTINUED[ref.asset])
     # iteration 0 has no trained models: iteration 1 has none of them in its pools, and starts from the base models
     before = [Ref(a, k - 1) for a in read_before if k > 1 or (k == 1 and a == "dataset")]
-    return within + before
+    read = within + before
+    if ref.asset == "grounder_rl":
+        return read
+    return [Ref(phi, one.iteration) if one.asset == "grounder" else one for one in read]
 
 
 class Input(BaseModel):
@@ -258,6 +276,7 @@ def to_make(
     assets: Sequence[Asset] = LOOP,
     agent: Agent = "decoupled",
     init: Init = "base",
+    phi: Phi = "grounder",
 ) -> dict[int, list[Asset]]:
     """Iteration → those of `assets` that are missing, stale, or follow one of these, for the iterations 0..`through`."""
     needed: set[Ref] = set()
@@ -266,7 +285,7 @@ def to_make(
         for asset in assets:
             ref = Ref(asset, k)
             why = stale.get(ref)
-            follows = any(used in needed for used in inputs_of(ref, agent, init))
+            follows = any(used in needed for used in inputs_of(ref, agent, init, phi))
             if ref not in records or (why is not None and why.spreads) or follows:
                 needed.add(ref)
             if ref in needed or why is not None:
@@ -280,6 +299,7 @@ def in_one_run(
     assets: Sequence[Asset] = LOOP,
     agent: Agent = "decoupled",
     init: Init = "base",
+    phi: Phi = "grounder",
 ) -> list[Asset]:
     """The first assets of `made`, in order, that one run can make in iteration `k`.
 
@@ -288,7 +308,7 @@ def in_one_run(
     run: list[Asset] = []
     unsure: set[Ref] = set()
     for asset in assets:
-        read = inputs_of(Ref(asset, k), agent, init)
+        read = inputs_of(Ref(asset, k), agent, init, phi)
         if asset not in made:
             if any(used in unsure or (used.iteration == k and used.asset in run) for used in read):
                 unsure.add(Ref(asset, k))

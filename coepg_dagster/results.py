@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from coepg_dagster.artifacts import BOARDS, PAIRS
+from coepg_dagster.artifacts import BOARDS, BY, PAIRS
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.evaluation.tables import Cell, Table, half_up, one_protocol, table_of
@@ -385,7 +385,8 @@ def pairs_text(iteration: Mapping[str, Any]) -> list[str]:
     lines = []
     for pair, splits in iteration[PAIRS].items():
         rates = [f"{name} {of['macro']:.1f}" for name, of in splits.items() if of["macro"] is not None]
-        lines.append(f"k = {iteration['iteration']}, {PAIR_NAMES[pair]}: {', '.join(rates)}")
+        what = PAIR_NAMES.get(pair) or f"π'_k with ϕ_k, {pair.removeprefix(BY)}"
+        lines.append(f"k = {iteration['iteration']}, {what}: {', '.join(rates)}")
     return lines
 
 

@@ -25,7 +25,9 @@ import pyarrow.parquet as pq
 from coepg_dagster.artifacts import (
     BOARD_PREDICTIONS,
     BOARDS,
+    BY,
     CANDIDATES,
+    FOLD,
     PAIR_PREDICTIONS,
     PAIRS,
     PREDICTIONS,
@@ -47,6 +49,7 @@ from coepg_dagster.jobs import (
     ChunkedJob,
     EndToEndJob,
     EvaluationJob,
+    GrounderRlJob,
     GrpoJob,
     Job,
     SftJob,
@@ -55,7 +58,7 @@ from coepg_dagster.jobs import (
 from coepg_dagster.processes import ended, last_words
 from coepg_dagster.progress import Ended, Report
 from coepg_dagster.readers.boards import SPLIT
-from coepg_dagster.steps import VERDICT_SCHEMA
+from coepg_dagster.steps import VERDICT_SCHEMA, fold_of
 
 
 def run(job: Job, report: Report) -> dict[str, Any]:
@@ -65,6 +68,10 @@ def run(job: Job, report: Report) -> dict[str, Any]:
             from coepg_dagster.training.sft import train_sft
 
             return train_sft(job, report)
+        case GrounderRlJob():
+            from coepg_dagster.training.grpo import train_grounder_rl
+
+            return train_grounder_rl(job, report)
         case GrpoJob():
             from coepg_dagster.training.grpo import train_grpo
 
@@ -269,9 +276,30 @@ class Verdicts(Chunked[VerdictsJob]):
             [("step_id", "ascending"), ("candidate_id", "ascending")]
         )
 
+    def _parts(self, member: str) -> dict[str, tuple[str, pa.Table]]:
+        """Name → (checkpoint, candidates) of each model that verifies for a member: itself, or the grounders of its folds."""
+        candidates, checkpoint = self._to_verify(), self.job.members[member].model
+        folds = self.job.folds.get(member)
+        if folds is None:
+            return {member: (checkpoint, candidates)}
+        steps = steps_of(self.job.steps, self.job.train_split).select(["step_id", "episode_id"])
+        fold = {row["step_id"]: fold_of(row["episode_id"], folds) for row in steps.to_pylist()}
+        of_rows = [fold[step_id] for step_id in candidates["step_id"].to_pylist()]
+        return {
+            f"{member}.{FOLD.format(i)}": (
+                str(Path(checkpoint) / FOLD.format(i)),
+                candidates.filter(pa.array([of == i for of in of_rows], pa.bool_())),
+            )
+            for i in range(folds)
+        } | {member: (checkpoint, candidates.slice(0, 0))}
+
     def chunks(self) -> list[Chunk]:
-        rows = self._to_verify().num_rows
-        return [Chunk(name, start) for name in self.job.members for start in (*starts(rows), CONTROL)]
+        return [
+            Chunk(name, start)
+            for member in self.job.members
+            for name, (_, candidates) in self._parts(member).items()
+            for start in (*starts(candidates.num_rows), *([CONTROL] if name == member else []))
+        ]
 
     @contextmanager
     def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
@@ -280,9 +308,10 @@ class Verdicts(Chunked[VerdictsJob]):
         from coepg_dagster.pools.controls import shuffled
         from coepg_dagster.pools.verdicts import give_verdicts
 
-        candidates = self._to_verify()
+        name = member.partition(".")[0]
+        checkpoint, candidates = self._parts(name)[member]
         steps = steps_of(self.job.steps, self.job.train_split)
-        with self.engine(self.job.members[member], device) as engine:
+        with self.engine(self.job.members[name].model_copy(update={"model": checkpoint}), device) as engine:
             screens = Screens(steps, engine.resize)
             with whole(self._resize(member)) as draft:
                 draft.write_text(json.dumps(engine.resize))
@@ -292,10 +321,10 @@ class Verdicts(Chunked[VerdictsJob]):
 
             def make(start: int) -> pa.Table:
                 if start == CONTROL:
-                    plans = shuffled(candidates, steps, self.job.config.similar, self.job.shuffled_plans)
+                    plans = shuffled(self._to_verify(), steps, self.job.config.similar, self.job.shuffled_plans)
                 else:
                     plans = candidates.slice(start, CHUNK)
-                return give_verdicts(grounder, member, plans, screens)
+                return give_verdicts(grounder, name, plans, screens)
 
             yield make
 
@@ -308,9 +337,12 @@ class Verdicts(Chunked[VerdictsJob]):
         return self.job.scratch / f"resize-{member}.json"
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
+        from coepg_dagster.rewards.calibration import of_verdicts
+
         figures: dict[str, Any] = {}
         tables, controls = [], []
-        for name, (*part, control) in parts.items():
+        for name in self.job.members:
+            *part, control = [table for of in self._parts(name) for table in parts.get(of, [])]
             controls.append(control)
             figures[f"resize_{name}"] = json.loads(self._resize(name).read_text())
             verdicts = pa.concat_tables(part) if part else VERDICT_SCHEMA.empty_table()
@@ -318,6 +350,8 @@ class Verdicts(Chunked[VerdictsJob]):
             answered = verdicts.filter(pc.is_null(verdicts["failure"]))
             figures[f"hit_rate_{name}"] = 100 * (pc.mean(answered["hit"]).as_py() or 0.0)
             figures[f"failed_{name}"] = verdicts.num_rows - answered.num_rows
+            if measured := of_verdicts(verdicts).get(name):
+                figures[f"calibration_{name}"] = {"ece": measured.ece, "brier": measured.brier, "auroc": measured.auroc}
         table = pa.concat_tables(tables)
         write_table(table, self.job.out / VERDICTS)
         write_table(pa.concat_tables(controls), self.job.out / SHUFFLED)
@@ -326,7 +360,7 @@ class Verdicts(Chunked[VerdictsJob]):
 
 AGENT, JUDGE, BASE_PLANNER, ATTEMPTS, ORACLE_PLAN = "agent", "judge", "base_planner", "attempts", "oracle_plan"
 """The pairs of models that an evaluation scores: π'_k with ϕ_k, π'_k with the judge, the base planner with ϕ_k, the best of n
-sampled plans of π'_k with ϕ_k, and reference plans with ϕ_k."""
+sampled plans of π'_k with ϕ_k, and reference plans with ϕ_k. The agent by another way to infer is called `by_NAME`."""
 
 
 _BOARD = "board-"
@@ -349,11 +383,17 @@ class Evaluation(Chunked[EvaluationJob]):
     def chunks(self) -> list[Chunk]:
         job = self.job
         others = {BASE_PLANNER: job.base_planner, ATTEMPTS: job.attempts, ORACLE_PLAN: job.oracle_plans}
-        pairs = [AGENT, *(pair for pair, wanted in others.items() if wanted), *(_BOARD + name for name in job.boards)]
+        pairs = [
+            AGENT,
+            *(pair for pair, wanted in others.items() if wanted),
+            *(BY + name for name in job.inference),
+            *(_BOARD + name for name in job.boards),
+        ]
         return [Chunk(pair, start) for pair in pairs for start in starts(self._steps(pair).num_rows)]
 
     @contextmanager
     def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
+        from coepg_dagster.inference.asking import AskedPair, predict_by
         from coepg_dagster.inference.engine import Sampling
         from coepg_dagster.inference.predict import predict_end_to_end, predict_samples, predict_with_plans
 
@@ -386,13 +426,17 @@ class Evaluation(Chunked[EvaluationJob]):
             )
 
             def make(start: int) -> pa.Table:
+                chunk = steps.slice(start, CHUNK)
+                if member.startswith(BY):
+                    limits, name = (job.max_plan_tokens, job.max_point_tokens), member.removeprefix(BY)
+                    pair = AskedPair(planner, *grounders, chunk, job.models, limits, job.seed + start)
+                    return of_pair(member, [predict_by(name, job.inference[name], pair, chunk)])
                 sampling = Sampling(job.max_plan_tokens)
                 if member == ATTEMPTS:
                     assert job.attempts is not None
                     sampling = Sampling(
                         job.max_plan_tokens, temperature=1.0, samples=job.attempts, seed=job.seed + start
                     )
-                chunk = steps.slice(start, CHUNK)
                 tables = predict_samples(planner, grounders, chunk, job.models, sampling, job.max_point_tokens)
                 return pa.concat_tables(map(of_pair, grounder_of, tables))
 
@@ -400,6 +444,7 @@ class Evaluation(Chunked[EvaluationJob]):
 
     def finish(self, parts: dict[str, list[pa.Table]]) -> dict[str, Any]:
         from coepg_dagster.evaluation.score import score_attempts
+        from coepg_dagster.inference.asking import calibration_of_points, planner_passes
         from coepg_dagster.readers.importing import lost_of
 
         alone = {name: pa.concat_tables(parts.pop(_BOARD + name)) for name in self.job.boards}
@@ -413,6 +458,10 @@ class Evaluation(Chunked[EvaluationJob]):
                 answers = [attempt.slice(start, table.num_rows) for attempt in attempts]
                 result = score_attempts(self.job.protocol, table, answers, lost=lost_of(self.job.lost, split))
                 scores[pair][split] = json.loads(result.to_json())
+                if pair == ATTEMPTS:
+                    scores[pair][split]["planner_passes"] = planner_passes(table, answers)
+                if pair.startswith(BY) and (measured := calibration_of_points(table, answers[0])):
+                    scores[pair][split]["calibration"] = measured.to_json()
                 start += table.num_rows
         of_agent = pc.equal(made["pair"], AGENT)
         write_table(made.filter(of_agent).drop_columns(["pair", "attempt"]), self.job.out / PREDICTIONS)

@@ -116,6 +116,11 @@ def row_id(candidate_id: str, plan: str, screenshot_hash: str, made_in: int) -> 
     return "r" + short_hash(json.dumps([candidate_id, plan, screenshot_hash, made_in]).encode())
 
 
+def fold_of(episode_id: str, folds: int) -> int:
+    """The part, 0 .. folds - 1, of an episode, by a hash of its name: whole episodes, the same in every iteration."""
+    return int.from_bytes(hashlib.sha256(episode_id.encode()).digest()[:8]) % folds
+
+
 DECISION_SCHEMA: Final = pa.schema(
     [
         pa.field("candidate_id", pa.string(), nullable=False),
@@ -125,12 +130,23 @@ DECISION_SCHEMA: Final = pa.schema(
 )
 """Why each candidate is in D_k (`kept`) or not: a gate's name, `duplicate`, `vetoed`, `not_verified` or `over_cap`."""
 
+CURATION_SCHEMA: Final = pa.schema(
+    [
+        pa.field("row_id", pa.string()),  # of D_{k-1}; null: a prompt of GRPO, which is a step's
+        pa.field("step_id", pa.string(), nullable=False),
+        pa.field("strategy", pa.string(), nullable=False),  # the plug-in that left it out
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+"""Why a row of D_{k-1} or a prompt was left out of a training by a data strategy (`strategies.curation`)."""
+
 GRADER: Final = pa.struct(
     [
         pa.field("grounder", pa.string(), nullable=False),
         pa.field("x", pa.float64()),
         pa.field("y", pa.float64()),
         pa.field("hit", pa.bool_(), nullable=False),  # Acc_j, Eq. 3
+        pa.field("score", pa.float64()),  # what Eq. 4 weighed: Acc_j, or the point score of the experiment
         pa.field("tokens", pa.int32(), nullable=False),  # L, Eq. 6
         pa.field("mean_logprob", pa.float64()),  # Eq. 6
         pa.field("confidence", pa.float64()),  # c_j as used
@@ -142,6 +158,8 @@ GRADER: Final = pa.struct(
     ]
 )
 
+PART: Final = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("score", pa.float64())])
+
 ROLLOUT_SCHEMA: Final = pa.schema(
     [
         pa.field("optimizer_step", pa.int32(), nullable=False),
@@ -151,6 +169,7 @@ ROLLOUT_SCHEMA: Final = pa.schema(
         pa.field("plan", pa.string()),
         pa.field("gate", pa.string(), nullable=False),
         pa.field("graders", pa.list_(GRADER), nullable=False),  # ϕ_k first; empty: gated, or the step has no target
+        pa.field("parts", pa.list_(PART)),  # what terms and combiner made the reward of; empty where it is Eq. 9
         pa.field("reward", pa.float64(), nullable=False),  # Eq. 9
         pa.field("advantage", pa.float64(), nullable=False),  # Eq. 10
     ]

@@ -108,7 +108,7 @@ def _in_launchpad(annotation: Any) -> Any:
         (kind,) = set(get_args(annotation)) - {NoneType}
     if get_origin(kind) is Literal:
         kind = str
-    elif isinstance(kind, type) and issubclass(kind, Strict):
+    elif (isinstance(kind, type) and issubclass(kind, Strict)) or get_origin(kind) is dict:
         kind = dict[str, Any]
     return kind | None
 

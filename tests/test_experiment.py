@@ -154,6 +154,41 @@ def test_the_experiments_of_the_repository_load(file: Path) -> None:
         ({"models__coordinates": "unit"}, "models.coordinates", "use `norm_1000`"),
         ({"models__coordinates": "miles"}, "models.coordinates", "'original', 'resized', 'norm_1000'"),
         ({"benchmark__test": []}, "benchmark.test", "at least 1 item"),
+        ({"sft__curation": {"seed_rule": {}}}, "sft.curation", "no data 'seed_rule'; known: attention_filter, "),
+        (
+            {"sft__curation": {"mixed_results": {}}},
+            "sft.curation",
+            "mixed_results is not for rows; those that are: atte",
+        ),
+        (
+            {"grpo__curation": {"label_check": {}}},
+            "grpo.curation",
+            "label_check is not for prompts; those that are: cu",
+        ),
+        (
+            {"grpo__curation": {"frontier": {"share": 2.0}}},
+            "grpo.curation",
+            "frontier: share: Input should be less than",
+        ),
+        ({"grpo__curation": {"frontier": {"shares": 1}}}, "grpo.curation", "(settings: share, target, width, uniform"),
+        ({"sft__curation": {"label_check": {}}}, "sft.curation", "label_check: by: Field required"),
+        (
+            {"sft__curation": {"label_check": {"by": "x"}}},
+            "(whole file)",
+            "no open verifier; models.verifiers has open_v",
+        ),
+        ({"sft__curation": ["seed_rules"]}, "sft.curation", "valid dictionary"),
+        ({"sft__curation": {"seed_rules": None}}, "sft.curation.seed_rules", "valid dictionary"),
+        (
+            {"evaluation__inference": {"vote": {}}},
+            "evaluation.inference",
+            "no inference 'vote'; known: best_of_plans, ",
+        ),
+        (
+            {"evaluation__inference": {"zoom": {"share": 0}}},
+            "evaluation.inference",
+            "zoom: share: Input should be great",
+        ),
         ({"benchmark__test": ["train"]}, "benchmark", "must differ"),
         ({"benchmark__train": "test_seed"}, "benchmark", "must differ"),
         ({"benchmark__reader": "mindweb"}, "benchmark.reader", "miniwob"),
@@ -395,6 +430,17 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         "loss_type": {"loss_type": "dapo"},
         "scale_rewards": {"scale_rewards": "batch"},
         "epsilon_high": {"epsilon_high": 0.3},
+        "target": {"target": "box"},
+        "folds": {"folds": 2},
+        "value_mode": {"value_mode": "exact"},
+        "curation": {"curation": {"curriculum": {}}},
+        "delta": {"delta": 2.0},
+        "importance_sampling_level": {"importance_sampling_level": "sequence"},
+        "point_score": {"point_score": "lpo"},
+        "terms": {"terms": {"format": 0.1}},
+        "combiner": {"combiner": "ui_s1"},
+        "advantage": {"advantage": ["rloo"]},
+        "policy_loss": {"policy_loss": "guirlvg_kl"},
     }
     for key, default in section().model_dump().items():
         if key in others:
@@ -611,3 +657,113 @@ def test_grounding_boards_make_other_evaluations_and_nothing_else() -> None:
         for asset in CODE:
             versions = [code_version(one, asset) for one in (plain, none, with_board)]
             assert versions[0] == versions[1] and (versions[2] != versions[0]) == (asset == "evaluation")
+
+
+# plug-ins
+
+PLUGIN_FILES = sorted((REPOSITORY / "experiments" / "plugins").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", PLUGIN_FILES, ids=lambda path: path.stem)
+def test_an_overlay_of_a_plugin_changes_training_only(file: Path) -> None:
+    experiment, sandbox = load_experiment(file), load_experiment(REPOSITORY / "experiments" / "sandbox.yaml")
+    differs = [asset for asset in CODE if code_version(experiment, asset) != code_version(sandbox, asset)]
+    assert {"planner"} <= set(differs) <= {"planner", "end_to_end", "grounder_rl"}
+
+
+def test_a_plugin_is_a_name_or_a_mapping_and_has_all_its_settings(tmp_path: Path) -> None:
+    grpo = {
+        "point_score": "gui_g2",
+        "terms": {"format": 0.1, "length": {"weight": 1, "most": 300}},
+        "advantage": ["rloo"],
+    }
+    loaded = load_experiment(write(tmp_path, content(grpo=grpo))).grpo
+    assert loaded.point_score == {"name": "gui_g2", "alpha": 0.5} and loaded.combiner is None
+    assert loaded.terms == {
+        "format": {"name": "format", "weight": 0.1},
+        "length": {"name": "length", "weight": 1.0, "free": 120, "most": 300},
+    }
+    assert loaded.advantage == [{"name": "rloo"}] and loaded == Grpo.model_validate_json(loaded.model_dump_json())
+    assert loaded.by_labels().composite == Grpo().composite
+
+
+@pytest.mark.parametrize(
+    ("grpo", "message"),
+    [
+        ({"point_score": "gui_g3"}, "`grpo.point_score`: there is no reward 'gui_g3'; known: format, gui_g1, "),
+        ({"point_score": {"alpha": 1}}, "`grpo.point_score`: name a reward, as `NAME`"),
+        ({"point_score": {"name": "gui_g2", "beta": 1}}, "gui_g2 has no setting 'beta'; it has alpha"),
+        ({"point_score": {"name": "gui_g2", "alpha": 0}}, "setting `alpha` of gui_g2: Input should be greater than 0"),
+        (
+            {"point_score": {"name": "gui_g2", "alpha": "1"}},
+            "setting `alpha` of gui_g2: Input should be a valid number",
+        ),
+        ({"point_score": "gui_g1"}, "`grpo`: the reward 'gui_g1' asks for areas"),
+        ({"terms": {"format": None}}, "`grpo.terms`: format needs the setting `weight`"),
+        ({"terms": ["format"]}, "`grpo.terms`: give a mapping"),
+        ({"combiner": "gui_r1"}, "the combiner 'gui_r1' asks for format"),
+        ({"advantage": "rloo"}, "`grpo.advantage`: give a list"),
+        ({"advantage": ["sngs", "rloo"]}, "rloo computes advantages anew"),
+        ({"advantage": ["drop_spreadless"], "kl_beta": 0.1}, "set `kl_beta: 0`"),
+        ({"policy_loss": "guirlvg_kl", "kl_beta": 0}, "policy_loss guirlvg_kl is a factor of `kl_beta`, which is 0"),
+        ({"loss_type": "cispo", "delta": 2.0}, "the loss `cispo` does not use it"),
+        (
+            {"terms": {"hyperclick": 1}, "combiner": {"name": "weighted_sum", "place": 0}},
+            "'hyperclick' alone is hacked by a low confidence",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_is_refused_with_what_can(tmp_path: Path, grpo: Any, message: str) -> None:
+    assert message in error(tmp_path, content(grpo=grpo))
+
+
+def combined(folder: Path, first: Any, second: Any, **own: Any) -> Path:
+    """A file that combines two overlays of another experiment."""
+    write(folder, content(grpo={"group_size": 6}))
+    (folder / "plugins").mkdir(exist_ok=True)
+    for name, grpo in (("one", first), ("two", second)):
+        write(folder / "plugins", {"description": name, "parent": "elsewhere", "take": ["dataset"], "grpo": grpo}, name)
+    return write(folder, {"description": "both", "parent": "exp", "overlays": ["one", "two"], **own}, "both")
+
+
+def test_two_overlays_combine_without_code(tmp_path: Path) -> None:
+    first = {"point_score": {"name": "gui_g2", "alpha": 0.25}, "terms": {"format": 0.1}}
+    both = load_experiment(combined(tmp_path, first, {"advantage": ["sngs"], "terms": {"length": 0.2}}))
+    assert both.grpo.point_score == {"name": "gui_g2", "alpha": 0.25} and set(both.grpo.terms) == {"format", "length"}
+    assert both.grpo.advantage[0]["name"] == "sngs" and both.grpo.group_size == 6 and not both.take
+    same = load_experiment(combined(tmp_path, first, first))
+    assert same.grpo.point_score == first["point_score"]
+
+
+def test_overlays_that_conflict_are_refused_with_key_and_files(tmp_path: Path) -> None:
+    values = ({"point_score": "gui_g2"}, {"point_score": "se_gui"})
+    with pytest.raises(
+        ExperimentError, match=r"one\.yaml and .*two\.yaml differ in `grpo\.point_score`.*give it in this"
+    ):
+        load_experiment(combined(tmp_path, *values))
+    assert load_experiment(combined(tmp_path, *values, grpo={"point_score": "lpo"})).grpo.point_score == {"name": "lpo"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"overlays": ["three"]}, "key `overlays`: there is no three.yaml in"),
+        ({"overlays": ["both"]}, "key `overlays`: both has this file among its overlays, or is it"),
+        ({"overlays": ["exp"]}, "is no overlay, since it has no `parent`"),
+        ({"overlays": ["../one"]}, "is no name of an experiment"),
+        ({"overlays": "one"}, "valid list"),
+    ],
+)
+def test_what_is_no_overlay_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ExperimentError, match=re.escape(message)):
+        load_experiment(combined(tmp_path, {"kl_beta": 0.2}, {"clip_epsilon": 0.1}, **change))
+
+
+def test_overlays_of_plugins_are_in_a_code_location_that_the_ui_does_not_load() -> None:
+    project = Project(REPOSITORY)
+    assert project.location_of("se_gui") == ("plugins", "coepg_dagster.plugged")
+    assert (
+        project.location_of("sandbox_no_cdrem")[0] == "reproductions" and project.location_of("sandbox")[0] == "coepg"
+    )
+    assert "se_gui" in project.all_experiments() and "se_gui" not in project.experiments()
+    assert "plugged" not in (REPOSITORY / "workspace.yaml").read_text()

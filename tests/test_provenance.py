@@ -13,6 +13,7 @@ from coepg_dagster.provenance import (
     CROSSING,
     END_TO_END,
     LOOP,
+    LOOP_RL,
     SHARED,
     Asset,
     Init,
@@ -195,3 +196,32 @@ def test_only_staleness_can_be_accepted() -> None:
     ):
         with pytest.raises(NotUsable):
             assert_usable(ref, there, old, failed_in_backfill, True, lost)
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_where_the_grounder_learns_by_grpo_all_that_reads_phi_reads_that(init: Init) -> None:
+    for asset in LOOP_RL:
+        for k in range(K + 1):
+            plain = inputs_of(Ref(asset if asset != "grounder_rl" else "planner_sft", k), init=init)
+            read = inputs_of(Ref(asset, k), init=init, phi="grounder_rl")
+            if asset == "grounder_rl":
+                before = [Ref("dataset", k - 1)] if k else []
+                assert read == [Ref("grounder", k), *before]
+            else:
+                assert read == [Ref("grounder_rl", one.iteration) if one.asset == "grounder" else one for one in plain]
+    assert (Ref("grounder_rl", 1) in inputs_of(Ref("grounder", 2), init=init, phi="grounder_rl")) == (
+        init == "previous"
+    )
+
+
+def test_without_its_grpo_the_loop_knows_no_such_asset() -> None:
+    read = {used.asset for asset in LOOP for k in range(K + 1) for used in inputs_of(Ref(asset, k))}
+    assert "grounder_rl" not in {*LOOP, *read} and set(LOOP_RL) == {*LOOP, "grounder_rl"}
+
+
+def test_when_the_grpo_of_a_grounder_is_gone_all_that_reads_phi_is_made_again() -> None:
+    refs = [*(Ref(asset) for asset in SHARED), *(Ref(asset, k) for k in range(3) for asset in LOOP_RL)]
+    records = {ref: record(Ref("benchmark_steps"), {}) for ref in refs if ref != Ref("grounder_rl", 1)}
+    todo = to_make(records, {}, 2, LOOP_RL, phi="grounder_rl")
+    assert todo == {1: [asset for asset in LOOP_RL if asset not in ("planner_sft", "grounder")], 2: list(LOOP_RL)}
+    assert in_one_run(todo[1], 1, LOOP_RL, phi="grounder_rl") == todo[1]

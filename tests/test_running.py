@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from coepg_dagster import running
-from coepg_dagster.artifacts import PAIR_PREDICTIONS, PAIRS, PREDICTIONS, SEAL, write_steps
+from coepg_dagster.artifacts import FOLD, PAIR_PREDICTIONS, PAIRS, PREDICTIONS, SEAL, write_steps
 from coepg_dagster.experiment import Member, Models, Regeneration
 from coepg_dagster.inference.agents import Grounder, Planner
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, EvaluationJob, VerdictsJob
 from coepg_dagster.pools.verdicts import to_verify
-from coepg_dagster.steps import CANDIDATE_SCHEMA
+from coepg_dagster.steps import CANDIDATE_SCHEMA, fold_of
 from tests.faults.damage import flip_a_bit
 from tests.jobs import quiet
 
@@ -132,6 +133,35 @@ def test_work_that_was_done_before_a_kill_is_not_done_again(
     counted["ground"] = 0
     assert verdicts("killed") == result
     assert counted["ground"] == n + moved, "only the second verifier's"
+
+    # the grounders of folds verify the episodes that they were not trained on, and ϕ_k itself the plan shuffle
+    folded = tmp_path / "folded"
+    shutil.copytree(trained("grounder", 0), folded)
+    for i, checkpoint in enumerate((trained("grounder", 0), random_checkpoint(3))):
+        shutil.copytree(checkpoint, folded / FOLD.format(i))
+    job = VerdictsJob(
+        **folders("folds"),
+        members={"grounder_1": str(folded)},
+        folds={"grounder_1": 2},
+        candidates=tmp_path / "whole" / "out" / "candidates.parquet",
+        train_split="train",
+        config=config,
+        shuffled_plans=3,
+        processes=1,
+    )
+    assert running.run(job, quiet)["rows"] == n
+    by_fold = pq.read_table(tmp_path / "folds" / "out" / "verdicts.parquet").to_pylist()
+    theirs = {(row["verifier"], row["candidate_id"]): row["text"] for row in given_.to_pylist()}
+    episodes = dict(zip(steps["step_id"].to_pylist(), steps["episode_id"].to_pylist(), strict=True))
+    assert {row["verifier"] for row in by_fold} == {"grounder_1"}
+    folds = {fold_of(episodes[row["step_id"]], 2) for row in by_fold}
+    assert folds == {0, 1}
+    for row in by_fold:
+        model = ("learnt", "random")[fold_of(episodes[row["step_id"]], 2)]
+        assert row["text"] == theirs[model, row["candidate_id"]]
+    shuffled_ = [pq.read_table(tmp_path / name / "out" / "shuffled.parquet") for name in ("folds", "whole")]
+    mine = shuffled_[1].filter(pa.compute.equal(shuffled_[1]["verifier"], "learnt"))
+    assert shuffled_[0]["text"].to_pylist() == mine["text"].to_pylist()
     for file in ("verdicts.parquet", "shuffled.parquet"):
         results = [(tmp_path / name / "out" / file).read_bytes() for name in ("whole", "killed")]
         assert results[0] == results[1]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from coepg_dagster.provenance import LOOP, Asset, Input, Record, Ref
+from coepg_dagster.provenance import ORDER, Asset, Input, Record, Ref
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.store import changes
 
@@ -144,4 +144,4 @@ def _distance(record: Record) -> tuple[int, int, str]:
     """Sort key: newest iteration first, within it the asset made last; then shared artifacts, the open models at the end."""
     if record.iteration is None:
         return 1, int(record.asset == "open_models"), record.folder
-    return -record.iteration, -LOOP.index(record.asset), record.folder
+    return -record.iteration, -ORDER.index(record.asset), record.folder

@@ -20,9 +20,9 @@ from coepg_dagster.auditing.trace import readable
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.result import Result
 from coepg_dagster.evaluation.score import compare, score_steps
-from coepg_dagster.provenance import Asset, Input, Record
+from coepg_dagster.provenance import LOOP, Asset, Input, Record
 
-_MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "planner")
+_MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "grounder_rl", "planner")
 _FIELDS: Final = ("planner", "carried_over", "action_type", "value", "box", "votes", "screenshot_hash")
 """Columns that are compared between two rows with the same plan for the same step."""
 
@@ -55,7 +55,11 @@ def differences(archive: Archive, a: Side, b: Side) -> dict[str, Any]:
         "a": a.name,
         "b": b.name,
         "data": data(archive, d_a, d_b),
-        "models": {asset: _models(archive, a.there(archive, asset), b.there(archive, asset)) for asset in _MODELS},
+        "models": {
+            asset: made
+            for asset in _MODELS
+            if (made := _models(archive, a.there(archive, asset), b.there(archive, asset))) or asset in LOOP
+        },
         "results": _results(archive, a.there(archive, "evaluation"), b.there(archive, "evaluation")),
     }
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps
+from coepg_dagster.artifacts import CANDIDATES, CURATION, DATASET, DECISIONS, STEPS, VERDICTS, all_steps
 from coepg_dagster.auditing.archive import MODELS, Archive, NotFound, loop_of
 from coepg_dagster.auditing.marks import MARKS, VETOES, read_marks, same_plan, shown_marks
 from coepg_dagster.pools.selection import KEPT
@@ -26,10 +26,11 @@ from coepg_dagster.steps import short_hash
 
 ROW_ID: Final = re.compile(r"r[0-9a-f]{16}")
 _MEMBER: Final = re.compile(r"(planner|grounder)_(\d+)")
-_MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "planner")
+_MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "grounder_rl", "planner")
 _HOW: Final = {
     "planner_sft": "plans and actions (SFT)",
     "grounder": "plans and boxes (SFT)",
+    "grounder_rl": "its plan is a prompt (GRPO)",
     "planner": "its step is a prompt (GRPO)",
 }
 
@@ -222,7 +223,7 @@ def _trace(
             if name_ != candidate_id and decisions[name_] != KEPT
         ],
         "trained": [
-            {**_named(archive, reader), "on": _named(archive, holder), "how": _HOW[reader.asset]}
+            {**_named(archive, reader), "on": _named(archive, holder), "how": _how(archive, reader, row, step_id)}
             for holder, _ in holders
             for reader in archive.readers(holder)
             if reader.asset in _MODELS and _trained_on(reader)
@@ -234,6 +235,17 @@ def _trace(
 def _trained_on(model: Record) -> bool:
     """Whether a model that read a D_k was trained on its steps: GRPO may ask about others (`grpo.prompts: unseen`)."""
     return model.asset != "planner" or model.config.get("prompts") != "unseen"
+
+
+def _how(archive: Archive, model: Record, row: dict[str, Any] | None, step_id: str) -> str:
+    """What a model learnt of a row, or which data strategy left the row, or its step as a prompt, out of its training."""
+    file = archive.store / model.folder / CURATION
+    if file.exists():
+        of_row = row["row_id"] if row is not None and model.asset != "planner" else None
+        for one in _select(archive, model, CURATION, "step_id", step_id):
+            if one["row_id"] == of_row:
+                return f"left out by {one['strategy']}: {one['reason']}"
+    return _HOW[model.asset]
 
 
 def step_of(archive: Archive, benchmark: Record, step_id: str) -> dict[str, Any]:

@@ -154,6 +154,34 @@ def protocols() -> None:
 
 
 @app.command()
+def plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON list and nothing else")] = False,
+) -> None:
+    """Lists the plug-ins that an experiment file can name, and those that are planned: see docs/methods.md."""
+    from coepg_dagster.planned import PLANNED
+    from coepg_dagster.plugins import plugins as known
+
+    built = [(one.kind, one.name, one.source) for one in known()]
+    there = {(kind, name) for kind, name, _ in built}
+    rows = [
+        *({"kind": kind, "name": name, "source": source, "status": "built"} for kind, name, source in built),
+        *(
+            {"kind": kind, "name": name, "source": source, "status": "planned"}
+            for kind, name, source in PLANNED
+            if (kind, name) not in there
+        ),
+    ]
+    if as_json:
+        echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    print_table(
+        "plug-ins",
+        ("kind", "name", "status", "source"),
+        [[r["kind"], r["name"], r["status"], r["source"]] for r in rows],
+    )
+
+
+@app.command()
 def check_data(
     path: Annotated[Path, typer.Argument(help="your JSONL files and images, see docs/protocols.md", exists=True)],
     reference: Annotated[

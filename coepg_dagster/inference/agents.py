@@ -38,10 +38,11 @@ class PlannerInput:
     goal: str
     history: tuple[str, ...]
     instruction: str | None = None  # of this step, if models may see it
+    hint: str | None = None  # the label's action, for pool planners with `hindsight_hint`
 
     def messages(self, style: Style) -> list[Message]:
         """The chat that asks π for this step's plan."""
-        return planner_messages(self.goal, self.history, style, self.instruction)
+        return planner_messages(self.goal, self.history, style, self.instruction, self.hint)
 
     def end_to_end_messages(self, style: Style) -> list[Message]:
         """The chat that asks an end-to-end agent for this step's action."""

@@ -117,7 +117,7 @@ def decoding(model: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _cache_argument(kind: type) -> str:
+def cache_argument(kind: type) -> str:
     """The name of the keys and values among the arguments of a model's forward pass; it differs within transformers 5."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
 
@@ -158,7 +158,7 @@ def decode(
             position_ids=position.expand(3, -1, -1),
             use_cache=True,
             logits_to_keep=1,
-            **{_cache_argument(type(model)): keys_and_values},  # type: ignore[arg-type]
+            **{cache_argument(type(model)): keys_and_values},  # type: ignore[arg-type]
         )
     logits: torch.Tensor = output.logits[:, -1]
     return logits

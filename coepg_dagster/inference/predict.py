@@ -23,7 +23,7 @@ PREDICTION_SCHEMA = pa.schema(
         pa.field("value", pa.string(), nullable=False),
         pa.field("x", pa.float64()),  # pixels of the stored screenshot
         pa.field("y", pa.float64()),
-        pa.field("mean_logprob", pa.float64()),  # of the grounder's coordinate tokens, Eq. 6
+        pa.field("mean_logprob", pa.float64()),  # of the grounder's coordinate tokens, Eq. 6; see `asking`
         pa.field("planner_text", pa.string(), nullable=False),
         pa.field("grounder_text", pa.string(), nullable=False),
     ]

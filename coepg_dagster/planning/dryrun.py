@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from coepg_dagster.experiment import Experiment, Grpo, Lora, Models, Serving, Sft
+from coepg_dagster.experiment import Experiment, Lora, Models, PolicyTraining, Serving, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, read
 from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
 from coepg_dagster.inference.hub import described, split
@@ -61,6 +61,8 @@ ASSUMED: Final = (
 )
 CPU: Final = Card("CPU", 0.0, 0.1e12, 20e9)
 """Roughly two cores."""
+SECTIONS: Final = {"planner_sft": "sft", "grounder": "sft", "grounder_rl": "grounder_rl", "planner": "grpo"}
+"""Trained asset → its section of the experiment file."""
 SCREENS: Final[dict[str, tuple[int, int]]] = {"web": (1288, 1008), "mobile": (1092, 2408), "compact": (168, 224)}
 """Typical screenshots as models see them, (width, height) px: a block of a web page, a phone, a MiniWoB++ page."""
 
@@ -91,7 +93,9 @@ class Hardware:
         """The GPUs that work on an asset at a time; on a CPU its time is that of two cores, however many processes."""
         if self.card is None:
             return 1
-        placement = {"planner_sft": self.sft, "grounder": self.sft, "planner": self.grpo}.get(asset)
+        placement = {"planner_sft": self.sft, "grounder": self.sft, "grounder_rl": self.grpo, "planner": self.grpo}.get(
+            asset
+        )
         return placement.processes if placement else self.gpus
 
     def text(self) -> str:
@@ -233,6 +237,8 @@ class DryRun:
             self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
             self._sft("grounder", grounder, point, rows, changed, hardware, rates),
         ]
+        if changed.grounder_rl.enabled:
+            stages.append(self._grounder_rl(grounder, point, rows, changed, hardware, rates))
         if changed.grpo.enabled:
             graders = [grounder, *(self._pool(models.verifiers).values() if changed.grpo.ensemble else ())]
             seen_by = self.exposure(changed)
@@ -278,6 +284,30 @@ class DryRun:
         stages.append(self._evaluation(changed, hardware, rates))
         return stages
 
+    def _grounder_rl(
+        self,
+        model: Architecture,
+        example: Example,
+        rows: int,
+        experiment: Experiment,
+        hardware: Hardware,
+        rates: Rates,
+    ) -> StageEstimate:
+        config, nobody = experiment.grounder_rl, Graders([], example, 1)
+        steps = exposure(config, rows).steps
+        prompts, spread = steps * config.prompts_per_step, hardware.spread(hardware.grpo)
+        return StageEstimate(
+            "grounder_rl",
+            grpo_memory(
+                model, [], config, example, spread, bytes_each=stored_bytes(experiment), serving=hardware.serving
+            ),
+            host=hardware.processes("grounder_rl") * 4.0 * model.parameters,
+            disk=2.0 * model.parameters,
+            steps=steps,
+            tokens=float(prompts * config.group_size * example.tokens(model)),
+            gpu_seconds=grpo_seconds(model, nobody, config, example, prompts, rates),
+        )
+
     def exposure(self, experiment: Experiment) -> Exposure:
         """The prompts and rollouts of GRPO in one iteration."""
         covered = round(COVERED * self.train_steps)
@@ -301,15 +331,16 @@ class DryRun:
         config, batch = experiment.sft, experiment.batch_size
         answers = Graders([model], example, batch)
         steps = config.max_steps or round(rows * config.epochs / config.batch_size)
+        times = 1 + (config.folds or 0 if asset == "grounder" else 0)
         seen = steps * config.batch_size
         return StageEstimate(
             asset,
             sft_memory(model, config, example, hardware.spread(hardware.sft), bytes_each=stored_bytes(experiment)),
             host=hardware.processes(asset) * 4.0 * model.parameters,
-            disk=2.0 * model.parameters,
-            steps=steps,
-            tokens=float(seen * example.tokens(model)),
-            gpu_seconds=sft_seconds(model, config, example, seen, rates)
+            disk=times * 2.0 * model.parameters,
+            steps=times * steps,
+            tokens=float(times * seen * example.tokens(model)),
+            gpu_seconds=times * sft_seconds(model, config, example, seen, rates)
             + probe_seconds(model, answers, example, self._probed(config.probe_steps), 2, rates),
         )
 
@@ -351,6 +382,12 @@ class DryRun:
             work += [(planner, plan, 1, validation), (grounder, point, 1, validation)]
         if n := experiment.evaluation.attempts:
             work += [(planner, plan, n, validation), (grounder, point, n, validation)]
+        for settings in experiment.evaluation.inference.values():  # about: a way may ask more than once
+            asked = max(2, settings.get("samples", 1), settings.get("plans", 1), 1 + settings.get("retries", 0))
+            work += [
+                (planner, plan, asked if "samples" not in settings else 1, validation),
+                (grounder, point, asked, validation),
+            ]
         if experiment.evaluation.oracle_plan:
             work += [(grounder, point, 1, validation)]
         memory = [
@@ -397,21 +434,23 @@ class DryRun:
             changes["sft.recompute: 1"] = with_("sft", recompute=1.0)
             changes["sft.micro_batch_size: 1"] = with_("sft", micro_batch_size=1)
             changes["sft.lora: {rank: 64}"] = with_("sft", lora=Lora())
+        if asset in ("planner", "grounder_rl"):
+            part = SECTIONS[asset]
+            changes[f"{part}.kl_beta: 0 (no reference policy in memory)"] = with_(part, kl_beta=0.0)
+            changes[f"{part}.micro_batch_size: 1"] = with_(part, micro_batch_size=1)
+            changes[f"{part}.lora: {{rank: 64}}"] = with_(part, lora=Lora())
+            changes[f"{part}.prompts_per_step: 8"] = with_(part, prompts_per_step=8)
         if asset == "planner":
-            changes["grpo.kl_beta: 0 (no reference policy in memory)"] = with_("grpo", kl_beta=0.0)
-            changes["grpo.micro_batch_size: 1"] = with_("grpo", micro_batch_size=1)
-            changes["grpo.lora: {rank: 64}"] = with_("grpo", lora=Lora())
             changes["grpo.ensemble: false (ϕ_k rewards alone)"] = with_("grpo", ensemble=False)
-            changes["grpo.prompts_per_step: 8"] = with_("grpo", prompts_per_step=8)
-        if asset in ("planner_sft", "grounder", "planner"):
-            part = "grpo" if asset == "planner" else "sft"
-            config: Sft | Grpo = getattr(experiment, part)
+        if asset in SECTIONS:
+            part = SECTIONS[asset]
+            config: Sft | PolicyTraining = getattr(experiment, part)
             # as many of eight as can share a batch
             wide = (Placement(processes=n, strategy="zero3") for n in range(max(8, hardware.gpus), 0, -1))
             placed = next((one for one in wide if not refusals(config, one, "")), None)
             if placed is not None and placed.processes > 1:
                 cards = replace(hardware, gpus=max(hardware.gpus, placed.processes))
-                more = replace(cards, grpo=placed) if part == "grpo" else replace(cards, sft=placed)
+                more = replace(cards, sft=placed) if part == "sft" else replace(cards, grpo=placed)
                 changes[f"strategy zero3 over {placed.processes} GPUs"] = lambda: (experiment, more)
         else:
             changes["batch_size: 8"] = lambda: (experiment.model_copy(update={"batch_size": 8}), hardware)
@@ -430,9 +469,9 @@ class DryRun:
         needs = []
         for text, change in changes.items():
             other, place = change()
-            if asset in ("planner_sft", "grounder", "planner"):
-                config, placement = (other.grpo, place.grpo) if asset == "planner" else (other.sft, place.sft)
-                if refusals(config, placement, ""):  # a remedy that would itself be refused
+            if asset in SECTIONS:
+                placement = place.sft if SECTIONS[asset] == "sft" else place.grpo
+                if refusals(getattr(other, SECTIONS[asset]), placement, ""):  # a remedy that would itself be refused
                     continue
             stage = next(s for s in self.stages(place, rates, other) if s.asset == asset)
             needs.append((text, stage.memory.total))

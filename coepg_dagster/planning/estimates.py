@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from coepg_dagster.experiment import VISUAL_MEMORY, Grpo, Serving, Sft
+from coepg_dagster.experiment import VISUAL_MEMORY, Grpo, PolicyTraining, Serving, Sft
 from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
 from coepg_dagster.refusal import Refusal
 
@@ -85,7 +85,7 @@ def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) 
     return model.layers * each + model.vision.layers * (FORWARD if freeze_vision else each)
 
 
-def sequence_flops(model: Architecture, config: Sft | Grpo, example: Example, *, train: bool) -> Flops:
+def sequence_flops(model: Architecture, config: Sft | PolicyTraining, example: Example, *, train: bool) -> Flops:
     """Operations of one sequence in training with `config`, or, with `train` False, of its forward pass alone."""
     return flops(
         model,
@@ -244,7 +244,7 @@ class Spread:
 ONE_GPU: Final = Spread()
 
 
-def states(model: Architecture, config: Sft | Grpo, spread: Spread, *, bytes_each: int = 2) -> Memory:
+def states(model: Architecture, config: Sft | PolicyTraining, spread: Spread, *, bytes_each: int = 2) -> Memory:
     """Weights, gradients and optimizer states per GPU, without activations.
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
@@ -260,7 +260,7 @@ def states(model: Architecture, config: Sft | Grpo, spread: Spread, *, bytes_eac
     if config.lora is not None:
         trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
         shards = gpus if strategy == "zero2" else 1
-        merged = isinstance(config, Grpo) and config.rollouts == "vllm"
+        merged = isinstance(config, PolicyTraining) and config.rollouts == "vllm"
         held = model.language * (4 if merged else bytes_each) + model.vision.parameters * bytes_each
         return Memory(float(held + 6 * trained), kept * trained, 8.0 * trained / shards)
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
@@ -410,7 +410,7 @@ def policy_seconds(
 def grpo_memory(
     model: Architecture,
     graders: Sequence[Architecture],
-    config: Grpo,
+    config: PolicyTraining,
     example: Example,
     spread: Spread = ONE_GPU,
     *,
@@ -465,7 +465,7 @@ class Graders:
 
 
 def grpo_seconds(
-    model: Architecture, graders: Graders, config: Grpo, example: Example, prompts: int, rates: Rates
+    model: Architecture, graders: Graders, config: PolicyTraining, example: Example, prompts: int, rates: Rates
 ) -> float:
     """GPU-seconds of GRPO over `prompts`: rollouts, rewards (as if every rollout passed the gate), update."""
     size, frozen, fixed = config.group_size, config.freeze_vision, config.lora is not None
@@ -502,7 +502,7 @@ def grpo_seconds(
     return generate + reward + prompts * rates.image + encoding + passes * (scorings * scoring + update)
 
 
-def update_row(config: Grpo, example: Example, processes: int = 1) -> tuple[Example, int, int]:
+def update_row(config: PolicyTraining, example: Example, processes: int = 1) -> tuple[Example, int, int]:
     """(one row of GRPO's passes, the rollouts in it, the rows of a pass).
 
     Where attention takes a mask, a row is a group, [prompt][last token, c_1] … [last token, c_G] (see `training.packing`);

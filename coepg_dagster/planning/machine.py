@@ -22,6 +22,7 @@ from coepg_dagster.experiment import (
     Member,
     Models,
     Name,
+    PolicyTraining,
     Regeneration,
     Serving,
     Sft,
@@ -31,7 +32,7 @@ from coepg_dagster.experiment import (
 )
 from coepg_dagster.jobs import OnAnomaly, Placement, Strategy, Tracker
 from coepg_dagster.planning.estimates import CARDS
-from coepg_dagster.training.launch import hardware_refusals, refusals
+from coepg_dagster.training.launch import hardware_refusals, refusals, section_of
 
 MACHINE: Final = "COEPG_MACHINE"
 """Environment variable with the name of the profile to use where no command names one."""
@@ -211,20 +212,22 @@ class Machine(Strict):
         return list(dict.fromkeys(why))
 
 
-def trainings(experiment: Experiment) -> list[tuple[Sft | Grpo, Literal["sft", "grpo_cdrem"]]]:
+def trainings(experiment: Experiment) -> list[tuple[Sft | PolicyTraining, Literal["sft", "grpo_cdrem"]]]:
     """Each training of an iteration k > 0, and the resource that says where it runs."""
-    made, found = set(experiment.made), list[tuple[Sft | Grpo, Literal["sft", "grpo_cdrem"]]]()
+    made, found = set(experiment.made), list[tuple[Sft | PolicyTraining, Literal["sft", "grpo_cdrem"]]]()
     if made & {"planner_sft", "grounder"}:
         found.append((experiment.sft, "sft"))
     if "end_to_end" in made:
         found.append((experiment.sft, "grpo_cdrem"))
+    if "grounder_rl" in made:
+        found.append((experiment.grounder_rl, "grpo_cdrem"))
     if experiment.grpo.enabled and made & {"planner", "end_to_end"}:
         found.append((experiment.grpo, "grpo_cdrem"))
     return found
 
 
 def training_refusals(
-    config: Sft | Grpo, settings: TrainingSettings, resource: str, gpus: int | None = None
+    config: Sft | PolicyTraining, settings: TrainingSettings, resource: str, gpus: int | None = None
 ) -> list[str]:
     """Why training cannot run with these settings, with what can. The processes of training refuse the same; loads nothing.
 
@@ -241,10 +244,11 @@ def training_refusals(
     if settings.device == "cuda":
         why.append(NO_GPU.format(resource))
     if config.attention == "flash_attention_2":
-        part = "grpo" if isinstance(config, Grpo) else "sft"
+        part = section_of(config)
         why.append(f"{part}.attention: flash_attention_2 needs a GPU and there is none: set `{part}.attention: sdpa`")
-    if isinstance(config, Grpo) and config.rollouts == "vllm":
-        why.append("grpo.rollouts: vllm needs a GPU and there is none: set `grpo.rollouts: transformers`")
+    if isinstance(config, PolicyTraining) and config.rollouts == "vllm":
+        part = section_of(config)
+        why.append(f"{part}.rollouts: vllm needs a GPU and there is none: set `{part}.rollouts: transformers`")
     return why
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pyarrow as pa
 
 from coepg_dagster.experiment import ExperimentError, Member, Regeneration
 from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
+from coepg_dagster.prompts import action_hint
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED, short_hash
 
@@ -24,9 +26,12 @@ def write_candidates(
 ) -> pa.Table:
     """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
     sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
-    tasks = planner_inputs(steps)
-    plans = planner.plan(tasks, sampling)
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
+    tasks = planner_inputs(steps)
+    if config.hindsight_hint:
+        hints = [action_hint(label["action_type"], label["value"]) for label in labels]
+        tasks = [replace(task, hint=hint) for task, hint in zip(tasks, hints, strict=True)]
+    plans = planner.plan(tasks, sampling)
     rows = []
     for label, task, samples in zip(labels, tasks, plans, strict=True):
         prompt_hash = short_hash(json.dumps(task.messages(planner.style)).encode())
@@ -42,7 +47,7 @@ def write_candidates(
                     "plan": answer and answer.plan,
                     "action_type": answer and answer.action_type,
                     "value": answer and answer.value,
-                    "gate": gate_of(answer, label["action_type"], label["value"]),
+                    "gate": gate_of(answer, label["action_type"], label["value"], config.value_mode),
                     "duplicate_of": None,
                     "prompt_hash": prompt_hash,
                     "sampling_seed": seed,

@@ -57,6 +57,7 @@ class AuditOf:
     config: Regeneration
     made_from: Sequence[tuple[str, str, str]] = ()  # (artifact, data version, run)
     members: Sequence[PoolMember] = ()
+    left_out: Sequence[str] = ()  # what data strategies left out of the trainings on D_k, a sentence for each
     crumbs: Sequence[tuple[str, str]] = ()  # (text, address)
     trace: Callable[[int, str], str] | None = None  # (k, row or candidate) → address of its trace, where one is served
 
@@ -165,6 +166,7 @@ def write_audit(
             carried=len(columns.same) - candidates.num_rows,
             made_from=about.made_from,
             members=about.members,
+            left_out=about.left_out,
             unreadable=unreadable_by_verifier(verdicts),
             rule=_rule(config),
             cap=config.max_plans_per_step,

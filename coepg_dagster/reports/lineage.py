@@ -25,6 +25,7 @@ SYMBOLS: Final[dict[Asset, str]] = {
     "open_models": "open_models  Π, Φ, M₀",
     "planner_sft": "π",
     "grounder": "ϕ",
+    "grounder_rl": "ϕ′",
     "planner": "π′",
     "candidate_plans": "candidate_plans",
     "verdicts": "verdicts",
@@ -192,7 +193,7 @@ def _whose(experiment: Experiment, ref: Ref) -> str:
 
 def _drawn_inputs(experiment: Experiment, ref: Ref) -> list[Ref]:
     """The artifacts from which arrows lead to this one. An artifact taken from the parent has none here."""
-    return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent, experiment.init)
+    return [] if ref.asset in experiment.taken else inputs_of(ref, experiment.agent, experiment.init, experiment.phi)
 
 
 ORIGIN: Final = 58

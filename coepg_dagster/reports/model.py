@@ -19,6 +19,7 @@ from coepg_dagster.reports.html import ScreenFiles, render, shown_steps
 from coepg_dagster.rewards.calibration import Calibration, of_rollouts, of_verdicts
 from coepg_dagster.rewards.cdrem import SPREAD_FLOOR
 from coepg_dagster.steps import GATE_PASSED
+from coepg_dagster.strategies.curation import curation_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +62,7 @@ class ModelOf:
 
 def training_notes(figures: Mapping[str, Any]) -> list[str]:
     """Notes on a training run, from its figures: changes in accuracy, which weights were kept, and warnings."""
-    notes = []
+    notes = [f"Data: {sentence}." for sentence in curation_text(figures)]
     probe = figures.get("probe") or {}
     for how, changes in (("greedy answers", probe), ("sampled answers", probe.get("sampled") or {})):
         measured = [

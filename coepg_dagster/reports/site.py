@@ -40,6 +40,7 @@ from coepg_dagster.reports.model import ModelOf, Votes, training_notes, write_mo
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.results import FULL, board_notes, results
 from coepg_dagster.steps import STEP_SCHEMA
+from coepg_dagster.strategies.curation import curation_text
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
 LAYOUT: Final = 5
@@ -48,6 +49,7 @@ MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
     "planner": "The planner after GRPO with the confidence-weighted reward of its grounders, C-DREM (Eq. 3 to 10).",
     "grounder": "The grounder after supervised fine-tuning on D of the iteration before (Eq. 2).",
+    "grounder_rl": "The grounder after GRPO on the plans of D of the iteration before too, by its own places.",
     "end_to_end": "One model that answers type, value and point, without a plan.",
 }
 """Asset with a model page → its first sentence."""
@@ -128,6 +130,13 @@ class Site:
         versions = sorted((str(ref), view.records[ref].data_version, view.records[ref].run_id) for ref in shown)
         stale = sorted((str(ref), str(view.stale[ref])) for ref in shown if ref in view.stale)
         beside = []
+        if page.startswith("audit-"):
+            beside = [
+                (str(r.ref), r.data_version, r.run_id)
+                for ref in shown
+                if ref.asset == "dataset"
+                for r in self._curated(view.records[ref])
+            ]
         if page == EVOLUTION:
             beside = [
                 (m.experiment.name, str(r.ref), r.data_version) for m in self._family() for r in m.records.values()
@@ -143,10 +152,16 @@ class Site:
         """The evaluation that tested the ϕ_k of a page alone, on grounding boards; None where there is none."""
         for ref, evaluation in self.view.records.items():
             if ref.asset == "evaluation" and BOARDS in evaluation.figures:
-                grounder = self.view.records.get(Ref("grounder", ref.iteration))
+                grounder = self.view.records.get(Ref(self.view.experiment.phi, ref.iteration))
                 if grounder is not None and page == page_of(grounder.ref) and grounder.as_input() in evaluation.inputs:
                     return evaluation
         return None
+
+    def _curated(self, dataset: Record) -> list[Record]:
+        """The current models trained on a D_k of whose rows or prompts data strategies left some out."""
+        assert dataset.iteration is not None
+        after = (self.view.records.get(Ref(asset, dataset.iteration + 1)) for asset in MODELS)
+        return [one for one in after if one and one.figures.get("curation") and dataset.as_input() in one.inputs]
 
     def _write(self, page: str) -> None:
         name, _, k = page.removesuffix(".html").rpartition("-")
@@ -264,6 +279,7 @@ class Site:
                     *((str(r.ref), r.data_version, r.run_id) for r in archive.lineage(dataset)),
                 ],
                 members=members,
+                left_out=[f"{r.ref}: {text}" for r in self._curated(dataset) for text in curation_text(r.figures)],
                 crumbs=self._crumbs(),
                 trace=trace_address if self._live else None,
             ),

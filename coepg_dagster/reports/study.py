@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.statistics import ByEpisode, BySeed, Estimate, by_seed, over_seeds, weighted_sum
-from coepg_dagster.experiment import ONLY_MEASURED, Grpo, Regeneration, Sft, Strict
+from coepg_dagster.experiment import ONLY_MEASURED, GrounderRl, Grpo, Regeneration, Sft, Strict
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 
@@ -30,6 +30,7 @@ READ: Final[tuple[Asset, ...]] = ("evaluation", "dataset", "planner", "grounder"
 _SECTIONS: Final[Mapping[Asset, tuple[str, type[Strict]]]] = {
     "planner_sft": ("sft", Sft),
     "grounder": ("sft", Sft),
+    "grounder_rl": ("grounder_rl", GrounderRl),
     "planner": ("grpo", Grpo),
     "end_to_end": ("grpo", Grpo),
     "candidate_plans": ("regeneration", Regeneration),
@@ -60,7 +61,7 @@ def made_from(lineage: Sequence[Record]) -> MadeFrom:
             settings.setdefault(f"{section}.{name}", set()).add(json.dumps(value, sort_keys=True))
 
     for record in lineage:
-        trains = record.asset in ("planner_sft", "grounder", "planner", "end_to_end")
+        trains = record.asset in ("planner_sft", "grounder", "grounder_rl", "planner", "end_to_end")
         if record.asset in _SECTIONS and not (trains and record.iteration == 0):
             section, kind = _SECTIONS[record.asset]
             left_out = ONLY_MEASURED.get(kind, frozenset())

@@ -26,6 +26,7 @@ from coepg_dagster.refusal import Refusal
 Floats = npt.NDArray[np.float64]
 Confidence = Literal["probability", "log_probability", "constant"]
 ScaleRewards = Literal["group", "batch", "none"]
+ValueMode = Literal["f1", "exact"]
 
 SPREAD_FLOOR: Final = 1e-3
 """Sample standard deviation below which a group counts as without spread."""
@@ -153,13 +154,16 @@ def type_reward(predicted: str, label: str) -> float:
     return float(normal_text(predicted) == normal_text(label))
 
 
-def value_reward(predicted: str, label: str) -> float:
-    """Eq. 8: 1 if F1(value, label value) > 0.5; else 0.
+def value_reward(predicted: str, label: str, mode: ValueMode = "f1") -> float:
+    """Eq. 8: 1 if F1(value, label value) > 0.5; else 0. With `exact` F1 must be 1, as Step SR demands.
 
     >>> value_reward("red running shoes", "running shoes"), value_reward("", "running shoes"), value_reward("", "")
     (1.0, 0.0, 1.0)
+    >>> value_reward("red running shoes", "running shoes", "exact"), value_reward("Running  shoes", "running shoes", "exact")
+    (0.0, 1.0)
     """
-    return float(token_f1(predicted, label) > 0.5)
+    f1 = token_f1(predicted, label)
+    return float(f1 == 1 if mode == "exact" else f1 > 0.5)
 
 
 def gated(r_type: npt.ArrayLike, r_value: npt.ArrayLike, r_plan: npt.ArrayLike) -> Floats:

@@ -124,13 +124,17 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
 
     Raises:
         NoVerdict: all grounders with a vote failed on a plan.
-        CannotRecompute: a wrong temperature, or rows that are not whole groups.
+        CannotRecompute: a wrong temperature, rows that are not whole groups, or rewards with terms or a combiner.
     """
     weighing_of(variant, (), temperature)  # refuses a wrong temperature even if no rollout has graders
     rows = rollouts.to_pylist()
+    if any(row.get("parts") for row in rows):
+        raise CannotRecompute(
+            "the rewards of these rollouts have terms or a combiner besides C-DREM's votes, so that no variant gives them"
+        )
     weights = [_weights(row, variant, temperature) for row in rows]
     r_plan = [
-        float(plan_reward(w, [grader["hit"] for grader in row["graders"]])) if row["graders"] else 1.0
+        float(plan_reward(w, [_score(grader) for grader in row["graders"]])) if row["graders"] else 1.0
         for row, w in zip(rows, weights, strict=True)
     ]
     passes = np.array([row["gate"] == GATE_PASSED for row in rows], dtype=float)
@@ -149,6 +153,12 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
         )
     ]
     return pa.Table.from_pylist(recomputed, RECOMPUTED_SCHEMA)
+
+
+def _score(grader: Mapping[str, Any]) -> float:
+    """What Eq. 4 weighs; tables made before there were point scores have Acc_j only."""
+    score = grader.get("score")
+    return float(grader["hit"] if score is None else score)
 
 
 def _weights(row: Mapping[str, Any], variant: Variant, temperature: float | None) -> list[float]:

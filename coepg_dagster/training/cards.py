@@ -41,6 +41,11 @@ _WHAT: Final[Mapping[Asset, tuple[str, str, str]]] = {
         "a point, from a screenshot and a plan",
         "grounder",
     ),
+    "grounder_rl": (
+        "ϕ_k: the grounder after supervised fine-tuning on D_{k-1} (Eq. 2), then GRPO by its own places",
+        "a point, from a screenshot and a plan",
+        "grounder",
+    ),
     "end_to_end": (
         "the end-to-end agent of Table 3",
         "an action type, a value and a point, from a screenshot, a goal and the history of actions",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.experiment import PolicyTraining, Sft
 from coepg_dagster.inference.transformers_engine import Dtype
 from coepg_dagster.jobs import TrainingJob
 from coepg_dagster.progress import Report
@@ -46,14 +46,14 @@ def write_log(state: TrainerState, path: Path) -> None:
             out.write(json.dumps({"step": entry["step"], **_numbers(entry)}) + "\n")
 
 
-def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | Grpo) -> tuple[Any, Any]:
+def load_for_training(init: str, device: str, dtype: Dtype, config: Sft | PolicyTraining) -> tuple[Any, Any]:
     """(model in training mode, processor) from checkpoint `init`.
 
     On a GPU the trainers compute in bf16 and keep float32 weights: with the paper's learning rates most updates would round to
     nothing in bf16. With LoRA the weights stay in `dtype`, and the adapters are float32. The exception is sampling in vLLM: it
     merges and unmerges the adapters at every step, and rounding errors would add up in bf16 weights.
     """
-    merged = isinstance(config, Grpo) and config.rollouts == "vllm"
+    merged = isinstance(config, PolicyTraining) and config.rollouts == "vllm"
     kept: Dtype = "float32" if config.lora is None or merged or device == "cpu" else dtype
     model, processor = load_with_attention(init, kept, device, config.attention)
     if config.freeze_vision:

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from coepg_dagster.artifacts import intact, seal, whole
+from coepg_dagster.artifacts import CURATION, intact, seal, whole
 from coepg_dagster.jobs import EndToEndJob, GrpoJob, SftJob, TrainingJob
 from coepg_dagster.progress import Report
 from coepg_dagster.store import changes, digests
@@ -58,7 +58,9 @@ def train_end_to_end(job: EndToEndJob, report: Report) -> dict[str, Any]:
     )
     trained = train_grpo(grpo, report)
     if is_main():
-        shutil.copyfile(before / PREFLIGHT, job.out / f"sft_{PREFLIGHT}")
+        for name in (PREFLIGHT, CURATION):
+            if (before / name).exists():
+                shutil.copyfile(before / name, job.out / f"sft_{name}")
     before_grpo: dict[str, Any] = json.loads(done.read_text())["figures"]
     both = {f"sft_{name}": value for name, value in before_grpo.items() if name in trained}
     return before_grpo | both | trained

@@ -9,7 +9,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
 from coepg_dagster.artifacts import all_steps
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment import GrounderRl, GrounderTarget, Grpo, PolicyTraining
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.screens import Screens
@@ -18,6 +18,7 @@ from coepg_dagster.prompts import (
     Message,
     Style,
     assistant,
+    box_answer,
     end_to_end_answer,
     grounder_answer,
     grounder_messages,
@@ -51,14 +52,17 @@ def planner_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, style
             "row_id": row.get("row_id"),
             "prompt": _chat(tasks[row["step_id"]].messages(style)),
             "completion": _chat(assistant(planner_answer(row["plan"], row["action_type"], row["value"]))),
+            **_weight(row),
         }
         for row in dataset.to_pylist()
     ]
     return _examples(rows, screens)
 
 
-def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: Space) -> Dataset:
-    """One example per row of D_k with a target: (screenshot, plan) → centre of its box, integers in `space`."""
+def grounder_examples(
+    dataset: pa.Table, screens: Screens, style: Style, space: Space, target: GrounderTarget = "centre"
+) -> Dataset:
+    """One example per row of D_k with a target: (screenshot, plan) → centre of its box, or the box; integers in `space`."""
     rows = []
     for row in dataset.to_pylist():
         if row["box"] is None:
@@ -68,7 +72,8 @@ def grounder_examples(dataset: pa.Table, screens: Screens, style: Style, space: 
                 "step_id": row["step_id"],
                 "row_id": row.get("row_id"),
                 "prompt": _chat(grounder_messages(row["plan"], style)),
-                "completion": _chat(assistant(_centre(row, screens, space))),
+                "completion": _chat(assistant((_centre if target == "centre" else _box)(row, screens, space))),
+                **_weight(row),
             }
         )
     return _examples(rows, screens)
@@ -87,6 +92,7 @@ def end_to_end_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, st
                 "row_id": row.get("row_id"),
                 "prompt": _chat(tasks[row["step_id"]].end_to_end_messages(style)),
                 "completion": _chat(assistant(answer)),
+                **_weight(row),
             }
         )
     return _examples(rows, screens)
@@ -97,6 +103,17 @@ def _centre(row: dict[str, Any], screens: Screens, space: Space) -> str:
     x1, y1, x2, y2 = row["box"]
     centre = screens.viewport(row["step_id"]).point(Box(x1, y1, x2, y2, Space.ORIGINAL).centre, space)
     return grounder_answer(round(centre.x), round(centre.y))
+
+
+def _box(row: dict[str, Any], screens: Screens, space: Space) -> str:
+    """A row's box as a grounder's answer, integers in `space`."""
+    box = screens.viewport(row["step_id"]).box(Box(*row["box"], space=Space.ORIGINAL), space)
+    return box_answer(round(box.x1), round(box.y1), round(box.x2), round(box.y2))
+
+
+def _weight(row: dict[str, Any]) -> dict[str, float]:
+    """The weight of a row in the loss, where data strategies gave it one (`training.curating`)."""
+    return {"weight": row["weight"]} if "weight" in row else {}
 
 
 def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
@@ -134,12 +151,35 @@ def unseen_steps(rows: pa.Table, steps: pa.Table, train_split: str) -> list[str]
     ]
 
 
-def refuse_few(prompts: int, config: Grpo) -> None:
+def plans_of(rows: pa.Table) -> dict[str, list[str]]:
+    """Step id → the plans of D_{k-1} for it, in their order."""
+    plans: dict[str, list[str]] = {}
+    for step_id, plan in zip(rows["step_id"].to_pylist(), rows["plan"].to_pylist(), strict=True):
+        plans.setdefault(step_id, []).append(plan)
+    return plans
+
+
+def target_areas(steps: pa.Table) -> dict[str, float]:
+    """Step id → the share of the screen that its smallest target box covers; 0 without a target."""
+    rows = steps.select(["step_id", "width", "height", "boxes"]).to_pylist()
+    return {
+        row["step_id"]: min(((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in row["boxes"]), default=0.0)
+        / (row["width"] * row["height"])
+        for row in rows
+    }
+
+
+def refuse_few(prompts: int, config: PolicyTraining) -> None:
     """Raises NothingToTrainOn if so few prompts do not fill an optimizer step: TRL would drop them and train nothing."""
     if prompts >= config.prompts_per_step:
         return
+    if isinstance(config, GrounderRl):
+        raise NothingToTrainOn(
+            f"D_{{k-1}} has {prompts} rows with a target, fewer than one optimizer step needs: lower "
+            f"grounder_rl.prompts_per_step ({config.prompts_per_step})"
+        )
     remedy = f"lower grpo.prompts_per_step ({config.prompts_per_step})"
-    if config.prompts == "unseen":
+    if isinstance(config, Grpo) and config.prompts == "unseen":
         raise NothingToTrainOn(
             f"grpo.prompts is `unseen`, and {prompts} training steps have no row in D_{{k-1}}, fewer than one optimizer step "
             f"needs: lower benchmark.max_train_steps, so that steps are left for GRPO, {remedy}, or set grpo.prompts to `dataset`"
@@ -162,6 +202,16 @@ def grpo_prompts(
     return _examples(rows, screens)
 
 
+def grounder_prompts(dataset: pa.Table, screens: Screens, style: Style) -> Dataset:
+    """One prompt for each row of D_k with a target, with its step_id and plan for the reward."""
+    rows = [
+        {"step_id": row["step_id"], "plan": row["plan"], "prompt": _chat(grounder_messages(row["plan"], style))}
+        for row in dataset.to_pylist()
+        if row["box"] is not None
+    ]
+    return _examples(rows, screens)
+
+
 def completion_text(completion: Any) -> str:
     """The text of one of TRL's conversational completions."""
     content = completion[0]["content"]
@@ -176,5 +226,6 @@ def _examples(rows: list[dict[str, Any]], screens: Screens) -> Dataset:
     def with_images(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {**batch, "images": [[screens.image(step_id)] for step_id in batch["step_id"]]}
 
-    features = {name: Value("string") if name in ("step_id", "row_id") else _CHAT for name in rows[0]}
+    kinds = {"step_id": Value("string"), "row_id": Value("string"), "plan": Value("string"), "weight": Value("float64")}
+    features = {name: kinds.get(name, _CHAT) for name in rows[0]}
     return Dataset.from_list(rows, features=Features(features)).with_transform(with_images)

@@ -1,4 +1,4 @@
-"""GRPO of π'_k from π_k with the C-DREM reward, on TRL's GRPOTrainer.
+"""GRPO of π'_k from π_k with the C-DREM reward, and of ϕ_k by its own places, on TRL's GRPOTrainer.
 
 The reward is one composite function, since Eq. 9 is a gate and not a weighted sum. TRL's defaults that differ from the
 paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias correction of the KL term.
@@ -7,8 +7,9 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from coepg_dagster.artifacts import ROLLOUTS, seal, write_table
-from coepg_dagster.experiment import MIN_LR_RATE, Member
+from coepg_dagster.experiment import MIN_LR_RATE, Grpo, Member, PolicyTraining
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.engine import Engine
@@ -32,10 +34,13 @@ from coepg_dagster.inference.processing import vision_token_ids, without_vision_
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store, refuse_other_screenshots
-from coepg_dagster.jobs import GrpoJob
+from coepg_dagster.jobs import GrounderRlJob, GrpoJob
 from coepg_dagster.progress import Report
 from coepg_dagster.provenance import Agent
+from coepg_dagster.rewards.answers import Floats
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless
+from coepg_dagster.rewards.estimators import estimated
+from coepg_dagster.rewards.losses import kl_factors
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.cdrem_reward import CdremReward
@@ -47,7 +52,15 @@ from coepg_dagster.training.common import (
     load_for_training,
     write_log,
 )
-from coepg_dagster.training.examples import asked_steps, grpo_prompts, refuse_few
+from coepg_dagster.training.curating import curated_prompts
+from coepg_dagster.training.examples import (
+    asked_steps,
+    grounder_prompts,
+    grpo_prompts,
+    plans_of,
+    refuse_few,
+    target_areas,
+)
 from coepg_dagster.training.launch import accumulation, is_main, refuse
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
@@ -84,9 +97,24 @@ class PromptOrder(RepeatSampler):  # type: ignore[misc]
         self._step, self._updates = step, updates
 
     def __iter__(self) -> Iterator[int]:
-        epoch = self._step() // (self.num_samples // self.batch_size * self._updates)
-        self.generator.manual_seed(self.seed + epoch)
+        if self.shuffle:
+            epoch = self._step() // (self.num_samples // self.batch_size * self._updates)
+            self.generator.manual_seed(self.seed + epoch)
         yield from super().__iter__()
+
+
+class PerRollout(float):
+    """β of TRL's loss with a factor for each rollout: TRL adds `beta * kl`, with kl of shape (B, completion length)."""
+
+    factors: torch.Tensor
+
+    def __new__(cls, beta: float, factors: torch.Tensor) -> PerRollout:
+        made = super().__new__(cls, beta)
+        made.factors = factors
+        return made
+
+    def __mul__(self, kl: Any) -> Any:
+        return float(self) * self.factors[:, None] * kl
 
 
 class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
@@ -110,6 +138,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         shown: the screenshots of a step, for the vision towers.
         core: the policy without wrappers.
         whole: whether this process holds the whole policy; if so, it samples group by group.
+        objective: the settings with the plug-ins that follow Eq. 10 and the factor of β.
+        areas: step id → its target's share of the screen, for advantage plug-ins.
     """
 
     def __init__(
@@ -120,11 +150,15 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         shown: Screenshots,
         core: Any,
         whole: bool,
+        objective: PolicyTraining,
+        areas: Mapping[str, float],
         **kwargs: Any,
     ) -> None:
         self._reward, self._rollouts = reward, rollouts
+        self._objective, self._areas = objective, areas
         self._early = reward if isinstance(reward, CdremReward) and reward.remote else None
         self._step_ids: list[str] = []
+        self._asked: list[tuple[str, str | None]] = []  # of each rollout: its step, and a grounder's plan
         self._cut: list[bool] = []
         self._shown, self._core, self._whole = shown, core, whole
         self._packs = can_pack(core)
@@ -140,6 +174,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             order.mini_repeat_count,
             order.batch_size,
             order.repeat_count,
+            shuffle=order.shuffle,
             seed=order.seed,
             step=lambda: self.state.global_step,
             updates=self.num_iterations,
@@ -147,6 +182,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._step_ids = [row["step_id"] for row in inputs]
+        self._asked = [(row["step_id"], row.get("plan")) for row in inputs]
         self._shown.forget()
         if self._first_step and isinstance(self._reward, CdremReward):
             for step in range(0, self.state.global_step, self.num_iterations):
@@ -158,6 +194,9 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         # TRL's is that of the batch where `scale_rewards` is "batch"
         self._metrics["train"]["frac_reward_zero_std"][-1] = self._frac_reward_zero_std
         refuse_other_screenshots(made, [row["images"][0] for row in inputs], self._shown)
+        mine = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
+        for name, values in self._instead.items():
+            made[name] = torch.as_tensor(values[mine], dtype=made["advantages"].dtype, device=made["advantages"].device)
         return made
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -211,7 +250,13 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         share = inputs.get("share", 1.0)
         if not len(inputs["prompt_ids"]):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        loss: torch.Tensor = share * super()._compute_loss(model, inputs)
+        beta: float = self.beta
+        if "kl_factor" in inputs:
+            self.beta = PerRollout(beta, inputs["kl_factor"])
+        try:
+            loss: torch.Tensor = share * super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
         passes = self.args.steps_per_generation
         if "sampling_per_token_logps" in inputs and self._step % (passes * self.num_iterations) < passes:
             self._compare(inputs["sampling_per_token_logps"], inputs["completion_ids"], inputs["completion_mask"])
@@ -234,7 +279,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     def _tokenize_prompts(self, prompts: Any) -> Any:
         """As TRL's, but a prompt is rendered and tokenized once for all its rollouts."""
-        new = [i for i, step_id in enumerate(self._step_ids) if not i or step_id != self._step_ids[i - 1]]
+        new = [i for i, asked in enumerate(self._asked) if not i or asked != self._asked[i - 1]]
         owner = np.repeat(range(len(new)), np.diff([*new, len(prompts)])).tolist()
         ids, images, fields = super()._tokenize_prompts([prompts[i] for i in new])
         return [ids[i] for i in owner], [images[i] for i in owner], select_rows(fields, owner)
@@ -281,9 +326,23 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._frac_reward_zero_std = float(spreadless.mean())
         self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
         self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
+        of_eq_10 = advantages(rewards, self.num_generations, self.scale_rewards)
+        self._instead = self._of_plugins(rows, flat, of_eq_10)
         if self.accelerator.is_main_process:
-            self._keep(rows, advantages(rewards, self.num_generations, self.scale_rewards))
+            self._keep(rows, self._instead.get("advantages", of_eq_10))
         return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
+
+    def _of_plugins(self, rows: list[dict[str, Any]], rewards: Floats, of_eq_10: Floats) -> dict[str, Floats]:
+        """What plug-ins put in the place of TRL's, for the rollouts of all processes, shape (B,): advantages and factors of β."""
+        instead, shape = {}, (-1, self.num_generations)
+        if self._objective.advantage:
+            areas = np.array([self._areas.get(row["step_id"], 0.0) for row in rows[:: self.num_generations]])
+            instead["advantages"] = estimated(
+                self._objective.advantage, rewards.reshape(shape), of_eq_10.reshape(shape), areas
+            ).reshape(-1)
+        if self._objective.policy_loss:
+            instead["kl_factor"] = kl_factors(self._objective.policy_loss, rewards)
+        return instead
 
     def _keep(self, rows: list[dict[str, Any]], group_advantages: Any) -> None:
         step = self.state.global_step
@@ -300,6 +359,26 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         with pq.ParquetWriter(path, ROLLOUT_SCHEMA, compression="zstd") as out:
             for step in range(0, self.state.global_step, self.num_iterations):
                 out.write_table(pq.read_table(self._part(step)))
+
+
+BEST, PROBES = "best", "probe"
+"""Folders within the scratch folder: the best weights so far, and the answers to the probe."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a policy is trained on, and by what it is rewarded and measured."""
+
+    prompts: Dataset
+    screens: Screens
+    reward: CdremReward | PointReward
+    best: KeepBest | None = None
+    probe: Probe | None = None
+    ordered: bool = False  # the prompts are asked in their order, not shuffled
+
+
+Make = Callable[[Any, tuple[int, int, int]], Policy]
+"""A policy's prompts and reward, given its processor and the resize of its image processor."""
 
 
 def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
@@ -320,10 +399,84 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
             name: stack.enter_context(opened(member, job, logs=job.out, share=in_vllm, beside_training=True))
             for name, member in members.items()
         }
-        return _train(job, asked, engines, report)
+        asked, curated = curated_prompts(job, asked, job.train_steps(), engines)
+
+        def planner(processor: Any, resize: tuple[int, int, int]) -> Policy:
+            return _planner(job, asked, curated.ordered, engines, processor, resize)
+
+        figures = _train(job, planner, report)
+        return figures | ({"curation": curated.figures} if curated.figures else {})
 
 
-def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], report: Report) -> dict[str, Any]:
+def train_grounder_rl(job: GrounderRlJob, report: Report) -> dict[str, Any]:
+    """Trains ϕ_k on the plans of D_{k-1} by the score of its own place, and saves it with rollouts.parquet, as `train_grpo`."""
+    refuse(job.config, job.placement)
+    refuse_missing(job.placement)
+    steps, models = job.train_steps(), job.models
+
+    def grounder(processor: Any, resize: tuple[int, int, int]) -> Policy:
+        screens = Screens(steps, resize)
+        prompts = grounder_prompts(job.rows(), screens, models.prompts)
+        reward = PointReward(steps, screens, models.coordinates, job.config.composite, "grounder")
+        return Policy(prompts, screens, reward)
+
+    return _train(job, grounder, report)
+
+
+def _planner(
+    job: GrpoJob,
+    asked: Sequence[str],
+    ordered: bool,
+    engines: Mapping[str, Engine],
+    processor: Any,
+    resize: tuple[int, int, int],
+) -> Policy:
+    """The prompts of a planner, or of an end-to-end agent where no grounder is open, and its reward."""
+    config, models, steps = job.config, job.models, job.train_steps()
+    references = plans_of(job.rows()) if config.terms else {}
+
+    def reward_on(
+        labelled: pa.Table, graders: Mapping[str, Engine], config: Grpo
+    ) -> tuple[Screens, CdremReward | PointReward]:
+        screens = Screens(labelled, resize)
+        if not graders:
+            composite, mode = config.composite, config.value_mode
+            return screens, PointReward(labelled, screens, models.coordinates, composite, value_mode=mode)
+        grounders = {}
+        for name, engine in graders.items():
+            resized = screens if engine.resize == resize else Screens(labelled, engine.resize)
+            grounders[name] = Grounder(engine, resized, models.prompts, models.coordinates, job.max_point_tokens)
+        return screens, CdremReward(grounders, priors, labelled, screens, config, references)
+
+    agent: Agent = "decoupled" if engines else "end_to_end"
+    trained_grounder = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k; empty for an end-to-end agent
+    priors = {name: config.own_prior if name in trained_grounder else config.verifier_prior for name in engines}
+    screens, reward = reward_on(steps, engines, config)
+    prompts = grpo_prompts(frozenset(asked), steps, screens, models.prompts, agent)
+    if ordered:
+        position = {step_id: i for i, step_id in enumerate(prompts.with_format(None)["step_id"])}
+        prompts = prompts.select([position[step_id] for step_id in asked])
+
+    def questions_on(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
+        resized, judge = reward_on(labelled, trained_grounder, config.by_labels())
+        requests = requests_of(labelled, resized, models.prompts, agent)
+        return Questions(requests, processor, config.micro_batch_size), judge
+
+    best = probe = None
+    if config.validate_every is not None:
+        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, job.scratch / BEST)
+    if config.probe_steps and job.placement.sharded:
+        print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
+    elif config.probe_steps:
+        validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
+        probed = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
+        questions = questions_on(pa.concat_tables(probed.values()))
+        judge = next(iter(trained_grounder), "labels")
+        probe = Probe(probed, *questions, judge, config, job.seed, job.scratch / PROBES)
+    return Policy(prompts, screens, reward, best, probe, ordered)
+
+
+def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str, Any]:
     config, models, steps = job.config, job.models, job.train_steps()
     set_seed(job.seed)
     model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
@@ -335,49 +488,19 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
         if config.freeze_vision and models.dtype == "bfloat16" and not job.placement.sharded:
             vision_to_bfloat16(model)  # TRL loads the reference in the type of the first weights, which are the tower's
     check_attention(model, config.attention)
-    resize = TransformersEngine.of(model, processor, batch_size=1).resize
-
-    def reward_on(labelled: pa.Table, graders: Mapping[str, Engine]) -> tuple[Screens, CdremReward | PointReward]:
-        screens = Screens(labelled, resize)
-        if not graders:
-            return screens, PointReward(labelled, screens, models.coordinates)
-        grounders = {}
-        for name, engine in graders.items():
-            resized = screens if engine.resize == resize else Screens(labelled, engine.resize)
-            grounders[name] = Grounder(engine, resized, models.prompts, models.coordinates, job.max_point_tokens)
-        return screens, CdremReward(grounders, priors, labelled, screens, config)
-
-    agent: Agent = "decoupled" if engines else "end_to_end"
-    trained_grounder = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k; empty for an end-to-end agent
-    priors = {name: config.own_prior if name in trained_grounder else config.verifier_prior for name in engines}
-    screens, reward = reward_on(steps, engines)
-    prompts = grpo_prompts(asked, steps, screens, models.prompts, agent)
-    prompts, checked = preflight(prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens)
+    policy = make(processor, TransformersEngine.of(model, processor, batch_size=1).resize)
+    screens, best, probe = policy.screens, policy.best, policy.probe
+    prompts, checked = preflight(
+        policy.prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens
+    )
     refuse_few(len(prompts), config)
-    rollouts, kept, probes = (job.scratch / name for name in ("rollouts", "best", "probe"))
-    beside = {rollouts: 1, kept: 0, probes: 0}
+    rollouts = job.scratch / "rollouts"
+    beside = {rollouts: 1, job.scratch / BEST: 0, job.scratch / PROBES: 0}
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations, beside=beside)
     monitor = TrainingMonitor(job.placement.on_anomaly)
     longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])
     seconds = 60 * job.serving.start_minutes
     sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)
-
-    def questions_on(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
-        resized, judge = reward_on(labelled, trained_grounder)
-        requests = requests_of(labelled, resized, models.prompts, agent)
-        return Questions(requests, processor, config.micro_batch_size), judge
-
-    best = probe = None
-    if config.validate_every is not None:
-        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, kept)
-    if config.probe_steps and job.placement.sharded:
-        print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
-    elif config.probe_steps:
-        validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
-        probed = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
-        questions = questions_on(pa.concat_tables(probed.values()))
-        judge = next(iter(trained_grounder), "labels")
-        probe = Probe(probed, *questions, judge, config, job.seed, probes)
     shown = Screenshots(processor)
     # processes that each hold a part of the tower must all call it in each pass, so nothing is looked up
     store = None if job.placement.sharded else process_store()
@@ -389,11 +512,13 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
-        reward=reward,
+        reward=policy.reward,
         rollouts=rollouts,
         shown=shown,
         core=model,
         whole=not job.placement.sharded,
+        objective=config,
+        areas=target_areas(steps) if config.advantage else {},
         train_dataset=prompts,
         callbacks=[
             ReportProgress(report),
@@ -402,7 +527,7 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
             *(evaluation for evaluation in (best, probe) if evaluation),
             *tracker_callbacks(job),
         ],
-        args=_arguments(job, checkpoints.folder, micro, sampling),
+        args=_arguments(job, checkpoints.folder, micro, sampling, ordered=policy.ordered),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
@@ -440,10 +565,28 @@ def _train(job: GrpoJob, asked: Collection[str], engines: Mapping[str, Engine], 
         **difference(history),
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "frac_reward_zero_std": float(np.mean([e["frac_reward_zero_std"] for e in history])) if history else None,
+        **at_the_start(history),
     }
 
 
-def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, Any]) -> GRPOConfig:
+def at_the_start(history: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """Monitors of the first fifth of a run's optimizer steps: what GRPO can still find, and how much of it says nothing.
+
+    `entropy_first`: mean entropy of the sampled tokens, nats; SFT that went too far leaves little. `collapse_first`: AVSPO's
+    rate of collapse, the share of groups whose rewards do not differ, which predicts where a run ends (arXiv 2605.21125).
+    """
+    head = history[: max(1, len(history) // 5)]
+    # a step whose groups all lack spread has no pass, and so no entropy
+    entropy = [entry["entropy"] for entry in head if "entropy" in entry]
+    return {
+        "entropy_first": float(np.mean(entropy)) if entropy else None,
+        "collapse_first": float(np.mean([entry["frac_reward_zero_std"] for entry in head])) if head else None,
+    }
+
+
+def _arguments(
+    job: GrpoJob | GrounderRlJob, folder: Path, micro: int, sampling: Mapping[str, Any], *, ordered: bool
+) -> GRPOConfig:
     """TRL's settings: passes of `micro` rollouts, checkpoints in `folder`, rollouts by `sampling_settings`."""
     config = job.config
     return GRPOConfig(
@@ -470,6 +613,8 @@ def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, An
         beta=config.kl_beta,
         epsilon=config.clip_epsilon,
         epsilon_high=config.epsilon_high,
+        delta=config.delta,
+        importance_sampling_level=config.importance_sampling_level,
         loss_type=config.loss_type,
         scale_rewards=config.scale_rewards,
         use_bias_correction_kl=False,
@@ -483,5 +628,6 @@ def _arguments(job: GrpoJob, folder: Path, micro: int, sampling: Mapping[str, An
         disable_tqdm=True,
         seed=job.seed,
         data_seed=job.seed,
+        shuffle_dataset=not ordered,
         **device_settings(job),
     )

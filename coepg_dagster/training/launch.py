@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.experiment import GrounderRl, Grpo, PolicyTraining, Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.processes import ended, leave_words, started_here
 from coepg_dagster.progress import Ended
@@ -32,7 +32,12 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def refusals(config: Sft | Grpo, placement: Placement, resource: str) -> list[str]:
+def section_of(config: Sft | PolicyTraining) -> str:
+    """The section of the experiment file that holds these settings."""
+    return "sft" if isinstance(config, Sft) else "grounder_rl" if isinstance(config, GrounderRl) else "grpo"
+
+
+def refusals(config: Sft | PolicyTraining, placement: Placement, resource: str) -> list[str]:
     """Why training with `config` cannot run in `placement`, each with the nearest settings that can; empty: it can.
 
     Needs no model and no GPU: `coepg plan`, `coepg evolve`, the steps of a run and the processes of training all ask here.
@@ -40,7 +45,7 @@ def refusals(config: Sft | Grpo, placement: Placement, resource: str) -> list[st
     Args:
         resource: of the placement, as messages name it: `sft` or `grpo_cdrem`.
     """
-    part, why = "grpo" if isinstance(config, Grpo) else "sft", []
+    part, why = section_of(config), list[str]()
     if placement.sharded and config.lora is not None:
         why.append(
             f"{part}: `lora` with strategy {placement.strategy}: adapters cannot be merged into weights that no process holds "
@@ -51,6 +56,11 @@ def refusals(config: Sft | Grpo, placement: Placement, resource: str) -> list[st
             f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2` "
             f"(`strategy: zero2` of {resource})"
         )
+    if isinstance(config, PolicyTraining) and config.terms and config.prompts_per_step % placement.processes:
+        why.append(
+            f"{part}.terms: a term may compare the answers of a group, and {config.prompts_per_step} prompts are not shared "
+            f"whole by {placement.processes} processes: use a `prompts_per_step` that they divide"
+        )
     if not divides(config, placement.processes):
         rows, of = _rows(config)
         why.append(
@@ -60,13 +70,13 @@ def refusals(config: Sft | Grpo, placement: Placement, resource: str) -> list[st
     return why
 
 
-def refuse(config: Sft | Grpo, placement: Placement) -> None:
+def refuse(config: Sft | PolicyTraining, placement: Placement) -> None:
     """Raises Ended with all `refusals`."""
-    if why := refusals(config, placement, "grpo_cdrem" if isinstance(config, Grpo) else "sft"):
+    if why := refusals(config, placement, "sft" if isinstance(config, Sft) else "grpo_cdrem"):
         raise Ended("\n".join(why))
 
 
-def _rows(config: Sft | Grpo) -> tuple[int, str]:
+def _rows(config: Sft | PolicyTraining) -> tuple[int, str]:
     """The rows of an optimizer step over all processes, and what they are."""
     if isinstance(config, Sft):
         return config.batch_size, "rows (batch_size)"
@@ -74,22 +84,22 @@ def _rows(config: Sft | Grpo) -> tuple[int, str]:
     return rollouts, f"rollouts (prompts_per_step {config.prompts_per_step} x group_size {config.group_size})"
 
 
-def divides(config: Sft | Grpo, processes: int) -> bool:
+def divides(config: Sft | PolicyTraining, processes: int) -> bool:
     """Whether every process gets as many passes as each other, each of as many rows."""
     rows, _ = _rows(config)
     micro = config.micro_batch_size
-    if isinstance(config, Grpo):
+    if isinstance(config, PolicyTraining):
         micro = config.pass_size(packs=config.attention != "flash_attention_2", processes=processes)
     return rows % (micro * processes) == 0
 
 
-def _nearest(config: Sft | Grpo, processes: int, resource: str) -> str:
+def _nearest(config: Sft | PolicyTraining, processes: int, resource: str) -> str:
     """The nearest settings with which `config` can be shared: of the processes, of the passes, of the batch."""
-    part = "grpo" if isinstance(config, Grpo) else "sft"
+    part = section_of(config)
     # one process takes any batch: its passes divide it
     fewer = next(n for n in range(processes - 1, 0, -1) if divides(config, n))
     found = [f"`training_processes: {fewer}` of {resource} (the same batch)"]
-    for name in ("micro_batch_size", "prompts_per_step" if isinstance(config, Grpo) else "batch_size"):
+    for name in ("micro_batch_size", "batch_size" if isinstance(config, Sft) else "prompts_per_step"):
         now: int = getattr(config, name)
         for value in sorted(
             range(1, 2 * max(now, processes * config.micro_batch_size) + 1), key=lambda n: abs(n - now)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coepg_dagster.evaluation.change import Change, change_text, rises
-from coepg_dagster.experiment import MIN_LR_RATE, Grpo
+from coepg_dagster.experiment import MIN_LR_RATE, Grpo, PolicyTraining
 
 FEW_ROLLOUTS: Final = 10_000
 """On the sandbox, fewer move the planner by chance only: the signal's share of the gradient is a few per cent."""
@@ -49,7 +49,7 @@ class Exposure:
         return f"GRPO is likely to learn nothing from {' and '.join(few)}: raise {_size(config.model_dump())}"
 
 
-def exposure(config: Grpo, prompts: int) -> Exposure:
+def exposure(config: PolicyTraining, prompts: int) -> Exposure:
     """The exposure of a run over `prompts` prompts, by its epochs or `max_steps`. Prompts that fill no step are dropped."""
     epoch = prompts // config.prompts_per_step
     steps = (config.max_steps or epoch * config.num_train_epochs * config.num_iterations) if epoch else 0
@@ -59,7 +59,7 @@ def exposure(config: Grpo, prompts: int) -> Exposure:
     return Exposure(steps, min(sampled, epoch) * at_once, prompts, sampled * at_once * config.group_size, rates)
 
 
-def schedule(config: Grpo, steps: int) -> list[float]:
+def schedule(config: PolicyTraining, steps: int) -> list[float]:
     """The learning rate of each optimizer step as a share of its peak, shape (steps,): linear warm-up, then the schedule."""
     rising = math.ceil(config.warmup_ratio * steps)
 

@@ -152,7 +152,7 @@ def in_passes(
         share = len(kept) / size
         if loss_type == "bnpo":  # a mean over the tokens of a pass
             share = sum(tokens[row] for row in kept) / sum(tokens[row] for row in whole)
-        elif loss_type == "dapo":  # a mean over the tokens of the step, which TRL has counted
+        elif loss_type in ("dapo", "cispo"):  # a mean over the tokens of the step, which TRL has counted
             share = 1.0
         result.append(select_rows(batch, kept) | {"share": share})
     return result

@@ -106,7 +106,7 @@ def measure(examples: Dataset, processor: Any, screens: Screens, max_tokens: int
     rows: list[dict[str, Any]] = []
     for start in range(0, len(plain), BATCH):
         part = plain[start : start + BATCH]
-        texts = [_rendered(example, processor) for example in part]
+        texts = [rendered(example, processor) for example in part]
         prompts = _ids(processor, [prompt for prompt, _ in texts])
         completions = _ids(processor, [completion for _, completion in texts])
         for example, prompt, completion in zip(part, prompts, completions, strict=True):
@@ -135,7 +135,7 @@ def measure(examples: Dataset, processor: Any, screens: Screens, max_tokens: int
     return pa.Table.from_pylist(rows, PREFLIGHT_SCHEMA)
 
 
-def _rendered(example: dict[str, Any], processor: Any) -> tuple[str, str]:
+def rendered(example: dict[str, Any], processor: Any) -> tuple[str, str]:
     """(prompt, completion) of a row as its collator writes them; a prompt alone has no completion."""
     messages = {"prompt": prepare_multimodal_messages(example["prompt"], images=[None])}
     if "completion" in example:

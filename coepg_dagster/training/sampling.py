@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from trl.import_utils import is_vllm_available
 
-from coepg_dagster.experiment import Grpo, Serving
+from coepg_dagster.experiment import PolicyTraining, Serving
 from coepg_dagster.inference.attention import decode, prefill, with_room
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.progress import Ended
@@ -38,7 +38,7 @@ def difference_limit(on_gpu: bool, vllm: bool) -> float:
 
 
 def sampling_settings(
-    config: Grpo, serving: Serving, tokenizer: Any, device: str, *, longest: int, seconds: float
+    config: PolicyTraining, serving: Serving, tokenizer: Any, device: str, *, longest: int, seconds: float
 ) -> dict[str, Any]:
     """The part of TRL's GRPOConfig that selects the sampler, which never samples vision tokens.
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from accelerate import PartialState
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from coepg_dagster.artifacts import FOLD
 from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.jobs import SftJob
 from coepg_dagster.progress import Report
+from coepg_dagster.steps import fold_of
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
 from coepg_dagster.training.common import (
@@ -25,6 +31,7 @@ from coepg_dagster.training.common import (
     load_for_training,
     write_log,
 )
+from coepg_dagster.training.curating import curated_rows
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.launch import accumulation, is_main, refuse
 from coepg_dagster.training.monitor import TrainingMonitor
@@ -47,7 +54,33 @@ LOADERS: Final = 4
 
 
 class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
-    """TRL's SFT trainer, which can be continued."""
+    """TRL's SFT trainer, which can be continued, and whose rows may have weights in the loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        weights = inputs.pop(WEIGHT, None)
+        if weights is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = -(outputs.log_probs.sum(-1) * weights).sum() / tokens
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # as TRL's
+        return (loss, outputs) if return_outputs else loss
+
+
+WEIGHT: Final = "weight"
+"""Column of the examples, and entry of a batch: the weight of each row in the loss."""
+
+
+def with_weights(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A collator whose batches hold the weights of their rows, shape (rows,)."""
+
+    def collated(rows: list[Any]) -> Any:
+        return {**collate(rows), WEIGHT: torch.tensor([row[WEIGHT] for row in rows])}
+
+    return collated
 
 
 def with_keys(collate: Callable[[list[Any]], Any], shown: Screenshots) -> Callable[[list[Any]], Any]:
@@ -78,13 +111,47 @@ def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
     refuse(job.config, job.placement)
     refuse_missing(job.placement)
     dataset, steps = job.rows(), job.train_steps()
-    figures = _train(job, dataset, steps, report)
+    dataset, curated = curated_rows(job, dataset, steps)
+    of_folds = _train_folds(job, dataset, steps, report, ordered=curated.ordered) if job.role == "grounder" else {}
+    figures = _train(job, dataset, steps, report, ordered=curated.ordered) | of_folds
+    if curated.figures:
+        figures["curation"] = curated.figures
     if job.role == "end_to_end" or not job.config.probe_steps or not is_main():
         return figures
     return figures | probe_sft(job, dataset, steps)
 
 
-def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> dict[str, Any]:
+def _train_folds(
+    job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, ordered: bool
+) -> dict[str, list[int]]:
+    """Trains a grounder without each part of the episodes, into folders below that of ϕ_k; returns the rows of each.
+
+    Those that are done are in the scratch folder, and are not trained again when a killed run is continued.
+    """
+    folds = job.config.folds
+    if folds is None:
+        return {}
+    dataset = dataset.filter(pc.is_valid(dataset["box"]))  # the others are none of its examples
+    columns = (steps[name].to_pylist() for name in ("step_id", "episode_id"))
+    fold = {step_id: fold_of(episode, folds) for step_id, episode in zip(*columns, strict=True)}
+    of_rows = np.array([fold[step_id] for step_id in dataset["step_id"].to_pylist()])
+    counts = []
+    for i in range(folds):
+        scratch = job.scratch / FOLD.format(i)
+        done, made, rows = scratch / "done", scratch / "model", dataset.filter(pa.array(of_rows != i))
+        counts.append(rows.num_rows)
+        if not done.exists():
+            part = job.model_copy(update={"out": made, "scratch": scratch})
+            _train(part, rows, steps, report, ordered=ordered)
+            if is_main():
+                done.touch()
+            PartialState().wait_for_everyone()
+        if is_main():
+            shutil.copytree(made, job.out / FOLD.format(i))
+    return {"fold_rows": counts}
+
+
+def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, ordered: bool) -> dict[str, Any]:
     config, models = job.config, job.models
     set_seed(job.seed)
     model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
@@ -109,7 +176,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
     elif job.role == "end_to_end":
         examples = end_to_end_examples(dataset, steps, screens, models.prompts, models.coordinates)
     else:
-        examples = grounder_examples(dataset, screens, models.prompts, models.coordinates)
+        examples = grounder_examples(dataset, screens, models.prompts, models.coordinates, config.target)
     examples, checked = preflight(examples, processor, screens, config.max_tokens, job.out)
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
     monitor = TrainingMonitor(job.placement.on_anomaly)
@@ -143,6 +210,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
             disable_tqdm=True,
             seed=job.seed,
             data_seed=job.seed,
+            train_sampling_strategy="sequential" if ordered else "random",
             ddp_find_unused_parameters=False,
             dataloader_num_workers=LOADERS if job.on_gpu else 0,
             dataloader_persistent_workers=job.on_gpu,
@@ -155,6 +223,8 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report) -> d
     keep_float32_sums(trainer)
     if not job.on_gpu:  # on a GPU other processes prepare the screenshots, and do not share this one's keys
         trainer.data_collator = with_keys(trainer.data_collator, shown)
+    if WEIGHT in examples.column_names:
+        trainer.data_collator = with_weights(trainer.data_collator)
     checkpoints.train(trainer)
     monitor.end()
     trained = merge_adapters(trainer)

@@ -21,7 +21,7 @@ from coepg_dagster.resources.launcher import job_environment, run_process
 
 from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.project import Project
-from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
+from coepg_dagster.provenance import LOOP_RL, SHARED, Asset, Ref
 from tests.project import REPOSITORY
 
 CONTENT = "content.json"
@@ -166,7 +166,7 @@ def hang(work: StageContext) -> None:
     )
 
 
-LIGHT_MAKERS: dict[Asset, StageFunction] = {asset: _maker(asset) for asset in (*SHARED, *LOOP)}
+LIGHT_MAKERS: dict[Asset, StageFunction] = {asset: _maker(asset) for asset in (*SHARED, *LOOP_RL)}
 
 
 def light_definitions(project: Project, **settings: Any) -> dg.Definitions:

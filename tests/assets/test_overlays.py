@@ -127,3 +127,45 @@ def test_what_is_stale_in_the_parent_is_stale_here_with_its_cause(overlays: InPr
     assert "planner_sft[1] is now" in str(loop.stale(records)[Ref("planner", 1)])
     assert evolve(overlays, "sharing", 1) == 2
     assert loop.stale(loop.records(overlays.instance)) == {}
+
+
+LEARNING = """description: both models learn by GRPO
+parent: light
+variant: both
+take: [planner_sft, grounder]
+grounder_rl: {enabled: true, point_score: se_gui}
+"""
+
+
+def test_a_grounder_that_learns_by_grpo_is_phi_for_all_that_reads_it(overlays: InProcess) -> None:
+    """Made between the grounder and the planner, handed over to the next iteration; elsewhere there is no such asset."""
+    (overlays.project.root / "experiments" / ABLATIONS / "both.yaml").write_text(LEARNING)
+    try:
+        evolve(overlays, "both", 1)
+        loop = overlay(overlays, "both")
+        records = loop.records(overlays.instance)
+        assert loop.made == ("grounder_rl", "planner", "evaluation")
+        assert {used.ref for used in records[Ref("grounder_rl", 1)].inputs} == {Ref("grounder", 1), Ref("dataset", 0)}
+        for asset in ("planner", "evaluation"):
+            read = {used.ref for used in records[Ref(asset, 1)].inputs}
+            assert Ref("grounder_rl", 1) in read and Ref("grounder", 1) not in read
+        assert loop.stale(records) == {}
+        graph = light_definitions(overlays.project, folder=ABLATIONS).resolve_asset_graph()
+        keys = {tuple(key.path) for key in graph.get_all_asset_keys()}
+        assert ("both", "s1", "grounder_rl") in keys and ("alone", "s1", "grounder_rl") not in keys
+        assert loop.key("grounder_rl") in graph.get(loop.key("planner")).parent_keys
+        assert loop.key("grounder") in graph.get(loop.key("grounder_rl")).parent_keys
+    finally:
+        (overlays.project.root / "experiments" / ABLATIONS / "both.yaml").unlink()
+
+
+def test_a_whole_loop_reads_the_grounder_of_the_iteration_before(overlays: InProcess) -> None:
+    whole = LEARNING.replace("take: [planner_sft, grounder]\n", "")
+    (overlays.project.root / "experiments" / ABLATIONS / "whole.yaml").write_text(whole)
+    try:
+        graph = light_definitions(overlays.project, folder=ABLATIONS).resolve_asset_graph()
+        loop = overlay(overlays, "whole")
+        assert {loop.twin("grounder_rl"), loop.key("grounder_rl")} <= graph.get(loop.key("verdicts")).parent_keys
+        assert loop.twin("grounder") not in graph.get_all_asset_keys()
+    finally:
+        (overlays.project.root / "experiments" / ABLATIONS / "whole.yaml").unlink()

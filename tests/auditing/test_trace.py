@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coepg_dagster.artifacts import DATASET, STEPS, all_steps, write_steps
+from coepg_dagster.artifacts import CURATION, DATASET, STEPS, all_steps, write_steps, write_table
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.text import trace_text
 from coepg_dagster.auditing.trace import Place, find_row, parse_place, trace, trace_row
 from coepg_dagster.provenance import Asset, Ref
+from coepg_dagster.steps import CURATION_SCHEMA
 from tests.auditing.loop import LOOP_NAME, Hand
 from tests.pools.tables import verdicts
 
@@ -55,6 +56,25 @@ def test_a_carried_row_keeps_its_id_and_leads_to_where_it_was_made(hand: Hand) -
     assert datasets == [(0, 1, False), (1, 1, True)]
     assert names(first["trained"]) == ["planner_sft[1]", "grounder[1]", "planner[1]"]
     assert names(first["parents"]) == ABOVE_D0
+
+
+def test_a_row_that_a_data_strategy_left_out_says_so(hand: Hand) -> None:
+    row = trace(hand.archive, LOOP_NAME, 0, "1")["row"]
+    for asset, row_id, step_id in (
+        ("grounder", row["id"], "t"),
+        ("planner", None, "t"),
+        ("planner_sft", "r-other", "t"),
+    ):
+        table = [{"row_id": row_id, "step_id": step_id, "strategy": "seed_rules", "reason": "generic_plan"}]
+        folder = hand.store.root / hand.newest[Ref(asset, 1)].folder  # type: ignore[arg-type]
+        write_table(pa.Table.from_pylist(table, CURATION_SCHEMA), folder / CURATION)
+    traced = trace(hand.archive, LOOP_NAME, 0, "1")
+    assert [one["how"] for one in traced["trained"]] == [
+        "plans and actions (SFT)",
+        "left out by seed_rules: generic_plan",
+        "left out by seed_rules: generic_plan",
+    ]
+    assert "grounder[1]" in trace_text(traced) and "left out by seed_rules: generic_plan" in trace_text(traced)
 
 
 def test_a_planner_that_was_asked_about_other_steps_was_not_trained_on_the_row(hand: Hand) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.inference.agents import planner_inputs
-from coepg_dagster.pools.candidates import jaccard, mark_duplicates, plan_tokens, pool_members
-from tests.conftest import step, step_table
+from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.inference.agents import Planner, planner_inputs
+from coepg_dagster.inference.screens import Screens
+from coepg_dagster.pools.candidates import jaccard, mark_duplicates, plan_tokens, pool_members, write_candidates
+from coepg_dagster.prompts import action_hint, planner_answer
+from tests.conftest import png, step, step_table
+from tests.inference.scripted import Scripted, generation
 from tests.pools.tables import candidate, candidates
 
 
@@ -67,6 +74,25 @@ def test_every_duplicate_points_at_a_first_that_says_the_same(plans: list[str], 
             other = plan_tokens(plan_of[first])
             assert tokens == other or jaccard(tokens, other) > similar
     assert mark_duplicates(table, similar).equals(table)
+
+
+def test_a_hint_is_for_pool_planners_and_only_where_it_is_switched_on(models: Models) -> None:
+    """They are told the label's action; what is trained on the plan asks without it."""
+    table = step_table(step("a", goal="Buy", action_type="TYPE", value="dark red shoes", screenshot=png()))
+    answer = planner_answer("type into Search", "TYPE", "red shoes")
+    for hint in (False, True):
+        engine = Scripted(lambda _: generation(answer))
+        planner = Planner(engine, Screens(table, engine.resize), "compact")
+        config = Regeneration(hindsight_hint=hint, plans_per_planner=1, value_mode="exact" if hint else "f1")
+        [row] = write_candidates(planner, "open", table, config, 0).to_pylist()
+        asked = engine.requests[0].messages[0]["content"][1]["text"]
+        assert ("TYPE dark red shoes" in asked) is hint
+        assert row["gate"] == ("wrong_value" if hint else "passed")
+    [task] = planner_inputs(table)
+    for style in ("web", "compact"):
+        assert "red" not in json.dumps(task.messages(style))
+        hinted = replace(task, hint=action_hint("CLICK", "")).messages(style)
+        assert "CLICK" in hinted[0]["content"][1]["text"].split("Buy")[1]
 
 
 def test_pool_members_keep_their_order_and_names() -> None:

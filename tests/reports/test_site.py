@@ -13,6 +13,7 @@ from coepg_dagster.artifacts import CANDIDATES
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.auditing.marks import MARKS, add_mark, marking
 from coepg_dagster.auditing.trace import what_to_mark
+from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.site import Site
 from coepg_dagster.reports.trace import trace_page
 from tests.auditing.loop import Hand
@@ -77,6 +78,16 @@ def test_the_audit_page_names_members_and_versions(site: Site, hand: Hand) -> No
         if record.asset in ("dataset", "verdicts", "candidate_plans", "open_models"):
             assert record.data_version in text
     assert "grounder[1]" in text and "of judge" in text  # weights of the open verifier
+
+
+def test_the_audit_page_counts_what_trainings_left_out(tmp_path: Path) -> None:
+    hand = trained(tmp_path)
+    before = site_of(hand, tmp_path / "out").make("audit-0.html").read_text()
+    ref = Ref("grounder", 1)
+    figures = {"curation": {"seed_rules": {"of": 9, "left_out": 2, "generic_plan": 2}}}
+    hand.newest[ref] = hand.newest[ref].model_copy(update={"figures": figures, "run_id": "another"})
+    text = site_of(hand, tmp_path / "out").make("audit-0.html").read_text()
+    assert "seed_rules" not in before and "grounder[1]: seed_rules left out 2 of 9 (2 generic_plan)." in text
 
 
 def test_a_trace_page_says_what_the_trace_says(hand: Hand) -> None:

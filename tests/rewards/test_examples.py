@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from coepg_dagster.rewards import calibration, cdrem, variants
+from coepg_dagster.rewards import calibration, cdrem, estimators, losses, terms, variants
 
 
-@pytest.mark.parametrize("module", [calibration, cdrem, variants])
+@pytest.mark.parametrize("module", [calibration, cdrem, estimators, losses, terms, variants])
 def test_examples_give_what_they_show(module: ModuleType) -> None:
     failed, attempted = doctest.testmod(module)
     assert attempted

@@ -21,6 +21,7 @@ from coepg_dagster.geometry import Space
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint
 from coepg_dagster.inference.visual import names, screenshot_key
+from coepg_dagster.notations import locate
 from coepg_dagster.prompts import parse_grounder, parse_planner
 from coepg_dagster.training.examples import (
     NothingToTrainOn,
@@ -133,6 +134,17 @@ def test_the_grounder_learns_the_centre_of_the_verified_box_in_its_space(steps: 
     assert len(examples) == 5, "the step without a target is left out"
     prompts = [example["prompt"][0]["content"][1]["text"] for example in examples]
     assert prompts == [row["plan"] for row in dataset.to_pylist() if row["box"]]
+
+
+def test_the_grounder_may_learn_the_box(steps: pa.Table, dataset: pa.Table) -> None:
+    """Its answer is read as the centre; the four numbers are the row's box in the grounder's space."""
+    screens = Screens(steps, RESIZE)
+    for space, scale in ((Space.RESIZED, (1, 1)), (Space.NORM_1000, (1000 / 84, 1000 / 112))):
+        examples = grounder_examples(dataset, screens, "compact", space, "box")
+        for example, one in zip(examples, (one for one in dataset.to_pylist() if one["box"]), strict=True):
+            found = locate(example["completion"][0]["content"][0]["text"])
+            assert found is not None and len(found.spans) == 4
+            assert found.corners == tuple(round(edge * scale[i % 2]) for i, edge in enumerate(one["box"]))
 
 
 def test_the_planner_learns_the_plan_and_the_label(steps: pa.Table, dataset: pa.Table) -> None:

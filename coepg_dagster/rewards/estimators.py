@@ -1,0 +1,138 @@
+"""Advantages other than TRL's (`scale_rewards`: z-score or mean only), and what is done to advantages afterwards.
+
+The functions of an experiment's `advantage` run in order. The positional parameters of each name what it gets, for P prompts
+with G rollouts: `rewards` (P, G), where groups without spread have equal ones; `advantages` (P, G) so far; `areas` (P,), the
+target's share of the screen, 0 where there is none. It returns advantages (P, G). The first gets those of Eq. 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Ge, Gt, Interval
+
+from coepg_dagster.plugins import find, plugin
+from coepg_dagster.rewards.answers import Floats
+
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+GIVEN: Final = frozenset({"rewards", "advantages", "areas"})
+
+
+@plugin("advantage", "MaxRL")
+def maxrl(rewards: Floats) -> Floats:
+    """(r - mean) / mean of the group; 0 where the mean is 0: rare successes weigh more than by the spread.
+
+    Raises:
+        ValueError: a mean below 0.
+
+    >>> maxrl(np.array([[1, 0, 0, 0], [1, 1, 1, 0]])).round(3)
+    array([[ 3.   , -1.   , -1.   , -1.   ],
+           [ 0.333,  0.333,  0.333, -1.   ]])
+    """
+    mean = rewards.mean(axis=1, keepdims=True)
+    if np.any(mean < 0):
+        raise ValueError(
+            "maxrl divides by the mean reward of a group, which is negative here: use rewards of 0 or more"
+        )
+    return np.where(mean > 0, (rewards - mean) / np.where(mean > 0, mean, 1.0), 0.0)
+
+
+@plugin("advantage", "RLOO, arXiv 2402.14740; used by InfiGUI-R1 and InfiGUI-G1")
+def rloo(rewards: Floats) -> Floats:
+    """Leave one out: r_i minus the mean of the group's other rewards, = G / (G - 1) · (r_i - mean).
+
+    >>> rloo(np.array([[1.0, 0, 0, 0]])).round(3)
+    array([[ 1.   , -0.333, -0.333, -0.333]])
+    """
+    others = (rewards.sum(axis=1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
+    return np.where(_spread(rewards), rewards - others, 0.0)
+
+
+@plugin("advantage", "GUI-Libra, arXiv 2602.22190")
+def sngs(
+    advantages: Floats,
+    rewards: Floats,
+    *,
+    lambda_0: Share = 0.5,
+    kappa: Annotated[float, Ge(0)] = 1.5,
+    success: Annotated[float, Gt(0)] = 0.5,
+) -> Floats:
+    """Success-adaptive scaling of negatives: A < 0 is multiplied by clip(lambda_0 + kappa · p̂, 0, 1).
+
+    p̂ is the share of the group's rewards that are at least `success` (GUI-Libra's are 0 or nearly 1; C-DREM's lie between).
+
+    >>> sngs(np.array([[1.0, -1, -1, -1]]), np.array([[0.6, 0, 0, 0]]))
+    array([[ 1.   , -0.875, -0.875, -0.875]])
+    """
+    rate = (rewards >= success).mean(axis=1, keepdims=True)
+    return np.where(advantages < 0, advantages * np.clip(lambda_0 + kappa * rate, 0, 1), advantages)
+
+
+@plugin("advantage", "GUI-G1, arXiv 2505.15810")
+def gui_g1_difficulty(
+    advantages: Floats,
+    areas: npt.NDArray[np.float64],
+    *,
+    reference: Annotated[float, Gt(0)] = 0.01,
+    gamma: Annotated[float, Ge(0)] = 0.5,
+) -> Floats:
+    """Difficulty by size: times clip((reference / area)^gamma, ½, 2), divided by the batch's mean; 1 without a target.
+
+    Departure: GUI-G1 did not publish its mapping from the relative box size; this is this project's own.
+
+    >>> gui_g1_difficulty(np.ones((2, 2)), np.array([0.01, 0.04]))
+    array([[1.33333333, 1.33333333],
+           [0.66666667, 0.66666667]])
+    """
+    powers = np.where(areas > 0, reference / np.maximum(areas, 1e-12), 1.0) ** gamma
+    weights = np.clip(powers, 0.5, 2)
+    scaled: Floats = advantages * (weights / weights.mean())[:, None]
+    return scaled
+
+
+@plugin("advantage", "DAPO, arXiv 2503.14476, without its sampling")
+def drop_spreadless(advantages: Floats, rewards: Floats) -> Floats:
+    """Groups without spread do not count: the others are multiplied by P / (number of groups with spread).
+
+    The loss is then the mean over the groups that say something. For `kl_beta: 0`: a KL term counts those groups too.
+
+    >>> drop_spreadless(np.array([[1.0, -1], [0, 0]]), np.array([[1.0, 0], [1, 1]]))
+    array([[ 2., -2.],
+           [ 0.,  0.]])
+    """
+    spread = _spread(rewards)
+    return advantages * len(rewards) / max(1, int(spread.sum()))
+
+
+def _spread(rewards: Floats) -> npt.NDArray[np.bool_]:
+    """Whether a group's rewards differ, shape (P, 1)."""
+    differ: npt.NDArray[np.bool_] = np.ptp(rewards, axis=1, keepdims=True) > 0
+    return differ
+
+
+def is_estimator(name: str) -> bool:
+    """Whether a function computes advantages anew, so that what came before it would be lost."""
+    return "advantages" not in find("advantage", name).inputs
+
+
+def estimated(
+    functions: Sequence[Mapping[str, Any]], rewards: Floats, advantages: Floats, areas: npt.NDArray[np.float64]
+) -> Floats:
+    """The advantages after an experiment's functions, each {"name": …, settings…}, shape (P, G).
+
+    Raises:
+        ValueError: a function did not give finite numbers of that shape.
+    """
+    for chosen in functions:
+        settings = {name: value for name, value in chosen.items() if name != "name"}
+        estimator = find("advantage", chosen["name"])
+        given = {"rewards": rewards, "advantages": advantages, "areas": areas}
+        made = np.asarray(estimator.function(*(given[name] for name in estimator.inputs), **settings), dtype=np.float64)
+        if made.shape != rewards.shape or not np.all(np.isfinite(made)):
+            raise ValueError(f"the advantage {estimator.name!r} gave no finite numbers of the shape {rewards.shape}")
+        advantages = made
+    return advantages
