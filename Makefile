@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test faults fuzz ui lint reproducible bench clean
+.PHONY: setup demo test faults fuzz ui lint reproducible bench plugins clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,9 @@ FUZZERS ?=
 fuzz: setup  ## coverage-guided fuzzers, SECONDS each (make fuzz SECONDS=3600 FUZZERS="planner tfrecord"); needs Linux
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[fuzz]"
 	$(VENV)/bin/python -m tests.fuzz --seconds $(SECONDS) $(FUZZERS)
+
+plugins: setup  ## iteration 1 of the overlay of each plug-in, against the sandbox; hours
+	$(VENV)/bin/python -m benchmarks.plugins
 
 clean:
 	rm -rf store .dagster build *.egg-info

@@ -127,7 +127,7 @@ def grounder_rl(work: StageContext) -> Outcome:
     result = work.run_job(
         work.context.resources.grpo_cdrem,
         GrounderRlJob,
-        init=checkpoint_of(work.folder("grounder")),
+        init=checkpoint_of(work.loop.root, work.folder("grounder")),
         dataset=_previous_dataset(work),
         steps=work.read_by("grounder", "benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,

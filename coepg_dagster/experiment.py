@@ -35,7 +35,7 @@ from coepg_dagster.capabilities import EngineName, require
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import refuse_no_board, refuse_protocol
 from coepg_dagster.geometry import Space
-from coepg_dagster.plugins import Kind, find
+from coepg_dagster.plugins import Chosen, Kind, Named, chosen, chosen_for, find
 from coepg_dagster.prompts import Style
 from coepg_dagster.provenance import END_TO_END, LOOP, LOOP_RL, Agent, Asset, Init, Phi
 from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
@@ -47,7 +47,6 @@ from coepg_dagster.rewards.composite import Composite, Role
 from coepg_dagster.rewards.estimators import GIVEN, drop_spreadless, is_estimator
 from coepg_dagster.strategies.curation import Prompts, Rows
 from coepg_dagster.strategies.inference import Agent as AskedAgent
-from coepg_dagster.strategies.settings import Named, checked_settings
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
 """Names become parts of asset keys and of paths."""
@@ -402,7 +401,7 @@ class Sft(Strict):
     @field_validator("curation")
     @classmethod
     def _strategies_are_for_rows(cls, named: Named) -> Named:
-        return checked_settings("data", named, Rows)
+        return chosen_for(Rows, "data", named)
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -417,37 +416,6 @@ MIN_LR_RATE: Final = 0.1
 """The end of the schedule `cosine_with_min_lr`, as a share of the learning rate."""
 VISUAL_MEMORY: Final = 1 << 30
 """Limit of the visual embeddings that a process holds, in bytes; the newest are kept."""
-
-
-Chosen = dict[str, Any]
-"""A plug-in with all its settings: {"name": …, settings…}."""
-
-
-def chosen(kind: Kind, value: Any, **more: Any) -> Chosen:
-    """The plug-in that an experiment file names, as a name or as a mapping with `name`, with all its settings.
-
-    Args:
-        more: setting → (type, default) that is not the function's.
-    Raises:
-        ValueError: there is no such plug-in, or a setting is wrong; the message says which there are.
-    """
-    given = {"name": value} if isinstance(value, str) else value
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        raise ValueError(f"name a {kind}, as `NAME` or as `{{name: NAME, SETTING: …}}`, not {value!r:.80}")
-    found = find(kind, given["name"])
-    settings = {**found.settings, **more}
-    unknown = sorted(set(given) - {"name"} - set(settings), key=str)
-    if unknown:
-        raise ValueError(f"{found.name} has no setting {unknown[0]!r:.80}; it has {', '.join(settings) or 'none'}")
-    complete = {"name": found.name}
-    for name, (kind_of_value, default) in settings.items():
-        if name not in given and default is inspect.Parameter.empty:
-            raise ValueError(f"{found.name} needs the setting `{name}`")
-        try:
-            complete[name] = TypeAdapter(kind_of_value).validate_python(given.get(name, default), strict=True)
-        except ValidationError as error:
-            raise ValueError(f"setting `{name}` of {found.name}: {error.errors()[0]['msg']}") from None
-    return complete
 
 
 class PolicyTraining(Strict):
@@ -646,7 +614,7 @@ class Grpo(PolicyTraining):
     @field_validator("curation")
     @classmethod
     def _strategies_are_for_prompts(cls, named: Named) -> Named:
-        return checked_settings("data", named, Prompts)
+        return chosen_for(Prompts, "data", named)
 
 
 class Regeneration(Strict):
@@ -725,7 +693,7 @@ class Evaluation(Strict):
     @field_validator("inference")
     @classmethod
     def _ways_are_known(cls, named: Named) -> Named:
-        return checked_settings("inference", named, AskedAgent)
+        return chosen_for(AskedAgent, "inference", named)
 
 
 Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]

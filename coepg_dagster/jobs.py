@@ -15,8 +15,8 @@ from pydantic import Field, TypeAdapter
 
 from coepg_dagster.artifacts import steps_of
 from coepg_dagster.experiment import GrounderRl, Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
+from coepg_dagster.plugins import Named
 from coepg_dagster.progress import Ended
-from coepg_dagster.strategies.settings import Named
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
 OnAnomaly = Literal["stop", "warn"]

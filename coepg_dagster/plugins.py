@@ -16,9 +16,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Final, Literal, TypeVar, get_args
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from coepg_dagster.refusal import Refusal
 
 F = TypeVar("F", bound=Callable[..., Any])
+Chosen = dict[str, Any]
+"""A plug-in as an experiment has it: {"name": …} and all its settings."""
+Named = dict[str, dict[str, Any]]
+"""Name of a plug-in → all its settings, in the order in which they are applied."""
 Kind = Literal["reward", "combiner", "advantage", "policy_loss", "data", "inference", "check"]
 
 ENTRY_POINTS: Final = "coepg_dagster.plugins"
@@ -55,6 +61,34 @@ class Plugin:
             for name, parameter in inspect.signature(self.function).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
+
+    def completed(self, given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """All settings: those that are `given`, and the defaults of the others.
+
+        Args:
+            more: setting → (type, default) that is not the function's.
+        Raises:
+            ValueError: a setting that it lacks, does not have, or that is wrong.
+        """
+        settings = {**self.settings, **more}
+        unknown = sorted(set(given) - set(settings), key=str)
+        if unknown:
+            raise ValueError(f"{self.name} has no setting {unknown[0]!r:.80}; it has {', '.join(settings) or 'none'}")
+        complete = {}
+        for name, (type_of_value, default) in settings.items():
+            if name not in given and default is inspect.Parameter.empty:
+                raise ValueError(f"{self.name} needs the setting `{name}`")
+            adapter = TypeAdapter[Any](type_of_value, config=ConfigDict(strict=True, allow_inf_nan=False))
+            try:
+                complete[name] = adapter.validate_python(given.get(name, default))
+            except ValidationError as error:
+                raise ValueError(f"setting `{name}` of {self.name}: {error.errors()[0]['msg']}") from None
+        return complete
+
+    def takes(self, kind: type) -> bool:
+        """Whether its first parameter may be of this type."""
+        hint = typing.get_type_hints(self.function).get(self.inputs[0]) if self.inputs else None
+        return hint is kind or kind in get_args(hint)
 
 
 _known: dict[tuple[Kind, str], Plugin] = {}
@@ -99,3 +133,35 @@ def plugins() -> list[Plugin]:
     """All that are known, by kind and name."""
     load_entry_points()
     return sorted(_known.values(), key=lambda one: (get_args(Kind).index(one.kind), one.name))
+
+
+def chosen(kind: Kind, value: Any, **more: Any) -> Chosen:
+    """The plug-in that an experiment file names, as a name or as a mapping with `name`, with all its settings.
+
+    Args:
+        more: setting → (type, default) that is not the function's.
+    Raises:
+        ValueError: there is no such plug-in, or a setting is wrong; the message says which there are.
+    """
+    given = {"name": value} if isinstance(value, str) else value
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise ValueError(f"name a {kind}, as `NAME` or as `{{name: NAME, SETTING: …}}`, not {value!r:.80}")
+    found = find(kind, given["name"])
+    return {"name": found.name} | found.completed(
+        {name: each for name, each in given.items() if name != "name"}, **more
+    )
+
+
+def chosen_for(takes: type, kind: Kind, named: Mapping[str, Mapping[str, Any]]) -> Named:
+    """The plug-ins that an experiment file names, with all their settings.
+
+    Args:
+        takes: each must be a function of this type, as the annotation of its first parameter says.
+    Raises:
+        ValueError: there is no such plug-in, it is one of another type, or a setting is wrong.
+    """
+    for name in named:
+        if not find(kind, name).takes(takes):
+            choice = ", ".join(one.name for one in plugins() if one.kind == kind and one.takes(takes))
+            raise ValueError(f"{name} is not for {takes.__name__.lower()}; those that are: {choice}")
+    return {name: find(kind, name).completed(given) for name, given in named.items()}

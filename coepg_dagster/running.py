@@ -429,7 +429,7 @@ class Evaluation(Chunked[EvaluationJob]):
                 chunk = steps.slice(start, CHUNK)
                 if member.startswith(BY):
                     limits, name = (job.max_plan_tokens, job.max_point_tokens), member.removeprefix(BY)
-                    pair = AskedPair(planner, *grounders, chunk, job.models, limits, job.seed + start)
+                    pair = AskedPair(planner, grounders[0], chunk, job.models, limits, job.seed + start)
                     return of_pair(member, [predict_by(name, job.inference[name], pair, chunk)])
                 sampling = Sampling(job.max_plan_tokens)
                 if member == ATTEMPTS:

@@ -17,6 +17,7 @@ from coepg_dagster.project import Project
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = (REPOSITORY / "docs" / "methods.md").read_text("utf-8")
+STRATEGIES = PAGE.partition("## Curation and inference\n")[2].partition("\n## ")[0]
 SYSTEMS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]*)\| ([^|]*)\|$", PAGE, re.MULTILINE)
 OVERLAYS = sorted((REPOSITORY / "experiments" / "plugins").glob("*.yaml"))
 MINE = ("data", "inference")
@@ -74,7 +75,7 @@ def test_overlays_of_plugins_are_not_in_the_default_workspace() -> None:
 
 
 def test_the_example_of_the_page_is_an_experiment(tmp_path: Path) -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    [example] = re.findall(r"```yaml\n(.*?)```", STRATEGIES, re.DOTALL)
     shutil.copy(REPOSITORY / "experiments" / "sandbox.yaml", tmp_path)
     (tmp_path / "mine.yaml").write_text(example)
     experiment = load_experiment(tmp_path / "mine.yaml")
@@ -89,7 +90,7 @@ def test_a_plugin_of_ones_own_is_one_function(tmp_path: Path, monkeypatch: pytes
     from tests.strategies.test_curation import rows
 
     monkeypatch.setattr(plugins, "_known", dict(plugins._known))
-    [source] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    [source] = re.findall(r"```python\n(.*?)```", STRATEGIES, re.DOTALL)
     (tmp_path / "theirs.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     __import__("theirs")

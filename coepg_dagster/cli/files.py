@@ -161,16 +161,9 @@ def plugins(
     from coepg_dagster.planned import PLANNED
     from coepg_dagster.plugins import plugins as known
 
-    built = [(one.kind, one.name, one.source) for one in known()]
-    there = {(kind, name) for kind, name, _ in built}
-    rows = [
-        *({"kind": kind, "name": name, "source": source, "status": "built"} for kind, name, source in built),
-        *(
-            {"kind": kind, "name": name, "source": source, "status": "planned"}
-            for kind, name, source in PLANNED
-            if (kind, name) not in there
-        ),
-    ]
+    built = [(one.kind, one.name, one.source, "built") for one in known()]
+    planned = [(*one, "planned") for one in PLANNED]
+    rows = [dict(zip(("kind", "name", "source", "status"), row, strict=True)) for row in (*built, *planned)]
     if as_json:
         echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return

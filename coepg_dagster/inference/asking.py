@@ -153,5 +153,5 @@ def calibration_of_points(steps: pa.Table, predictions: pa.Table) -> Calibration
         if boxes and row["mean_logprob"] is not None:
             point = Point(row["x"], row["y"], Space.ORIGINAL)
             confidence.append(math.exp(row["mean_logprob"]))
-            hits.append(any(Box(*box, space=Space.ORIGINAL).contains(point) for box in boxes))
+            hits.append(any(Box(x1, y1, x2, y2, Space.ORIGINAL).contains(point) for x1, y1, x2, y2 in boxes))
     return calibration(confidence, hits) if hits else None

@@ -192,9 +192,14 @@ def label_check(rows: Rows, *, by: Name, side: Annotated[float, Field(gt=0)] = 5
             out[i] = "no_box"
             continue
         box = square(place, side) if isinstance(place, Point) else place
-        if not box.contains(Box(*row["box"], space=Space.ORIGINAL).centre):
+        if not box.contains(_box(row).centre):
             out[i] = "outside_the_box"
     return Choice(out)
+
+
+def _box(row: Mapping[str, Any]) -> Box:
+    x1, y1, x2, y2 = row["box"]
+    return Box(x1, y1, x2, y2, Space.ORIGINAL)
 
 
 def square(point: Point, side: float) -> Box:
@@ -217,7 +222,7 @@ def attention_filter(rows: Rows, *, threshold: Share = 0.2, layers: Annotated[in
         if looks is None:
             out[i] = "no_answer"
             continue
-        highest, mean = over_box(looks, Box(*row["box"], space=Space.ORIGINAL), Size(step["width"], step["height"]))
+        highest, mean = over_box(looks, _box(row), Size(step["width"], step["height"]))
         if highest <= threshold or mean <= float(looks.mean()):
             out[i] = "looks_elsewhere"
     return Choice(out)
@@ -412,5 +417,5 @@ def curate(items: Some, strategies: Mapping[str, Mapping[str, Any]]) -> Curated:
 
 def _only(items: Some, kept: Sequence[int]) -> Some:
     """The items at the positions `kept`, in that order."""
-    rows = {"rows": [items.rows[i] for i in kept]} if isinstance(items, Rows) else {}
-    return replace(items, steps=[items.steps[i] for i in kept], places=[items.places[i] for i in kept], **rows)
+    more: dict[str, Any] = {"rows": [items.rows[i] for i in kept]} if isinstance(items, Rows) else {}
+    return replace(items, steps=[items.steps[i] for i in kept], places=[items.places[i] for i in kept], **more)

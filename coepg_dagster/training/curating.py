@@ -256,7 +256,7 @@ def _attended(model: Any, inputs: Any, limit: int, stops: Collection[int], layer
             position_ids=position[None, :, None].expand(3, -1, -1),
             use_cache=True,
             output_attentions=True,
-            **{cache_argument(type(model)): cache},
+            **{cache_argument(type(model)): cache},  # type: ignore[arg-type]
         )
         token, position = output.logits[:, -1:].argmax(-1), position + 1
         if int(token) in stops:
@@ -316,7 +316,7 @@ class PromptMeasures:
     def _judge(self, steps: pa.Table, screens: Screens) -> CdremReward | PointReward:
         job, models = self._job, self._job.models
         if not self._engines:
-            return PointReward(steps, screens, models.coordinates, job.config.value_mode)
+            return PointReward(steps, screens, models.coordinates, value_mode=job.config.value_mode)
         name, engine = next(iter(self._engines.items()))
         resized = Screens(steps, engine.resize)
         grounder = Grounder(engine, resized, models.prompts, models.coordinates, job.max_point_tokens)

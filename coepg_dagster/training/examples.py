@@ -100,15 +100,19 @@ def end_to_end_examples(dataset: pa.Table, steps: pa.Table, screens: Screens, st
 
 def _centre(row: dict[str, Any], screens: Screens, space: Space) -> str:
     """The centre of a row's box as a grounder's answer, integers in `space`."""
-    x1, y1, x2, y2 = row["box"]
-    centre = screens.viewport(row["step_id"]).point(Box(x1, y1, x2, y2, Space.ORIGINAL).centre, space)
+    centre = screens.viewport(row["step_id"]).point(_box_of(row).centre, space)
     return grounder_answer(round(centre.x), round(centre.y))
 
 
 def _box(row: dict[str, Any], screens: Screens, space: Space) -> str:
     """A row's box as a grounder's answer, integers in `space`."""
-    box = screens.viewport(row["step_id"]).box(Box(*row["box"], space=Space.ORIGINAL), space)
+    box = screens.viewport(row["step_id"]).box(_box_of(row), space)
     return box_answer(round(box.x1), round(box.y1), round(box.x2), round(box.y2))
+
+
+def _box_of(row: dict[str, Any]) -> Box:
+    x1, y1, x2, y2 = row["box"]
+    return Box(x1, y1, x2, y2, Space.ORIGINAL)
 
 
 def _weight(row: dict[str, Any]) -> dict[str, float]:

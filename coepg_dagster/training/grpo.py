@@ -142,6 +142,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         areas: step id → its target's share of the screen, for advantage plug-ins.
     """
 
+    beta: float  # TRL's
+
     def __init__(
         self,
         *args: Any,
@@ -250,7 +252,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         share = inputs.get("share", 1.0)
         if not len(inputs["prompt_ids"]):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        beta: float = self.beta
+        beta = self.beta
         if "kl_factor" in inputs:
             self.beta = PerRollout(beta, inputs["kl_factor"])
         try:
@@ -388,7 +390,7 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
     """
     refuse(job.config, job.placement)
     refuse_missing(job.placement)
-    asked = asked_steps(job, job.config)
+    asked_about = asked_steps(job, job.config)
     members = {}
     if job.grounder:
         name, checkpoint = job.grounder
@@ -399,7 +401,7 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
             name: stack.enter_context(opened(member, job, logs=job.out, share=in_vllm, beside_training=True))
             for name, member in members.items()
         }
-        asked, curated = curated_prompts(job, asked, job.train_steps(), engines)
+        asked, curated = curated_prompts(job, asked_about, job.train_steps(), engines)
 
         def planner(processor: Any, resize: tuple[int, int, int]) -> Policy:
             return _planner(job, asked, curated.ordered, engines, processor, resize)

@@ -56,10 +56,12 @@ def refusals(config: Sft | PolicyTraining, placement: Placement, resource: str) 
             f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2` "
             f"(`strategy: zero2` of {resource})"
         )
-    if isinstance(config, PolicyTraining) and config.terms and config.prompts_per_step % placement.processes:
+    prompts = 0 if isinstance(config, Sft) or not config.terms else config.prompts_per_step
+    if prompts % placement.processes:
+        fewer = next(n for n in range(placement.processes - 1, 0, -1) if prompts % n == 0 and divides(config, n))
         why.append(
-            f"{part}.terms: a term may compare the answers of a group, and {config.prompts_per_step} prompts are not shared "
-            f"whole by {placement.processes} processes: use a `prompts_per_step` that they divide"
+            f"{part}.terms: a term may compare the answers of a group, and {prompts} prompts are not shared whole by "
+            f"{placement.processes} processes: set `training_processes: {fewer}` of {resource}, or another `prompts_per_step`"
         )
     if not divides(config, placement.processes):
         rows, of = _rows(config)
