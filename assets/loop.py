@@ -45,7 +45,7 @@ from coepg_dagster.artifacts import (
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
-from coepg_dagster.experiment import ExperimentError, Grpo, Member, Sft, Strict
+from coepg_dagster.experiment import ExperimentError, GrounderRl, Grpo, Member, Sft, Strict
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrounderRlJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
@@ -98,12 +98,15 @@ def _sft(work: StageContext, asset: Literal["planner_sft", "grounder"]) -> Outco
     return _trained(work, result, config, base)
 
 
-def _checkers(work: StageContext, config: Sft) -> dict[str, Member]:
-    """The open verifiers that data strategies of SFT ask, pinned to their versions."""
+def _checkers(
+    work: StageContext, config: Sft | GrounderRl, reader: Literal["grounder"] | None = None
+) -> dict[str, Member]:
+    """The open verifiers that data strategies for rows ask, pinned to the versions of this step's input, or of `reader`'s."""
     names = sorted({settings["by"] for settings in config.curation.values() if "by" in settings})
     if not names:
         return {}
-    return _recorded(work, _chosen(work.models.verifiers, names), "verifiers", _models(work.folder("open_models")))
+    open_models = work.read_by(reader, "open_models") if reader else work.folder("open_models")
+    return _recorded(work, _chosen(work.models.verifiers, names), "verifiers", _models(open_models))
 
 
 def _start(work: StageContext, asset: Asset, base: str) -> tuple[str, Source]:
@@ -132,7 +135,9 @@ def grounder_rl(work: StageContext) -> Outcome:
         steps=work.read_by("grounder", "benchmark_steps") / STEPS,
         train_split=experiment.benchmark.train,
         validation_split=experiment.benchmark.validation,
+        target=experiment.sft.target,
         config=config,
+        checkers=_checkers(work, config, reader="grounder"),
     )
     return _trained(work, result, config, _artifact("base", work.record("grounder")))
 

@@ -572,8 +572,16 @@ class GrounderRl(PolicyTraining):
 
     enabled: bool = Field(False, description="true: ϕ_k is the grounder after GRPO")
     max_plan_tokens: int = Field(32, ge=4, description="tokens of a sampled answer, at most")
+    curation: Named = Field(
+        {}, description="data strategies for the rows that are its prompts, by name, with settings: see docs/methods.md"
+    )
 
     _role: ClassVar[Role] = "grounder"
+
+    @field_validator("curation")
+    @classmethod
+    def _strategies_are_for_rows(cls, named: Named) -> Named:
+        return chosen_for(Rows, "data", named)
 
 
 class Grpo(PolicyTraining):
@@ -847,10 +855,13 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _checkers_are_verifiers(self) -> Self:
-        for name, settings in self.sft.curation.items():
-            if (by := settings.get("by")) is not None and by not in self.models.verifiers:
-                known = ", ".join(self.models.verifiers)
-                raise ValueError(f"sft.curation.{name}: `by: {by}` is no open verifier; models.verifiers has {known}")
+        for section in ("sft", "grounder_rl"):
+            for name, settings in getattr(self, section).curation.items():
+                if (by := settings.get("by")) is not None and by not in self.models.verifiers:
+                    known = ", ".join(self.models.verifiers)
+                    raise ValueError(
+                        f"{section}.curation.{name}: `by: {by}` is no open verifier; models.verifiers has {known}"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,18 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter
 
 from coepg_dagster.artifacts import steps_of
-from coepg_dagster.experiment import GrounderRl, Grpo, Member, Models, Regeneration, Serving, Sft, Strict, fingerprint
+from coepg_dagster.experiment import (
+    GrounderRl,
+    GrounderTarget,
+    Grpo,
+    Member,
+    Models,
+    Regeneration,
+    Serving,
+    Sft,
+    Strict,
+    fingerprint,
+)
 from coepg_dagster.plugins import Named
 from coepg_dagster.progress import Ended
 
@@ -109,6 +120,16 @@ class SftJob(TrainingJob):
     max_point_tokens: int
     config: Sft
 
+    @property
+    def target(self) -> GrounderTarget:
+        """What a grounder answers."""
+        return self.config.target
+
+    @property
+    def answer_tokens(self) -> int:
+        """The longest answer of the model."""
+        return self.max_point_tokens if self.role == "grounder" else self.max_plan_tokens
+
 
 class GrpoJob(TrainingJob):
     """GRPO of a planner.
@@ -129,7 +150,14 @@ class GrounderRlJob(TrainingJob):
     """GRPO of a grounder on the plans of D_{k-1}."""
 
     kind: Literal["grounder_rl"] = "grounder_rl"
+    role: Literal["grounder"] = "grounder"
+    target: GrounderTarget = "centre"
     config: GrounderRl
+
+    @property
+    def answer_tokens(self) -> int:
+        """The longest answer of the model."""
+        return self.config.max_plan_tokens
 
 
 class EndToEndJob(TrainingJob):

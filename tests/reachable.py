@@ -11,6 +11,7 @@ from pathlib import Path
 ENTRIES = (
     "coepg_dagster.cli.__main__",
     "coepg_dagster.definitions",
+    "coepg_dagster.plugged",
     "coepg_dagster.reproductions",
     "coepg_dagster.training.launch",
 )

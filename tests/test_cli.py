@@ -203,7 +203,7 @@ REFUSED: dict[str, list[str]] = {
     "rewards calibration": ["sandbox@x"],
 }
 """What each command refuses in a project in which nothing was made."""
-ASKS_NOTHING = {"protocols"}
+ASKS_NOTHING = {"plugins", "protocols"}
 
 
 def commands(group: Any, *above: str) -> Iterator[str]:

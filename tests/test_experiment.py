@@ -678,11 +678,13 @@ CHANGED = {
 
 @pytest.mark.parametrize("file", PLUGIN_FILES, ids=lambda path: path.stem)
 def test_an_overlay_of_a_plugin_changes_its_stage_only(file: Path) -> None:
-    experiment, sandbox = load_experiment(file), load_experiment(REPOSITORY / "experiments" / "sandbox.yaml")
+    experiment, folders = load_experiment(file), (file.parent, file.parent.parent)
+    [parent] = [path for folder in folders if (path := folder / f"{experiment.parent}.yaml").exists()]
+    before = load_experiment(parent)
     content = yaml_files.read(file)
     files = [content, *(yaml_files.read(file.with_name(f"{name}.yaml")) for name in content.get("overlays", []))]
     sections = set(CHANGED) & set().union(*files)
-    differs = [asset for asset in CODE if code_version(experiment, asset) != code_version(sandbox, asset)]
+    differs = [asset for asset in CODE if code_version(experiment, asset) != code_version(before, asset)]
     assert differs and set(differs) <= set.union(*(CHANGED[section] for section in sections))
 
 

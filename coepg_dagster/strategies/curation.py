@@ -22,6 +22,7 @@ from pydantic import Field
 
 from coepg_dagster.geometry import Box, Point, Size, Space
 from coepg_dagster.plugins import find, plugin
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import NO_VALUE
 
 Floats = npt.NDArray[np.float64]
@@ -387,7 +388,7 @@ def curation_text(figures: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-class Nothing(ValueError):
+class Nothing(Refusal, ValueError):
     """The strategies leave nothing to train on."""
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from coepg_dagster.geometry import Box, Point, Size, Space
@@ -21,7 +20,6 @@ from coepg_dagster.plugins import plugin
 from coepg_dagster.prompts import PlannerAnswer
 from coepg_dagster.strategies.curation import square
 
-Floats = npt.NDArray[np.float64]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 

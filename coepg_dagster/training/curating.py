@@ -29,7 +29,7 @@ from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.screens import Screens, resize_of
 from coepg_dagster.inference.transformers_engine import load_checkpoint
-from coepg_dagster.jobs import GrpoJob, SftJob, TrainingJob
+from coepg_dagster.jobs import GrounderRlJob, GrpoJob, SftJob, TrainingJob
 from coepg_dagster.notations import locate
 from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import box_messages
@@ -47,15 +47,17 @@ from coepg_dagster.training.point_reward import PointReward
 from coepg_dagster.training.preflight import rendered
 from coepg_dagster.training.validation import requests_of
 
+BOX_TOKENS: Final = 64
+"""The longest answer of a verifier that is asked for a box."""
 AT_ONCE: Final = 64
 """Items whose screenshots are held at once."""
 Value = TypeVar("Value")
 
 
-def curated_rows(job: SftJob, dataset: pa.Table, steps: pa.Table) -> tuple[pa.Table, Curated]:
+def curated_rows(job: SftJob | GrounderRlJob, dataset: pa.Table, steps: pa.Table) -> tuple[pa.Table, Curated]:
     """(the rows of `dataset` that `job` trains on, what was chosen); with weights they are the column `weight`.
 
-    Raises NothingToTrainOn if none stays.
+    Raises NothingToTrainOn if none stays, Ended if a strategy weighs the rows of GRPO, whose loss has no weights.
     """
     if not job.config.curation:
         return dataset, Curated(list(range(dataset.num_rows)), False, None, {}, {})
@@ -67,6 +69,10 @@ def curated_rows(job: SftJob, dataset: pa.Table, steps: pa.Table) -> tuple[pa.Ta
     items = Rows(of_rows, range(len(rows)), RowMeasures(job, dataset, steps), rows)
     curated = _once(job, items, job.config.curation, [row["row_id"] for row in rows])
     kept = dataset.take(pa.array(curated.kept, pa.int64()))
+    if curated.weights is not None and isinstance(job, GrounderRlJob):
+        raise Ended(
+            f"grounder_rl.curation: one of {', '.join(job.config.curation)} weighs rows, and GRPO has no weights: remove it"
+        )
     if curated.weights is not None:
         kept = kept.append_column("weight", pa.array(curated.weights, pa.float64()))
     return kept, curated
@@ -136,12 +142,12 @@ class _Kept:
 
 
 class RowMeasures:
-    """Measures of rows of D_{k-1} (`strategies.curation.Measures`), by the model that SFT starts from and by open verifiers.
+    """Measures of rows of D_{k-1} (`strategies.curation.Measures`), by the model that training starts from and by verifiers.
 
     One model is loaded at a time.
     """
 
-    def __init__(self, job: SftJob, dataset: pa.Table, steps: pa.Table) -> None:
+    def __init__(self, job: SftJob | GrounderRlJob, dataset: pa.Table, steps: pa.Table) -> None:
         self._job, self._dataset, self._steps, self._kept = job, dataset, steps, _Kept()
 
     def pass_rates(self, places: Sequence[int], samples: int) -> list[float]:
@@ -164,7 +170,7 @@ class RowMeasures:
             return planner_examples(dataset, self._steps, screens, style)
         if job.role == "end_to_end":
             return end_to_end_examples(dataset, self._steps, screens, style, space)
-        return grounder_examples(dataset, screens, style, space, job.config.target)
+        return grounder_examples(dataset, screens, style, space, job.target)
 
     @contextmanager
     def _loaded(self, attention: str) -> Iterator[tuple[Any, Any, Screens]]:
@@ -191,13 +197,14 @@ class RowMeasures:
     @torch.inference_mode()
     def _attention(self, places: Sequence[int], layers: int) -> list[Floats | None]:
         measured: list[Floats | None] = []
-        limit = self._job.max_point_tokens if self._job.role == "grounder" else self._job.max_plan_tokens
         with self._loaded("eager") as (model, processor, screens):
             stops = model.generation_config.eos_token_id
             for example in self._examples(places, screens):
                 prompt, _ = rendered(example, processor)
                 inputs = _inputs(processor, prompt, example["images"][0], model)
-                steps = _attended(model, inputs, limit, {stops} if isinstance(stops, int) else set(stops), layers)
+                steps = _attended(
+                    model, inputs, self._job.answer_tokens, {stops} if isinstance(stops, int) else set(stops), layers
+                )
                 _, rows, columns = inputs["image_grid_thw"][0].tolist()
                 merge = processor.image_processor.merge_size
                 visual = (inputs["input_ids"][0] == processor.image_token_id).nonzero()[:, 0].cpu().numpy()
@@ -217,7 +224,7 @@ class RowMeasures:
                     Request(screens.image(row["step_id"]), box_messages(row["plan"], job.models.prompts))
                     for row in part
                 ]
-                answers = engine.generate(requests, Sampling(4 * job.max_point_tokens))
+                answers = engine.generate(requests, Sampling(BOX_TOKENS))
                 for row, (answer,) in zip(part, answers, strict=True):
                     if isinstance(answer, Failure):
                         raise Ended(f"step {row['step_id']}: {by} gave no answer: {answer.reason}")

@@ -52,7 +52,7 @@ from coepg_dagster.training.common import (
     load_for_training,
     write_log,
 )
-from coepg_dagster.training.curating import curated_prompts
+from coepg_dagster.training.curating import curated_prompts, curated_rows
 from coepg_dagster.training.examples import (
     asked_steps,
     grounder_prompts,
@@ -415,14 +415,16 @@ def train_grounder_rl(job: GrounderRlJob, report: Report) -> dict[str, Any]:
     refuse(job.config, job.placement)
     refuse_missing(job.placement)
     steps, models = job.train_steps(), job.models
+    rows, curated = curated_rows(job, job.rows(), steps)
 
     def grounder(processor: Any, resize: tuple[int, int, int]) -> Policy:
         screens = Screens(steps, resize)
-        prompts = grounder_prompts(job.rows(), screens, models.prompts)
+        prompts = grounder_prompts(rows, screens, models.prompts)
         reward = PointReward(steps, screens, models.coordinates, job.config.composite, "grounder")
-        return Policy(prompts, screens, reward)
+        return Policy(prompts, screens, reward, ordered=curated.ordered)
 
-    return _train(job, grounder, report)
+    figures = _train(job, grounder, report)
+    return figures | ({"curation": curated.figures} if curated.figures else {})
 
 
 def _planner(

@@ -163,8 +163,8 @@ def test_a_whole_loop_reads_the_grounder_of_the_iteration_before(overlays: InPro
     whole = LEARNING.replace("take: [planner_sft, grounder]\n", "")
     (overlays.project.root / "experiments" / ABLATIONS / "whole.yaml").write_text(whole)
     try:
-        graph = light_definitions(overlays.project, folder=ABLATIONS).resolve_asset_graph()
         loop = overlay(overlays, "whole")
+        graph = light_artifacts(loop).resolve_asset_graph()
         assert {loop.twin("grounder_rl"), loop.key("grounder_rl")} <= graph.get(loop.key("verdicts")).parent_keys
         assert loop.twin("grounder") not in graph.get_all_asset_keys()
     finally:

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trl import GRPOTrainer
 
+from coepg_dagster.artifacts import CURATION
 from coepg_dagster.experiment import GrounderRl, Grpo, Models
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.jobs import GrounderRlJob
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import parse_corners, parse_points, planner_answer
 from coepg_dagster.rewards.composite import Composite
 from coepg_dagster.rewards.estimators import rloo, sngs
@@ -194,7 +196,8 @@ def test_a_grounder_learns_from_the_place_of_its_own_answer(
             "max_steps": 1,
             "learning_rate": 1e-3,
             "max_plan_tokens": 8,
-            "temperature": 4.0,
+            "warmup_ratio": 0.0,
+            "temperature": 1.0,
             "kl_beta": 0.0,
         }
     )
@@ -218,3 +221,28 @@ def test_a_grounder_learns_from_the_place_of_its_own_answer(
     assert any(row["advantage"] for row in rows)
     before, after = (load_file(folder / "model.safetensors") for folder in (init, job.out))
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_grounder_is_asked_about_the_rows_that_its_strategies_keep(
+    trained: Callable[[str, int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    """SE-GUI's filters measure the model that training starts from; what they leave out is no prompt, and on record."""
+    rows = dataset.to_pylist()
+    rows[0]["plan"] = "click the button"
+    data, init = (pa.Table.from_pylist(rows, dataset.schema), steps, models), trained("grounder", 0)
+    curation = {"seed_rules": {}, "attention_filter": {"threshold": 0.0, "layers": 1}}
+    settings = {"enabled": True, "prompts_per_step": 1, "group_size": 2, "micro_batch_size": 2, "max_steps": 1}
+    config = GrounderRl.model_validate(settings | {"max_plan_tokens": 8, "curation": curation})
+    job = training_job(GrounderRlJob, tmp_path / "out", data, init, config=config)
+    figures = train_grounder_rl(job, quiet)
+    left_out = pq.read_table(job.out / CURATION).to_pylist()
+    assert {"row_id": "r-s0", "step_id": "s0", "strategy": "seed_rules", "reason": "generic_plan"} in left_out
+    assert figures["curation"]["attention_filter"]["of"] == sum(row["box"] is not None for row in rows) - 1
+    assert figures["prompts"] == sum(row["box"] is not None for row in rows) - len(left_out)
+    asked = {row["step_id"] for row in pq.read_table(job.out / "rollouts.parquet").to_pylist()}
+    assert not asked & {row["step_id"] for row in left_out}
+
+    weighed = GrounderRl.model_validate(settings | {"curation": {"perplexity_weighted": {}}})
+    job = training_job(GrounderRlJob, tmp_path / "weighed", data, init, config=weighed)
+    with pytest.raises(Ended, match="perplexity_weighted weighs rows, and GRPO has no weights"):
+        train_grounder_rl(job, quiet)
