@@ -283,3 +283,43 @@ def test_a_model_that_was_tampered_with_is_named_by_the_command(projects: list[P
     weights.write_bytes(before)
     assert code == 1 and "TAMPERED" in out
     assert "tampered: grounder[1]" in err and "model.safetensors has other content than when it was made" in err
+
+
+MANY = """description: Plug-ins of every kind at once
+parent: tiny
+variant: many
+take: [dataset]
+sft: {curation: {seed_rules: {area_at_most: 1.0}, label_check: {by: verifier_a, side: 300.0}, perplexity_weighted: {}}}
+grounder_rl:
+  enabled: true
+  prompts_per_step: 2
+  group_size: 2
+  micro_batch_size: 4
+  max_steps: 1
+  max_plan_tokens: 12
+  point_score: se_gui
+  terms: {format: 0.5}
+  curation: {attention_filter: {threshold: 0.0, layers: 1}}
+grpo:
+  point_score: gui_g2
+  terms: {length: 0.1, sub_goal: 0}
+  combiner: infigui_r1
+  advantage: [rloo, sngs]
+  curation: {frontier: {share: 0.9, samples: 2}}
+evaluation:
+  inference: {region_vote: {samples: 2}, zoom: {}, best_of_plans: {plans: 2}, consistency_check: {retries: 1}}
+"""
+
+
+def test_plugins_of_every_kind_run_together(projects: list[Path]) -> None:
+    root = projects[1]
+    (root / "experiments" / "many.yaml").write_text(MANY)
+    run(root, "evolve", "many", "--through", "1")
+    pairs = json.loads(run(root, "results", "many", "--json"))["iterations"][1]["pairs"]
+    assert {"region_vote", "zoom", "best_of_plans", "consistency_check"} <= {name.removeprefix("by_") for name in pairs}
+    [rollouts] = (root / "store" / "many" / "s7" / "planner" / "1").glob("*/rollouts.parquet")
+    parts = {part["name"] for row in pq.read_table(rollouts)["parts"].to_pylist() for part in row}
+    assert parts == {"parsed", "type", "value", "point", "length", "sub_goal"}
+    row = pq.read_table(next((root / "store" / "tiny" / "s7" / "dataset" / "0").glob("*/dataset.parquet")))["row_id"][0]
+    told = run(root, "trace", f"tiny@0#{row}")
+    assert "grounder_rl[1]" in told and "planner[1]" in told

@@ -22,7 +22,7 @@ from coepg_dagster.results import HEADLINES, headline
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 208, 86, 78, 34, 24
 SYMBOLS: Final[dict[Asset, str]] = {
     "benchmark_steps": "benchmark_steps",
-    "open_models": "open_models  Π, Φ, M₀",
+    "open_models": "open_models",
     "planner_sft": "π",
     "grounder": "ϕ",
     "grounder_rl": "ϕ′",

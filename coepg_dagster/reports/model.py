@@ -83,13 +83,14 @@ def training_notes(figures: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Reward:
-    """The rewards of a planner's rollouts; shares in per cent."""
+    """The rewards of a model's rollouts; shares in per cent."""
 
     rollouts: int
     reward: float
     gates: Mapping[str, float]
     no_target: float
-    graders: Sequence[Mapping[str, Any]]  # grounder, asked, hit, confidence, prior, weight, adds
+    graders: Sequence[Mapping[str, Any]]  # grounder, asked, hit, confidence, prior, weight, adds; none for an own place
+    parts: Mapping[str, float]  # term or part of the reward → mean score; empty where it is Eq. 9
     groups: int
     without_spread: float
     all_zero: float  # of the groups: every reward is 0
@@ -102,8 +103,11 @@ def reward_of(rollouts: pa.Table) -> Reward:
     rows = rollouts.to_pylist()
     gates = Counter(row["gate"] for row in rows)
     votes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    parts: dict[str, list[float]] = defaultdict(list)
     groups: dict[tuple[int, int], list[float]] = defaultdict(list)
     for row in rows:
+        for part in row.get("parts") or ():  # older rollouts have none
+            parts[part["name"]].append(part["score"])
         groups[row["optimizer_step"], row["group"]].append(row["reward"])
         for grader in row["graders"]:
             votes[grader["grounder"]].append(grader)
@@ -116,6 +120,7 @@ def reward_of(rollouts: pa.Table) -> Reward:
         gates={gate: 100 * n / len(rows) for gate, n in gates.most_common()},
         no_target=100 * sum(row["gate"] == GATE_PASSED and not row["graders"] for row in rows) / len(rows),
         graders=[_grader(name, given) for name, given in votes.items()],
+        parts={name: fmean(scores) for name, scores in parts.items()},
         groups=len(groups),
         without_spread=100 * len(flat) / len(groups),
         all_zero=100 * all_zero / len(groups),
@@ -182,19 +187,20 @@ def reward_figure(rollouts: pa.Table) -> Figure:
                 hits[grader["grounder"]][step].append(grader["hit"])
     steps = sorted(gates)
     drawn = figure(10, 2.8)
-    gate, hit, spread = drawn.subplots(1, 3)
+    gate, spread, *hit = drawn.subplots(1, 3 if hits else 2)
     names = [name for name, _ in sum(gates.values(), Counter()).most_common()]
     shares = [[100 * gates[step][name] / gates[step].total() for step in steps] for name in names]
     gate.stackplot(steps, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
     gate.set_title("gate, % of rollouts", fontsize="medium")
-    for name, by_step in hits.items():
-        at = sorted(by_step)
-        hit.plot(at, [100 * fmean(by_step[step]) for step in at], label=name)
-    hit.set_title("hits of each grounder, %", fontsize="medium")
+    for axes in hit:
+        for name, by_step in hits.items():
+            at = sorted(by_step)
+            axes.plot(at, [100 * fmean(by_step[step]) for step in at], label=name)
+        axes.set_title("hits of each grounder, %", fontsize="medium")
     flat = [100 * fmean(_std(rewards) < SPREAD_FLOOR for rewards in groups[step].values()) for step in steps]
     spread.bar(steps, flat, color="0.6")
     spread.set_title("groups without spread, %", fontsize="medium")
-    for axes in (gate, hit, spread):
+    for axes in (gate, spread, *hit):
         axes.set_ylim(0, 100)
         axes.set_xlabel("optimizer step")
         dress(axes, "")
@@ -277,6 +283,7 @@ def write_model(
             about=about,
             crumbs=about.crumbs,
             curves=png(curves) if curves else None,
+            steps_logged=len(log),
             reward=reward,
             reward_figure=reward_png,
             samples=[(sample, shown[sample["step_id"]]) for sample in samples],

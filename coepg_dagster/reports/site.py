@@ -49,7 +49,7 @@ MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
     "planner": "The planner after GRPO with the confidence-weighted reward of its grounders, C-DREM (Eq. 3 to 10).",
     "grounder": "The grounder after supervised fine-tuning on D of the iteration before (Eq. 2).",
-    "grounder_rl": "The grounder after GRPO on the plans of D of the iteration before too, by its own places.",
+    "grounder_rl": "The grounder after SFT and GRPO on the plans of the D before, rewarded by its own places.",
     "end_to_end": "One model that answers type, value and point, without a plan.",
 }
 """Asset with a model page → its first sentence."""

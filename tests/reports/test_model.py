@@ -10,8 +10,16 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from coepg_dagster.reports.model import curves_figure, reward_of, sample_rollouts, sample_verdicts, training_notes
-from coepg_dagster.steps import ROLLOUT_SCHEMA
+from coepg_dagster.reports.model import (
+    ModelOf,
+    curves_figure,
+    reward_of,
+    sample_rollouts,
+    sample_verdicts,
+    training_notes,
+    write_model,
+)
+from coepg_dagster.steps import ROLLOUT_SCHEMA, STEP_SCHEMA
 from tests.chromium import NEEDS_CHROMIUM
 from tests.conftest import WIDTH
 from tests.pools.tables import verdict, verdicts
@@ -37,6 +45,20 @@ def test_the_reward_breakdown_by_hand() -> None:
     assert grounder["adds"] == pytest.approx(0.6 * 4 / 5) and judge["adds"] == pytest.approx(0.4 * 4 / 5)
     passed = [row["reward"] for row in ROWS if row["gate"] == "passed"]
     assert grounder["adds"] + judge["adds"] == pytest.approx(sum(passed) / len(passed))  # Eq. 4
+
+
+def test_rollouts_that_no_grounder_judged_show_what_their_reward_was_made_of(tmp_path: Path) -> None:
+    """Those of a grounder or of an end-to-end agent: no votes, but parts."""
+    parts = [{"name": "point", "score": 0.75}, {"name": "format", "score": 0.5}]
+    alone = pa.Table.from_pylist([row | {"graders": [], "parts": parts, "reward": 1.0} for row in ROWS], ROLLOUT_SCHEMA)
+    breakdown = reward_of(alone)
+    assert breakdown.graders == [] and breakdown.parts == {"point": 0.75, "format": 0.5}
+    no_steps = pa.Table.from_pylist([], STEP_SCHEMA)  # groups without spread have no samples
+    about = ModelOf("exp/s1", "ϕ′₁", "A grounder", [], {}, [])
+    page = write_model(tmp_path, "model.html", about, [{"step": 1, "reward": 0.5}], no_steps, alone)
+    text = page.read_text("utf-8")
+    assert "Parts of the reward" in text and "0.750" in text and "Too few optimizer steps" in text
+    assert "Eq. 4, 5" not in text and "no target" not in text and "Nothing was trained" not in text
 
 
 def test_samples_are_the_best_and_worst_of_groups_that_differ() -> None:
