@@ -66,6 +66,8 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
     heavy = not shared and asset not in LIGHT
     page = about(loop, asset)
 
+    # No backfill policy: without one a backfill makes one run for each partition. `BackfillPolicy.multi_run(1)` makes as many,
+    # but as runs of a range of one (Dagster 1.13), which have no partition tag and whose check results belong to no partition.
     @dg.asset(
         key=loop.key(asset),
         partitions_def=None if shared else partitions(loop.experiment),

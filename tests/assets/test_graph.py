@@ -109,6 +109,21 @@ def test_the_same_content_marks_nothing_and_other_content_marks_its_readers(ligh
     assert all("dataset[1] is now" in str(why) for why in stale.values())
 
 
+def test_a_run_of_a_range_has_no_checks_by_partition_so_no_asset_has_a_backfill_policy(light: InProcess) -> None:
+    """`BackfillPolicy.multi_run(1)` makes such runs. Once a Dagster reports their checks by partition, it can be set."""
+    graph = light.defs.resolve_asset_graph()
+    assert {graph.get(key).backfill_policy for key in graph.get_all_asset_keys()} == {None}
+    light.run(None)
+    result = light.defs.resolve_implicit_global_asset_job_def().execute_in_process(
+        instance=light.instance,
+        asset_selection=[light.loop.key("planner_sft")],
+        tags={"dagster/asset_partition_range_start": "0", "dagster/asset_partition_range_end": "0"},
+    )
+    assert {event.partition for event in result.get_asset_materialization_events()} == {"0"}
+    assert {evaluation.partition for evaluation in result.get_asset_check_evaluations()} == {None}
+    assert {evaluation.partition for evaluation in light.run(0).get_asset_check_evaluations()} == {"0"}
+
+
 def test_every_column_says_what_it_means() -> None:
     assert set(COLUMN_TEXTS) == {name for schema in COLUMNS.values() for name in schema.names}
 
