@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -232,6 +233,16 @@ class Deployment:
         )["logsForRun"]["events"]
         failures = [event for event in events if event["__typename"] == "ExecutionStepFailureEvent"]
         return "\n".join(json.dumps(failure) for failure in failures)
+
+    def process_of(self, run_id: str) -> int:
+        """Id of the process that Dagster's code server started for a run."""
+        events = self.graphql(
+            "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events {"
+            " ... on MessageEvent { message } } } } }",
+            id=run_id,
+        )["logsForRun"]["events"]
+        started = (re.search(r"Started process for run \(pid: (\d+)\)", event.get("message", "")) for event in events)
+        return int(next(match for match in started if match)[1])
 
     def stale(self, keys: Iterable[Key], partition: str) -> dict[str, list[str]]:
         """Last part of the key → reasons, for the assets that Dagster marks as stale in `partition`."""

@@ -6,6 +6,8 @@ Light makers take the place of the heavy ones; see light.py. Runs of several loo
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -89,6 +91,40 @@ def test_the_slot_of_a_cancelled_run_comes_back(deployment: Deployment, begun: B
     assert deployment.wait_run(again, "SUCCESS")
     assert deployment.wait_run(begun.no_input, "FAILURE")
     assert "dataset[0] does not exist: materialize dataset[0] first" in deployment.why(begun.no_input)
+
+
+def test_a_killed_run_is_made_again_by_itself_from_where_it_was(deployment: Deployment, begun: Begun) -> None:
+    """The process of the run ends at once, as if the kernel or a machine had ended it."""
+    pids = deployment.project.store / ".scratch" / "hanging" / "pids.json"
+    pids.unlink(missing_ok=True)
+    planted = plant(deployment.project, "worker", "other/s1", Ref("verdicts", 0))
+    killed = deployment.launch(keys("other/s1"), "0")
+    deployment.wait(pids.exists, "the worker")
+    processes = json.loads(pids.read_text())
+    planted.unlink()
+    os.kill(deployment.process_of(killed), signal.SIGKILL)
+    (again,) = deployment.wait(lambda: deployment.runs(dagster__parent_run_id=killed), "Dagster to start it again")
+    assert deployment.wait_run(again["runId"], "SUCCESS")
+    assert deployment.status(killed) == "FAILURE" and not any(is_alive(pid) for pid in processes)
+    steps = [step for step in steps_log(deployment.project) if step["run"] in (killed, again["runId"])]
+    assert sorted(step["asset"] for step in steps) == sorted(LOOP)  # each once
+    assert {"verdicts", "dataset", "data_quality"} <= {s["asset"] for s in steps if s["run"] == again["runId"]}
+    # a run that nobody killed makes the same
+    assert deployment.wait_run(deployment.launch(keys("other/s2"), "0"), "SUCCESS")
+    assert versions(deployment, "other/s1") == versions(deployment, "other/s2")
+    # a step that refused is not tried again
+    assert deployment.runs(dagster__parent_run_id=begun.no_input) == []
+
+
+def versions(deployment: Deployment, loop: str) -> dict[str, str]:
+    """Asset → data version of iteration 0."""
+    nodes = deployment.graphql(
+        'query($k: [AssetKeyInput!]!) { assetNodes(assetKeys: $k) { assetKey { path } dataVersion(partition: "0") } }',
+        k=[{"path": key} for key in keys(loop)],
+    )["assetNodes"]
+    found = {node["assetKey"]["path"][-1]: node["dataVersion"] for node in nodes}
+    assert None not in found.values()
+    return found
 
 
 def test_materialize_all_goes_in_order(deployment: Deployment, begun: Begun) -> None:
