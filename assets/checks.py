@@ -90,17 +90,18 @@ def _severity(asset: Asset, check: str) -> dg.AssetCheckSeverity:
     return dg.AssetCheckSeverity.ERROR if check in CHECKS.get(asset, {}) else dg.AssetCheckSeverity.WARN
 
 
-def changed(loop: Loop, before: Records, after: Records) -> set[Ref]:
-    """The artifacts of `before` whose checks say something else in `after`."""
-    stale, still = loop.stale(before), loop.stale(after)
+def changed(loop: Loop, before: Records, after: Records, stale: Mapping[Ref, Stale]) -> set[Ref]:
+    """The artifacts of `before` whose checks say something else in `after`, where `stale` are the stale ones."""
+    stale_before = loop.stale(before)
     mine = [ref for ref in before if ref.asset in loop.made]
-    return {ref for ref in mine if results_of(loop, ref, before, stale) != results_of(loop, ref, after, still)}
+    return {ref for ref in mine if results_of(loop, ref, before, stale_before) != results_of(loop, ref, after, stale)}
 
 
 def evaluate_again(
     instance: dg.DagsterInstance,
     loop: Loop,
     records: Records,
+    stale: Mapping[Ref, Stale],
     refs: Collection[Ref] | None = None,
     unevaluated: tuple[str, Collection[Asset]] = ("", ()),
 ) -> None:
@@ -109,10 +110,10 @@ def evaluate_again(
     What an unfinished run is about to evaluate is left to it.
 
     Args:
+        stale: the stale ones among the records.
         refs: only these; None: all of the loop.
         unevaluated: a run, and the assets that it will not make although it has planned to.
     """
-    stale = loop.stale(records)
     mine = sorted((ref for ref in records if ref.asset in loop.made), key=lambda ref: ref.iteration or 0)
     last_made = {ref.asset: ref for ref in mine}
     wanted = [ref for ref in mine if refs is None or ref in refs]

@@ -75,7 +75,8 @@ def evolve_through(
     """
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
-    evaluate_again(instance, loop, loop.records(instance))
+    records = loop.records(instance)
+    evaluate_again(instance, loop, records, loop.stale(records))
     runs, last = 0, None
     while (todo := next_todo(instance, loop, through, first)) is not None:
         if todo == last:

@@ -218,7 +218,8 @@ def materialize(
         if asset not in SHARED:
             store = context.resources.store.store(loop.root).root
             unevaluated = (context.run.run_id, with_readers(loop, asset))
-            evaluate_again(context.instance, loop, loop.records(context.instance, store), unevaluated=unevaluated)
+            records = loop.records(context.instance, store)
+            evaluate_again(context.instance, loop, records, loop.stale(records), unevaluated=unevaluated)
         raise
 
 
@@ -259,10 +260,11 @@ def _materialize(
         hand_over(context, loop, record)
     known = loop.records(context.instance, work.store.root)
     records = known.replaced(record)
+    stale = loop.stale(records)
     skipped = with_readers(loop, asset) - {asset} if record.failed_checks else set()
-    affected = (changed(loop, known, records) | {ref for ref in known if ref.asset in skipped}) - {work.ref}
-    evaluate_again(context.instance, loop, records, affected, (context.run.run_id, skipped))
-    checks = {} if asset in SHARED else results_of(loop, work.ref, records, loop.stale(records)) | outcome.checks
+    affected = (changed(loop, known, records, stale) | {ref for ref in known if ref.asset in skipped}) - {work.ref}
+    evaluate_again(context.instance, loop, records, stale, affected, (context.run.run_id, skipped))
+    checks = {} if asset in SHARED else results_of(loop, work.ref, records, stale) | outcome.checks
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
         # in the order in which the UI shows it: what, how good, how long, from what, where
