@@ -282,7 +282,7 @@ function card(number, row, steps) {
       make("p", {}, make("b", {}, "task "), step.goal, make("span", { class: "dim" }, `  ${step.family}`)),
       step.instruction ? make("p", {}, make("b", {}, "instruction "), step.instruction) : null,
       step.history.length
-        ? make("details", {}, make("summary", {}, `${step.history.length} actions before`), make("ol", {}, ...step.history.map((text) => make("li", {}, text))))
+        ? make("details", {}, make("summary", {}, `${step.history.length} ${step.history.length === 1 ? "action" : "actions"} before`), make("ol", {}, ...step.history.map((text) => make("li", {}, text))))
         : null,
       row.votes.length ? make("table", {}, make("tr", {}, ...heads), ...votes) : null,
       ...marksOf(step.id, row.same).map(said),
@@ -339,7 +339,7 @@ function filters() {
   made.push(choice("sort", Object.entries(SORTS), view.sort, (value) => (view.sort = value), "by step"));
   let timer = 0;
   const search = make("input", {
-    type: "search", placeholder: "words of task, family, plan, or an id", "aria-label": "search",
+    type: "search", placeholder: "words, or an id", "aria-label": "search",
     oninput: (event) => {
       view.search = event.target.value.trim();
       clearTimeout(timer);
