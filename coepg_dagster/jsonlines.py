@@ -33,7 +33,11 @@ def parse(text: str | bytes) -> Any:
             if len(text) > MAX_LINE:
                 raise NotJson(f"longer than {MAX_LINE:,} bytes")
             text = text.decode("utf-8")
-        return _DECODER.decode(text.removeprefix("\ufeff"))
+        text = text.removeprefix("\ufeff").strip(_BLANKS)
+        value, end = _DECODER.raw_decode(text)
+        if end != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value
     except UnicodeDecodeError as error:
         raise NotJson(f"not UTF-8 text ({error}): save the file as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -47,6 +51,7 @@ def _whole(digits: str) -> int | float:
 
 
 _DECODER: Final = json.JSONDecoder(parse_int=_whole)
+_BLANKS: Final = " \t\n\r"
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -170,4 +175,4 @@ class _Document:
                 return
 
 
-_BLANK: Final = re.compile(r"[ \t\n\r]*")
+_BLANK: Final = re.compile(f"[{_BLANKS}]*")

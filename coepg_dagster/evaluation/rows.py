@@ -32,7 +32,7 @@ BAD_LABEL: Final = "rows whose label cannot be read"
 REPEATED: Final = "further rows of an item"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PredictionRow:
     """One JSON object of a file, with typed access to its fields."""
 
@@ -55,6 +55,8 @@ class PredictionRow:
     def get(self, key: str, *types: type, optional: bool = False) -> Any:
         """The field, of one of `types` (a bool is never a number); None where it is absent or null and `optional`."""
         value = self.data.get(key)
+        if value.__class__ in types:
+            return value
         if value is None and optional:
             return None
         if key not in self.data:
@@ -66,12 +68,16 @@ class PredictionRow:
     def text(self, key: str, *, optional: bool = False) -> str:
         """The field's text; empty where it is absent or null and `optional`."""
         value = str(self.get(key, str, optional=optional) or "")
+        if value.isascii():
+            return value
         self.can_be_kept(f"field {key!r}", value)
         return value
 
     def can_be_kept(self, what: str, *texts: str) -> None:
         """Raises ScoringError where a table cannot hold one of these texts of the row: JSON can spell half a surrogate pair."""
         for text in texts:
+            if text.isascii():
+                continue
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -237,12 +243,12 @@ def each_row(path: Path, report: Report | None = None, *, within: str = "") -> I
     object. `report` gets bytes read, bytes of the file and rows. Raises ScoringError for a file that cannot be read or holds
     none.
     """
-    n = 0
-    where = f"{path}: row 1"
-    with _opened(path, lambda: where) as (file, position):
+    n, reached, rows = 0, 1, f"{path}: row "
+    with _opened(path, lambda: f"{rows}{reached}") as (file, position):
         size = path.stat().st_size
         for i, line in jsonlines.lines(file):
-            where = f"{path}: row {i + 1}"
+            where = f"{rows}{i + 1}"
+            reached = i + 2  # reading it may fail
             text = _text(line)
             if n == 0 and text.removeprefix("\ufeff").lstrip().startswith("["):
                 yield from _entries(path, list_elements(path, (), report))
@@ -258,7 +264,6 @@ def each_row(path: Path, report: Report | None = None, *, within: str = "") -> I
             yield PredictionRow(where, entry) if entry is not None else Unread(where, UNREADABLE_ROW, problem)
             if report is not None and n % _REPORT_EVERY == 0:
                 report(position(), size, {"rows": n})
-            where = f"{path}: row {i + 2}"  # reading it may fail
     if n == 0:
         raise ScoringError(f"{path}: holds no rows")
 

@@ -24,7 +24,11 @@ def judge_gui_r1(case: Case) -> Verdict:
 def judge_uground(case: Case) -> Verdict:
     """Point in any box, borders included; no point is wrong. Exact for labels and points in the same space."""
     point = case.prediction.point if case.prediction else None
-    return Verdict((float(point is not None and inside_any(point, case.boxes)),))
+    return _RIGHT if point is not None and inside_any(point, case.boxes) else _WRONG
+
+
+_RIGHT: Final = Verdict((1.0,))
+_WRONG: Final = Verdict((0.0,))
 
 
 GUI_R1: Final = Protocol(
