@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from coepg_dagster.readers.importing import (
     version_now,
     version_read,
 )
-from coepg_dagster.readers.rows import ReaderError
+from coepg_dagster.readers.rows import ReaderError, Reject, RejectedRow
 
 SOURCE = "source"
 """The figure of an unpartitioned asset that holds the fingerprint of its source files."""
@@ -120,6 +123,42 @@ def refuse_boards(experiment: Experiment, root: Path) -> list[str]:
     return why
 
 
+@dataclass(frozen=True)
+class BoardSize:
+    """How much of a grounding board an evaluation reads."""
+
+    items: int
+    screen: (
+        tuple[int, int] | None
+    )  # (width, height) px of a screenshot of median area as a model sees it; None: not stated
+    images: int  # bytes that its import takes in the store, which keeps a screenshot with each item of the whole board
+
+
+def board_size(config: GroundingBoard, root: Path) -> BoardSize:
+    """The size of a board from its label files, of which entries that cannot be read count too. No image is opened.
+
+    Raises ReaderError.
+    """
+    board, (source, _), options = _board_import(config, root, Path())
+    images = Path(options.images) if options.images else source if source.is_dir() else source.parent
+    items, of_image, screens = 0, Counter[str](), []
+    for label in boards.labels(board, source):
+        items += 1
+        if isinstance(label, Reject):
+            continue
+        of_image[label.image] += 1
+        if label.size is not None:
+            with suppress(RejectedRow):
+                screens.append(options.resize.of(label.size))
+    screens.sort(key=lambda screen: screen[0] * screen[1])
+    files = {boards.image_file(board, images, name): n for name, n in of_image.items()}
+    return BoardSize(
+        min(items, config.max_steps or items),
+        screens[len(screens) // 2] if screens else None,
+        sum(n * path.stat().st_size for path, n in files.items() if path.is_file()),
+    )
+
+
 def _import_of(config: Benchmark, root: Path, imports: Path) -> tuple[Path, Path]:
     """(the path of the benchmark, the folder of its import)."""
     out = imports / fingerprint([config.reader, str(config.path), config.view, config.level])
@@ -169,8 +208,8 @@ def refuse_files(experiment: Experiment, root: Path) -> list[str]:
             from coepg_dagster.sandbox.miniwob.reader import load_labels
 
             steps = load_labels(place, ("split", *STEP_COLUMNS))
-            return [*refuse_steps(experiment, steps), *refuse_boards(experiment, root)]
-        return [*_missing(benchmark, _splits(benchmark, benchmark.reader, place)), *refuse_boards(experiment, root)]
+            return refuse_steps(experiment, steps)
+        return _missing(benchmark, _splits(benchmark, benchmark.reader, place))
     except (ReaderError, OSError, pa.ArrowException) as error:
         return [f"benchmark: {error}"]
 

@@ -39,6 +39,7 @@ from coepg_dagster.cli.common import (
     two_decimals,
 )
 from coepg_dagster.experiment import Experiment
+from coepg_dagster.geometry import Space
 from coepg_dagster.jobs import Strategy
 from coepg_dagster.planning.estimates import CARDS
 from coepg_dagster.planning.machine import MACHINE, Machine, TrainingSettings, machine_named
@@ -337,9 +338,9 @@ def _silent_endpoints(experiment: Experiment, machine: Machine) -> list[str]:
 
 
 def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, Stale]) -> list[str]:
-    """Why a stage of the loop would fail on the labelled steps: as imported, or else as in their files."""
+    """Why a stage of the loop would fail on the labelled steps, as imported or else as in their files, or on the boards."""
     from coepg_dagster.artifacts import STEPS, all_steps
-    from coepg_dagster.benchmark import is_to_be_fetched, refuse_files, refuse_steps
+    from coepg_dagster.benchmark import is_to_be_fetched, refuse_boards, refuse_files, refuse_steps
     from coepg_dagster.provenance import Ref
 
     ref, experiment = Ref("benchmark_steps"), loop.experiment
@@ -353,10 +354,12 @@ def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, St
             for k, data in trained_on.items()
             if data in records and data not in stale
         }
-        return refuse_steps(experiment, all_steps(file), covered)
-    if is_to_be_fetched(experiment.benchmark, loop.root):
-        return []  # what a run takes can be estimated all the same
-    return refuse_files(experiment, loop.root)
+        why = refuse_steps(experiment, all_steps(file), covered)
+    elif is_to_be_fetched(experiment.benchmark, loop.root):
+        why = []  # what a run takes can be estimated all the same
+    else:
+        why = refuse_files(experiment, loop.root)
+    return [*why, *refuse_boards(experiment, loop.root)]
 
 
 @app.command()
@@ -773,16 +776,27 @@ def compare(
     format: Annotated[
         str, typer.Option(help="of the files: coepg (our own), gui_r1, mai_ui, ui_genie or uground")
     ] = "coepg",
+    labels: Annotated[Path | None, typer.Option(help="of the files, as for `score`")] = None,
+    space: Annotated[Space | None, typer.Option(help="of the files, as for `score`")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Says whether two results differ: paired by step, with a 95 % interval clustered by task.
 
     Iterations are compared on each test split alone. A file names no splits: its steps are compared as one.
     """
+    from coepg_dagster.evaluation.score import PredictionFile, score_predictions
     from coepg_dagster.evaluation.score import compare as compare_results
 
     apart = all(_is_iteration(name) for name in (a, b))
-    first, second = (_results_of(name, protocol, format, apart) for name in (a, b))
+    if apart and (labels, space) != (None, None):
+        raise typer.BadParameter("--labels and --space are for files; an experiment has its own")
+
+    def results_of(name: str) -> dict[str, Result]:
+        if _is_iteration(name):
+            return _results_of(name, apart)
+        return {ALL_STEPS: score_predictions(PredictionFile(Path(name), format, labels, space=space), protocol)}
+
+    first, second = map(results_of, (a, b))
     if first.keys() != second.keys():
         refuse(
             f"{a} has the test splits {', '.join(first)}, {b} has {', '.join(second)}: compare results of the same splits"
@@ -795,6 +809,10 @@ def compare(
         title = f"{one.protocol}, {split}: {one.steps} steps; per cent"
         head = ("metric", "A", "B", "B - A", "differs", "over steps: B - A", "smallest that shows")
         print_table(title, head, [_difference_row(name, one) for name in one.differences])
+        if any(one.left_out):
+            echo(
+                f"rows that cannot be read, left out: {one.left_out[0]} of A, {one.left_out[1]} of B (see `coepg score`)"
+            )
     echo(
         f"A: {a}, B: {b}. Averages are macro but for those over steps (micro); differences in points, with 95 % intervals. "
         "Of the smallest true difference that shows, 4 of 5 such comparisons find one."
@@ -922,12 +940,10 @@ def _is_iteration(name: str) -> bool:
     return "@" in name and not Path(name).exists()
 
 
-def _results_of(name: str, protocol: str, format: str, apart: bool) -> dict[str, Result]:
-    """The results of `EXPERIMENT@k` by test split, or as one if they are not wanted `apart`; or the one of a file."""
-    from coepg_dagster.evaluation.score import score_file, score_steps
+def _results_of(name: str, apart: bool) -> dict[str, Result]:
+    """The results of `EXPERIMENT@k` by test split, or as one if they are not wanted `apart`."""
+    from coepg_dagster.evaluation.score import score_steps
 
-    if not _is_iteration(name):
-        return {ALL_STEPS: score_file(Path(name), format, protocol)}
     project, experiment, seed, k = open_iteration(name)
     import pyarrow.compute as pc
     import pyarrow.parquet as pq

@@ -385,6 +385,7 @@ class Comparison:
     protocol: str
     steps: int
     differences: Mapping[str, Difference]
+    left_out: tuple[int, int] = (0, 0)  # rows of A and of B that could not be read
 
     def as_dict(self) -> dict[str, Any]:
         """What `coepg compare --json` prints of it."""
@@ -401,7 +402,12 @@ class Comparison:
             }
             for name, d in self.differences.items()
         }
-        return {"protocol": self.protocol, "steps": self.steps, "differences": differences}
+        return {
+            "protocol": self.protocol,
+            "steps": self.steps,
+            "differences": differences,
+            "left_out": dict(zip("ab", self.left_out, strict=True)),
+        }
 
 
 def _detectable(differences: Floats, steps: int) -> float | None:
@@ -420,8 +426,8 @@ def _detectable(differences: Floats, steps: int) -> float | None:
 def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) -> Comparison:
     """B minus A, paired by step, with intervals from the same resampled tasks.
 
-    Raises ScoringError where the two were scored under different protocols or notes that change a metric's meaning, or
-    do not cover the same steps.
+    Rows that could not be read are left out; where such a row is about a step, that step is missing. Raises ScoringError where
+    the two were scored under different protocols or notes that change a metric's meaning, or do not cover the same steps.
     """
     if not a.protocol == b.protocol == protocol.name:
         raise ScoringError(
@@ -429,15 +435,16 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
         )
     if a.notes.get("grounder") != b.notes.get("grounder"):
         raise ScoringError("one of the results counts an oracle grounder, the other a real one; give answers to both")
-    ids = {step: i for i, step in enumerate(b.steps["step_id"].to_pylist())}
-    mine = a.steps["step_id"].to_pylist()
+    steps_a, steps_b = _without_unread(a.steps, b.steps), _without_unread(b.steps, a.steps)
+    ids = {step: i for i, step in enumerate(steps_b["step_id"].to_pylist())}
+    mine = steps_a["step_id"].to_pylist()
     if missing := set(mine) ^ set(ids):
         raise ScoringError(
             f"the two results differ in {len(missing)} steps, for example {min(missing)!r}; compare predictions of the "
             "same steps"
         )
-    left = _Arrays.of(protocol, a.steps)
-    right = _Arrays.of(protocol, b.steps.take([ids[step] for step in mine]))
+    left = _Arrays.of(protocol, steps_a)
+    right = _Arrays.of(protocol, steps_b.take([ids[step] for step in mine]))
     # one sample of both: each resample draws the same tasks for A and B
     both = replace(
         left,
@@ -465,7 +472,14 @@ def compare_results(a: Result, b: Result, protocol: Protocol, *, seed: int = 0) 
             )
             for j, name in enumerate(protocol.metrics)
         },
+        left_out=(a.rows - steps_a.num_rows, b.rows - steps_b.num_rows),
     )
+
+
+def _without_unread(steps: pa.Table, others: pa.Table) -> pa.Table:
+    """`steps` without rows that could not be read: they are named after their file, so `others` have none of that name."""
+    common = pc.is_in(steps["step_id"], others["step_id"].combine_chunks())
+    return steps.filter(pc.or_(common, pc.is_null(steps["skipped"])))
 
 
 def sop_protocol(base: str) -> Protocol:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from coepg_dagster.benchmark import board_size
 from coepg_dagster.experiment import Experiment, Lora, Models, PolicyTraining, Serving, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, read
 from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
@@ -202,6 +203,8 @@ class DryRun:
         most = benchmark.max_eval_steps or 10**9
         self.eval_steps = sum(min(known.get(split, 0), most) for split in (benchmark.validation, *benchmark.test))
         self.validation_steps = known.get(benchmark.validation, 0)
+        alone = {} if experiment.agent == "end_to_end" else experiment.evaluation.boards
+        self.boards = {name: board_size(board, root) for name, board in alone.items()}
 
     def knows(self, asset: str) -> bool:
         """Whether the number of rows that `asset` handles is known."""
@@ -371,7 +374,7 @@ class DryRun:
         )
 
     def _evaluation(self, experiment: Experiment, hardware: Hardware, rates: Rates) -> StageEstimate:
-        """Planner, grounder and judge in one process; the other pairs of `evaluation` after them, on validation."""
+        """Planner, grounder and judge in one process; then the other pairs of `evaluation`, on validation; then boards."""
         planner, grounder = (self.models[name].architecture for name in self._loaded(experiment))
         judges = list(self._pool({"judge": experiment.models.judge} if experiment.models.judge else {}).values())
         plan, point = examples_of(experiment)
@@ -390,6 +393,8 @@ class DryRun:
             ]
         if experiment.evaluation.oracle_plan:
             work += [(grounder, point, 1, validation)]
+        for board in self.boards.values():
+            work.append((grounder, replace(point, image=board.screen or point.image), 1, board.items))
         memory = [
             generation_memory(model, example, batch, samples, bytes_each=bytes_each)
             for model, example, samples, _ in work
@@ -504,6 +509,12 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
         lines.append(
             "the benchmark is not imported and its size is not known: steps, tokens and hours are not estimated"
         )
+    for name, board in dry.boards.items():
+        width, height = board.screen or examples_of(experiment)[1].image
+        lines.append(
+            f"board {name}: ϕ_k alone on {board.items:,} items of {width} x {height} px as models see them; its import takes "
+            f"{board.images / GIB:.1f} GiB once"
+        )
     stages = dry.stages(hardware, rates)
     memory, time = ("GiB per GPU", "GPU-hours") if hardware.card else ("GiB", "hours")
     head = ("asset", memory, "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GiB", "disk GiB")
@@ -532,16 +543,17 @@ def _summary(dry: DryRun, hardware: Hardware, stages: list[StageEstimate]) -> st
     gpu_hours = sum(stage.gpu_seconds for stage in stages) / 3600
     hours = sum(stage.gpu_seconds / hardware.processes(stage.asset) for stage in stages) / 3600
     disk = sum(stage.disk for stage in stages) / GIB
+    imports = sum(board.images for board in dry.boards.values()) / GIB
     times = experiment.iterations * len(experiment.seeds)
     whole = f"{experiment.iterations} iterations and {len(experiment.seeds)} seeds"
     if not all(dry.knows(stage.asset) for stage in stages):
-        return f"time unknown, {disk:.1f} GiB an iteration; {whole}: time unknown, {times * disk:.0f} GiB"
+        return f"time unknown, {disk:.1f} GiB an iteration; {whole}: time unknown, {times * disk + imports:.0f} GiB"
 
-    def text(n: int) -> str:
+    def text(n: int, once: float) -> str:
         gpu = f" ({n * gpu_hours:.1f} GPU-hours)" if hardware.card else ""
-        return f"{n * hours:.1f} hours{gpu}, {n * disk:.1f} GiB"
+        return f"{n * hours:.1f} hours{gpu}, {n * disk + once:.1f} GiB"
 
-    return f"an iteration {text(1)}; {whole} {text(times)}"
+    return f"an iteration {text(1, 0)}; {whole} {text(times, imports)}"
 
 
 def _refusal(dry: DryRun, hardware: Hardware, rates: Rates, stages: list[StageEstimate]) -> list[str]:

@@ -314,6 +314,16 @@ def rows(
         yield Reject(str(path), "", "bad_file", str(error))
 
 
+def image_file(board: Board, images: Path, name: str) -> Path:
+    """Where the image that a label names is or should be, below the folder of images."""
+    return images / _image_name(_LAYOUTS[board].images, images, name)
+
+
+def _image_name(folders: tuple[str, ...], images: Path, name: str) -> str:
+    paths = [f"{folder}/{name}" if folder else name for folder in folders]
+    return next((path for path in paths if (images / path).is_file()), paths[0])
+
+
 @dataclass(frozen=True)
 class _Images:
     """Where the images of a board are."""
@@ -324,9 +334,7 @@ class _Images:
 
     def read(self, name: str) -> bytes:
         """The image that a label names, from the first folder that has it. Raises RejectedRow."""
-        paths = [f"{folder}/{name}" if folder else name for folder in self.folders]
-        root = self.files.images
-        return self.files.image(next((path for path in paths if (root / path).is_file()), paths[0]))
+        return self.files.image(_image_name(self.folders, self.files.images, name))
 
 
 def _steps(

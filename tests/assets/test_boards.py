@@ -89,3 +89,8 @@ def test_a_board_is_in_the_record_the_tables_and_its_changes_are_noticed(boards:
     write_board(root / "pro", "screenspot_pro", {"id": "vscode_macos_2"})
     [(ref, why)] = boards.loop.stale(boards.loop.records(boards.instance)).items()
     assert ref == Ref("evaluation", 0) and "the files of the grounding board pro have changed" in str(why)
+
+    # also with an imported benchmark, since the evaluation of later iterations would fail
+    (root / "world/benchmark/OSWorld-G.json").unlink()
+    code, out, err = tell(root, "plan", "light")
+    assert code == 1 and "key `evaluation.boards.world`" in out + err

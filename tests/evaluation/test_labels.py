@@ -190,3 +190,47 @@ def test_the_shipped_list_of_screenspot_names_items_of_both_copies_of_v1() -> No
     rows = [json.loads(line) for line in items.read_text().splitlines()]
     asked = {question(row["platform"], row["instruction"]) for row in rows}
     assert listed.boxes.keys() <= asked
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_files_with_ids_alone_are_compared_on_every_board(tmp_path: Path, board: str) -> None:
+    labels, (first, second) = write_board(tmp_path / "board", board), ITEMS[board]
+    family = board.removesuffix("_v1")
+    protocol = f"{family}/{'uground' if family == 'screenspot' else 'items'}"
+    inside, outside = [130, 220], [99, 220]
+    (a, b), files = ((inside, outside), (inside, inside)), (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    for path, points in zip(files, (a, b), strict=True):
+        rows = [{"id": item, "pred": point} for item, point in zip((first, second), points, strict=True)]
+        path.write_text("\n".join([*map(json.dumps, rows), "no JSON"]))
+    # an unanswered item is wrong, as an unreadable row of it
+    files[0].write_text(json.dumps({"id": first, "pred": inside}))
+    command = ["compare", *map(str, files), "--format", "mai_ui", "--protocol", protocol, "--labels", str(labels)]
+    out = CliRunner().invoke(app, [*command, "--json"])
+    assert out.exit_code == 0, out.output
+    (compared,) = json.loads(out.stdout)["splits"].values()
+    of = compared["differences"]["acc"]
+    assert (compared["steps"], compared["left_out"], of["micro"]) == (2, {"a": 0, "b": 1}, 50)
+    assert "left out: 0 of A, 1 of B" in CliRunner().invoke(app, command).stdout
+
+
+def test_points_in_another_space_are_compared_and_an_iteration_has_no_labels(tmp_path: Path) -> None:
+    labels, path = write_board(tmp_path / "board", "screenspot_pro"), tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": ITEMS["screenspot_pro"][0], "pred": [130 / SIZE[0], 220 / SIZE[1]]}))
+    command = ["compare", str(path), str(path), "--format", "mai_ui", "--protocol", "screenspot_pro/items"]
+    out = CliRunner().invoke(app, [*command, "--labels", str(labels), "--space", "unit", "--json"])
+    (compared,) = json.loads(out.stdout)["splits"].values()
+    assert compared["differences"]["acc"]["a"] == 50
+    assert CliRunner().invoke(app, ["compare", "a@1", "a@2", "--labels", str(labels)]).exit_code == 2
+
+
+@pytest.mark.parametrize("bad", ['{"id": "vscode_macos_1", "pred": [1, 2]', '{"id": "vscode_macos_1"', "[]", '"x"'])
+def test_a_step_that_one_file_has_unreadable_is_named(tmp_path: Path, bad: str) -> None:
+    row = {"img_size": list(SIZE), "bbox": [100, 200, 160, 240], "pred": [130, 220], "group": "Dev"}
+    rows = [json.dumps(row | {"id": f"vscode_macos_{i}"}) for i in range(2)]
+    files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, lines in zip(files, (rows, [rows[0], bad]), strict=True):
+        path.write_text("\n".join(lines))
+    out = CliRunner().invoke(
+        app, ["compare", *map(str, files), "--format", "mai_ui", "--protocol", "screenspot_pro/items"]
+    )
+    assert out.exit_code == 1 and "differ in 1 steps, for example 'vscode_macos_1" in out.output

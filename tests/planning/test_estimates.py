@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from coepg_dagster.benchmark import board_size
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import Evaluation, Grpo, Lora, Member, Serving, Sft, load_experiment
+from coepg_dagster.experiment import Evaluation, GroundingBoard, Grpo, Lora, Member, Serving, Sft, load_experiment
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
@@ -41,7 +42,10 @@ from coepg_dagster.planning.estimates import (
     vllm_seconds,
 )
 from coepg_dagster.planning.machine import EndpointSettings, Machine
+from coepg_dagster.readers.boards import BOARDS
+from coepg_dagster.readers.images import Resize
 from coepg_dagster.refusal import Refusal
+from tests.readers.samples import write_board
 
 ROOT = Path(__file__).parents[2]
 MODELS = [Architecture.of(KNOWN[f"Qwen/Qwen2.5-VL-{size}B-Instruct"]) for size in (3, 7, 32, 72)]
@@ -375,6 +379,38 @@ def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None
         more = stage(evaluation=part)
         assert more.memory.weights == alone.memory.weights
         assert more.tokens > alone.tokens and more.gpu_seconds > alone.gpu_seconds and more.steps > alone.steps
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_boards_take_time_memory_of_their_screens_and_disk_for_their_import(tmp_path: Path, board: str) -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    family = board.removesuffix("_v1")
+    protocol = f"{family}/{'uground' if family == 'screenspot' else 'items'}"
+    write_board(tmp_path / "board", board, {"instruction": 1, "prompt_to_evaluate": 1})
+
+    def dry(**more: Any) -> DryRun:
+        chosen = {"b": GroundingBoard(path=tmp_path / "board", protocol=protocol, **more)} if more else {}
+        return DryRun(sandbox.model_copy(update={"evaluation": Evaluation(boards=chosen)}), ROOT)
+
+    def evaluation(dry: DryRun) -> StageEstimate:
+        stages = dry.stages(Hardware(None), rates_of(CPU, Path("nowhere")))
+        return next(one for one in stages if one.asset == "evaluation")
+
+    none, one, whole = dry(), dry(max_steps=1), dry(max_steps=9)
+    assert (one.boards["b"].items, whole.boards["b"].items) == (1, 3)
+    (image,) = (tmp_path / "board").rglob("*.png")
+    # two items that can be read, a screenshot with each, whatever the limit
+    assert one.boards["b"].images == whole.boards["b"].images == 2 * image.stat().st_size
+    assert none.boards == {} and evaluation(none).tokens < evaluation(one).tokens < evaluation(whole).tokens
+    assert evaluation(none).gpu_seconds < evaluation(one).gpu_seconds < evaluation(whole).gpu_seconds
+    printed = report(whole, Hardware(None), rates_of(CPU, Path("nowhere")))
+    assert any(line.startswith("board b: ϕ_k alone on 3 items") for line in printed.lines)
+
+
+def test_screens_of_a_board_count_as_a_model_sees_them(tmp_path: Path) -> None:
+    write_board(tmp_path, "screenspot_pro", *({"id": f"large {i}", "img_size": [3840, 2160]} for i in range(3)))
+    size = board_size(GroundingBoard(path=tmp_path, protocol="screenspot_pro/items"), ROOT)
+    assert size.items == 5 and size.screen == Resize().of((3840, 2160)) and size.screen < (3840, 2160)
 
 
 def test_sft_takes_its_number_of_steps_also_beyond_its_epochs() -> None:
