@@ -430,10 +430,14 @@ def unfinished_runs(instance: dg.DagsterInstance) -> list[str]:
 
 
 def finished_jobs(project: Project, instance: dg.DagsterInstance) -> set[str]:
-    """EXPERIMENT-sSEED-ASSET-K of every current artifact: how the names of scratch folders begin."""
+    """EXPERIMENT-sSEED-ASSET-K of every current artifact of which there is a scratch folder: how its name begins."""
+    scratch = project.store / ".scratch"
+    there = [folder.name for folder in scratch.iterdir()] if scratch.is_dir() else []
     names = set()
     for experiment in project.all_experiments().values():
         for seed in experiment.seeds:
+            if not any(name.startswith(f"{experiment.name}-s{seed}-") for name in there):
+                continue  # records of sixty loops take seconds
             loop = Loop(experiment, seed, project.root)
             records = loop.records(instance)
             current = records.keys() - loop.stale(records).keys()

@@ -7,9 +7,10 @@ and docs/results.json are views of it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -141,17 +142,20 @@ def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
 
     The splits have different episodes, so the errors of one pair of models are independent.
     """
-    known = table[table["split"].isin(splits) & table["metric"].isin(HEADLINES) & table["value"].notna()]
+    known = table[table["split"].isin(splits) & table["metric"].isin(HEADLINES)].dropna(subset=["value", "seed"])
     rows = []
-    place = ["experiment", "variant", "seed", "k", "metric"]
-    for of, each in known.groupby(place):
+    place = ("experiment", "variant", "seed", "k", "metric")
+    runs: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+    for row in known.itertuples(index=False):
+        runs[tuple(getattr(row, name) for name in place)].append(row)
+    for of, each in sorted(runs.items()):
         if len(each) == len(splits):
             at: dict[str, Any] = dict(zip(place, of, strict=True)) | {"split": AVERAGE}
-            value, n = fmean(each["value"]), len(each)
-            if each["low"].notna().all():
-                at["low"] = value - math.hypot(*(each["value"] - each["low"])) / n
-                at["high"] = value + math.hypot(*(each["high"] - each["value"])) / n
-            rows.append(Row(**at, value=value, protocol=one_protocol(at["metric"], each["protocol"])))
+            value, n = fmean(row.value for row in each), len(each)
+            if not any(math.isnan(row.low) for row in each):
+                at["low"] = value - math.hypot(*(row.value - row.low for row in each)) / n
+                at["high"] = value + math.hypot(*(row.high - row.value for row in each)) / n
+            rows.append(Row(**at, value=value, protocol=one_protocol(at["metric"], [row.protocol for row in each])))
     import pandas as pd
 
     return pd.concat([table, frame(rows)], ignore_index=True) if rows else table
@@ -182,6 +186,16 @@ def rule_of(config: Mapping[str, Any]) -> str:
     return f"rule {config['rule']}" + (f" with k = {config['k']}" if config["rule"] == "k_of_n" else "")
 
 
+class _Number(NamedTuple):
+    """A measured number of a cell; `seed` None: of all seeds; `low` and `high` NaN: no interval."""
+
+    seed: int | None
+    value: float
+    low: float
+    high: float
+    protocol: str
+
+
 class Cells:
     """The rows of a table by experiment, variant, split and metric.
 
@@ -192,36 +206,41 @@ class Cells:
     def __init__(self, table: pd.DataFrame, splits: Sequence[str]) -> None:
         self.splits = list(splits)
         known = _with_average(table, splits).dropna(subset=["value"]).sort_values(["k", "seed"], kind="stable")
-        self._of = dict(list(known.groupby(["experiment", "variant", "split", "metric"])))
+        # plain rows: looking up one of thousands of cells in a table of pandas takes milliseconds
+        self._of: dict[tuple[str, ...], dict[int, list[_Number]]] = defaultdict(lambda: defaultdict(list))
+        columns = ("experiment", "variant", "split", "metric", "k", "seed", "value", "low", "high", "protocol")
+        for *of, k, seed, value, low, high, protocol in known[list(columns)].itertuples(index=False, name=None):
+            number = _Number(seed if isinstance(seed, int) else None, value, low, high, protocol)
+            self._of[tuple(of)][k].append(number)
 
-    def _rows(self, *of: str) -> pd.DataFrame:
-        return self._of.get(of, frame([]))
+    def _rows(self, *of: str) -> Mapping[int, list[_Number]]:
+        return self._of.get(of, {})
 
     def cell(self, experiment: str, variant: str, k: int, split: str, metric: str) -> Cell | None:
         """The row over all seeds if there is one, else the mean of the seeds; None if nothing was measured."""
-        rows = self._rows(experiment, variant, split, metric)
-        rows = rows[rows["k"] == k]
-        single, joint = rows[rows["seed"].notna()], rows[rows["seed"].isna()]
-        shown = joint.iloc[0] if len(joint) else single.iloc[0] if len(single) else None
-        if shown is None:
+        rows = self._rows(experiment, variant, split, metric).get(k, [])
+        single, joint = [row for row in rows if row.seed is not None], [row for row in rows if row.seed is None]
+        if not rows:
             return None
-        value = float(shown["value"]) if len(joint) else fmean(single["value"])
-        sure = (len(joint) or len(single) == 1) and not math.isnan(shown["low"])
-        ends = (float(shown["low"]), float(shown["high"])) if sure else None
-        return Cell(metric, value, ends, one_protocol(metric, rows["protocol"]))
+        shown = (joint or single)[0]
+        value = shown.value if joint else fmean(row.value for row in single)
+        sure = (joint or len(single) == 1) and not math.isnan(shown.low)
+        ends = (shown.low, shown.high) if sure else None
+        return Cell(metric, value, ends, one_protocol(metric, [row.protocol for row in rows]))
 
     def series(self, experiment: str, variant: str, split: str, metric: str) -> list[tuple[int, Cell]]:
         """[(iteration, cell)] over the iterations that were measured."""
         of = (experiment, variant, split, metric)
-        cells = ((int(k), self.cell(*of[:2], int(k), *of[2:])) for k in self._rows(*of)["k"].unique())
+        cells = ((k, self.cell(*of[:2], k, *of[2:])) for k in self._rows(*of))
         return [(k, cell) for k, cell in cells if cell is not None]
 
     def seeds(self, experiment: str, variant: str, split: str, metric: str) -> dict[int, list[tuple[int, float]]]:
         """Seed → [(iteration, value)]."""
-        rows = self._rows(experiment, variant, split, metric)
         values: dict[int, list[tuple[int, float]]] = {}
-        for seed, k, value in rows[rows["seed"].notna()][["seed", "k", "value"]].to_numpy(dtype=float):
-            values.setdefault(int(seed), []).append((int(k), float(value)))
+        for k, rows in self._rows(experiment, variant, split, metric).items():
+            for row in rows:
+                if row.seed is not None:
+                    values.setdefault(row.seed, []).append((k, row.value))
         return values
 
 
@@ -324,6 +343,8 @@ def overview(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -
 
 def board_tables(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -> list[Table]:
     """For each grounding board on which ϕ_k was tested alone, a table with a row per iteration."""
+    if not experiment.evaluation.boards:
+        return []
     name = experiment.name
     table, _ = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
     return tables_of_boards(

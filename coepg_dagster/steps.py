@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -196,3 +196,9 @@ def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = 
         if len(chosen) + len(rows[episode]) <= limit:
             chosen += rows[episode]
     return steps.take(pa.array(sorted(chosen), pa.int64()))
+
+
+def rows_in_batches(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of these columns, of which few thousand at a time are Python objects: a table of a million takes gigabytes so."""
+    for batch in table.select(list(columns)).to_batches(max_chunksize=10_000):
+        yield from batch.to_pylist()

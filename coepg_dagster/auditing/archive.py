@@ -86,14 +86,18 @@ class Archive:
 
     def lineage(self, record: Record) -> list[Record]:
         """`record` and everything that it was made from: nearest first, each once, the open models last."""
-        reached = {(record.folder, record.run_id): record}
-        todo = [record]
+        return sorted(self.reached([record]), key=_distance)
+
+    def reached(self, records: Iterable[Record]) -> list[Record]:
+        """`records` and everything that they were made from, each once. Raises NotFound."""
+        reached = {(record.folder, record.run_id): record for record in records}
+        todo = list(reached.values())
         while todo:
             for used in todo.pop().inputs:
                 if (used.folder, used.run_id) not in reached:
                     reached[used.folder, used.run_id] = above = self.made_by(used)
                     todo.append(above)
-        return sorted(reached.values(), key=_distance)
+        return list(reached.values())
 
     def readers(self, record: Record) -> list[Record]:
         """Every version that was made directly from this one, oldest first."""

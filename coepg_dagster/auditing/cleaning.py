@@ -46,11 +46,8 @@ def needed(archive: Archive, keep: int = 1) -> set[str]:
     newest = {record.folder: record for record in archive.records}
     for record in reversed(archive.records):
         by_place[place_of(record)].setdefault(record.folder)
-    folders: set[str] = set()
-    for versions in by_place.values():
-        for folder in list(versions)[:keep]:
-            folders.update(record.folder for record in archive.lineage(newest[folder]))
-    return folders
+    kept = (newest[folder] for versions in by_place.values() for folder in list(versions)[:keep])
+    return {record.folder for record in archive.reached(kept)}
 
 
 def leftovers(archive: Archive, finished: Collection[str], keep: int = 1, now: float | None = None) -> list[Leftover]:

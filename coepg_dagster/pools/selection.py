@@ -12,7 +12,7 @@ import pyarrow as pa
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.rewards.cdrem import NoVerdict
-from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED, row_id, short_hash
+from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED, row_id, rows_in_batches, short_hash
 
 KEPT, DUPLICATE, VETOED, NOT_VERIFIED, OVER_CAP = "kept", "duplicate", "vetoed", "not_verified", "over_cap"
 
@@ -53,11 +53,12 @@ def select(
     """
     labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value", "boxes"]).to_pylist()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for verdict in verdicts.to_pylist():
+    for verdict in rows_in_batches(verdicts, ("candidate_id", "hit", "x", "y", "mean_logprob", "failure")):
         votes[verdict["candidate_id"]].append(verdict)
     decisions: dict[str, str] = {}
     verified: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in candidates.to_pylist():
+    of_plan = ("candidate_id", "step_id", "planner", "plan", "gate", "duplicate_of")
+    for row in rows_in_batches(candidates, of_plan):
         candidate, label = row["candidate_id"], labels[row["step_id"]]
         if row["gate"] != GATE_PASSED:
             decisions[candidate] = row["gate"]
@@ -87,12 +88,13 @@ def select(
         kept_rows += stay + _carried(stay, old[step_id], config)
     return (
         pa.Table.from_pylist(kept_rows, DATASET_SCHEMA),
-        pa.Table.from_pylist(
+        pa.table(
             [
-                {"candidate_id": c, "step_id": s, "decision": decisions[c]}
-                for c, s in zip(candidates["candidate_id"].to_pylist(), candidates["step_id"].to_pylist(), strict=True)
+                candidates["candidate_id"],
+                candidates["step_id"],
+                pa.array([decisions[c] for c in candidates["candidate_id"].to_pylist()], pa.string()),
             ],
-            DECISION_SCHEMA,
+            schema=DECISION_SCHEMA,
         ),
     )
 

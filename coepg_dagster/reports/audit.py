@@ -23,7 +23,7 @@ from coepg_dagster.pools.quality import unreadable_by_verifier
 from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP, VETOED
 from coepg_dagster.provenance import NotUsable
 from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script, shown_steps
-from coepg_dagster.steps import GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE
+from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE, rows_in_batches
 
 CHUNK: Final = 200
 """Candidates in one data script."""
@@ -233,7 +233,7 @@ def _rows(
             ids[row["candidate_id"]] = row["row_id"]
         else:
             carried.append((number, row))
-    for row in candidates.to_pylist():
+    for row in rows_in_batches(candidates, CANDIDATE_SCHEMA.names):
         candidate = row["candidate_id"]
         decision = decided[candidate]
         # verifiers do not see a duplicate plan; it has the votes of its original

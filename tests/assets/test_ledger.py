@@ -155,11 +155,16 @@ def test_the_archive_has_every_version(light: InProcess) -> None:
     ]
 
 
-def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess) -> None:
+def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     light.run(None)
     light.run(0)
+    assert finished_jobs(light.project, light.instance) == set()  # there is no scratch folder
+    (light.project.store / ".scratch" / "light-s1-verdicts-0-0123456789ab").mkdir(parents=True)
+    read, records = [], Loop.records
+    monkeypatch.setattr(Loop, "records", lambda loop, *of: read.append(loop.name) or records(loop, *of))
     assert {"light-s1-verdicts-0", "light-s1-planner-0"} <= finished_jobs(light.project, light.instance)
     assert "light-s1-verdicts-1" not in finished_jobs(light.project, light.instance)
+    assert set(read) == {"light/s1"}  # of sixty loops, reading all takes seconds
     plant(light.project, "salt", "light/s1", Ref("candidate_plans", 0))
     light.run(0, "candidate_plans")
     assert "light-s1-verdicts-0" not in finished_jobs(light.project, light.instance)
