@@ -30,6 +30,10 @@ OTHERS = 19
 LIMITS = {"definitions": 5.0, "results": 2.0}
 """Seconds where ten million additions take USUAL."""
 USUAL = 0.5
+DEFINITIONS = """
+from coepg_dagster.definitions import defs
+defs().get_repository_def().load_all_definitions()
+"""
 REPOSITORY = Path(__file__).parents[1]
 ASSETS = """query Assets { assetNodes { assetKey { path } isPartitioned partitionStats {
   numMaterialized numFailed numPartitions } assetMaterializations(limit: 1) { timestamp runId } } }"""
@@ -98,13 +102,13 @@ def make_tables(folder: Path) -> None:
     table = pa.table([pa.array(steps[field.name], field.type) for field in STEP_SCHEMA], schema=STEP_SCHEMA)
     write_steps(table, folder / STEPS, ["train"])
     rows = range(n * PER_STEP)
-    ids = [f"made/{i // PER_STEP}/0#planner_{i % 2}#{i % PER_STEP // 2}" for i in rows]
+    ids = [f"made/{i // PER_STEP}/0#planner_{'ab'[i % 2]}#{i % PER_STEP // 2}" for i in rows]
     of_step = [steps["step_id"][i // PER_STEP] for i in rows]
     passed = [i % VERIFIED == 0 for i in rows]
     plans = {
         "candidate_id": ids,
         "step_id": of_step,
-        "planner": [f"planner_{i % 2}" for i in rows],
+        "planner": [f"planner_{'ab'[i % 2]}" for i in rows],
         "sample": [i % PER_STEP // 2 for i in rows],
         "text": [f"CLICK: press button {i % PER_STEP} of form {i // PER_STEP}, near the lower left" for i in rows],
         "plan": [f"press button {i % PER_STEP} of form {i // PER_STEP}, near the lower left" for i in rows],
@@ -201,7 +205,7 @@ def make_records(root: Path) -> None:
                 os.link(root / "tables" / file, draft / file)
             (draft / "content.json").write_text(json.dumps([str(ref), salt]))
             if ref.asset == "open_models":
-                names = "planner_0", "planner_1", *VERIFIERS
+                names = "planner_a", "planner_b", *VERIFIERS
                 model = {"checkpoint": "models/planner-a", "version": "0" * 16, "files": {}}
                 (draft / MODELS).write_text(json.dumps(dict.fromkeys(names, model)))
             artifact = store.commit(draft, place, ["content.json"])
@@ -335,9 +339,8 @@ def main() -> None:
     coepg, this = Path(sys.executable).parent / "coepg", [sys.executable, "-m", "benchmarks.load"]
     try:
         subprocess.run([*this, "make", str(root)], check=True, cwd=REPOSITORY)
-        load = "from benchmarks.definitions_load import _LOAD; exec(_LOAD)"
         commands: dict[str, Sequence[str | Path]] = {
-            "definitions": [sys.executable, "-c", load],
+            "definitions": [sys.executable, "-c", DEFINITIONS],
             "results": [coepg, "results", EXPERIMENT],
             "gc": [coepg, "gc", "--dry-run"],
             "trace": [coepg, "trace", f"{EXPERIMENT}@{LAST}#7"],
@@ -346,7 +349,11 @@ def main() -> None:
         }
         runs: dict[str, Any] = {}
         for name, command in commands.items():
-            runs[name] = measured(command, root)
+            times = 3 if name in LIMITS else 1  # the speed of a throttled machine changes while a command runs
+            each = [measured(command, root) for _ in range(times)]
+            runs[name] = min(each, key=lambda run: run["usual_cpu_seconds"]) | {
+                "of": [run["cpu_seconds"] for run in each]
+            }
             print(name, json.dumps(runs[name]), flush=True)
         runs["web_server"] = asked(root)
         print("web_server", json.dumps(runs["web_server"]), flush=True)

@@ -209,9 +209,12 @@ class Cells:
         # plain rows: looking up one of thousands of cells in a table of pandas takes milliseconds
         self._of: dict[tuple[str, ...], dict[int, list[_Number]]] = defaultdict(lambda: defaultdict(list))
         columns = ("experiment", "variant", "split", "metric", "k", "seed", "value", "low", "high", "protocol")
-        for *of, k, seed, value, low, high, protocol in known[list(columns)].itertuples(index=False, name=None):
-            number = _Number(seed if isinstance(seed, int) else None, value, low, high, protocol)
-            self._of[tuple(of)][k].append(number)
+        joint = known["seed"].isna()
+        for all_seeds, (*of, k, seed, value, low, high, protocol) in zip(
+            joint, known[list(columns)].itertuples(index=False, name=None), strict=True
+        ):
+            number = _Number(None if all_seeds else int(seed), float(value), float(low), float(high), protocol)
+            self._of[tuple(of)][int(k)].append(number)
 
     def _rows(self, *of: str) -> Mapping[int, list[_Number]]:
         return self._of.get(of, {})

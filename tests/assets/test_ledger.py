@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import dagster as dg
+import pytest
 from coepg_dagster.assets.automation import failed_inputs
 from coepg_dagster.assets.ledger import (
     EVOLVE_TAG,
+    Loop,
     archive,
     claim,
     end_dead_runs,
@@ -160,8 +163,14 @@ def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess, monkey
     light.run(0)
     assert finished_jobs(light.project, light.instance) == set()  # there is no scratch folder
     (light.project.store / ".scratch" / "light-s1-verdicts-0-0123456789ab").mkdir(parents=True)
-    read, records = [], Loop.records
-    monkeypatch.setattr(Loop, "records", lambda loop, *of: read.append(loop.name) or records(loop, *of))
+    read: list[str] = []
+    records = Loop.records
+
+    def noticed(loop: Loop, *of: Any) -> Any:
+        read.append(loop.name)
+        return records(loop, *of)
+
+    monkeypatch.setattr(Loop, "records", noticed)
     assert {"light-s1-verdicts-0", "light-s1-planner-0"} <= finished_jobs(light.project, light.instance)
     assert "light-s1-verdicts-1" not in finished_jobs(light.project, light.instance)
     assert set(read) == {"light/s1"}  # of sixty loops, reading all takes seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from coepg_dagster.experiment import Regeneration
 from coepg_dagster.pools.selection import is_verified, select
 from coepg_dagster.rewards.cdrem import NoVerdict
-from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA
+from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, rows_in_batches
 from tests.conftest import step, step_table
 from tests.pools.tables import candidate, candidates, row, rows, verdict, verdicts
 
@@ -278,6 +279,32 @@ def test_decisions_cover_every_candidate_once_and_d_k_holds_the_kept(
     assert all(per_step.count(step_id) <= cap for step_id in per_step)
     if previous is not None:
         assert set(rows["step_id"].to_pylist()) >= set(previous["step_id"].to_pylist()), "coverage never falls"
+
+
+@given(votings(), st.integers(1, 3))
+def test_how_tables_are_cut_into_batches_decides_nothing(
+    voting: tuple[pa.Table, pa.Table, pa.Table, pa.Table | None], size: int
+) -> None:
+    steps, plans, votes, previous = voting
+    cut = [pa.Table.from_batches(table.to_batches(max_chunksize=size), table.schema) for table in (plans, votes)]
+    config = Regeneration(max_plans_per_step=2)
+    for whole, same in zip(
+        select(steps, plans, votes, config, 1, previous), select(steps, *cut, config, 1, previous), strict=True
+    ):
+        assert whole.equals(same) and whole.schema.equals(same.schema)
+
+
+def test_few_rows_of_a_table_are_python_objects_at_a_time() -> None:
+    table = pa.table({"n": range(25_000), "other": ["x" * 20] * 25_000})
+    tracemalloc.start()
+    try:
+        assert sum(row["n"] for row in rows_in_batches(table, ["n", "other"])) == 25_000 * 24_999 // 2
+        streamed = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        assert len(table.to_pylist()) == 25_000
+        assert streamed < tracemalloc.get_traced_memory()[1] * 0.6
+    finally:
+        tracemalloc.stop()
 
 
 @given(votings())
