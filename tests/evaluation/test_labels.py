@@ -234,3 +234,32 @@ def test_a_step_that_one_file_has_unreadable_is_named(tmp_path: Path, bad: str) 
         app, ["compare", *map(str, files), "--format", "mai_ui", "--protocol", "screenspot_pro/items"]
     )
     assert out.exit_code == 1 and "differ in 1 steps, for example 'vscode_macos_1" in out.output
+
+
+@pytest.mark.parametrize("protocol", ["strict14", "os_atlas", "gui_r1", "ui_genie", "qwen"])
+def test_a_users_list_of_wrong_labels_of_android_control(tmp_path: Path, protocol: str) -> None:
+    rows = [
+        {
+            **{"step_id": f"17_{i}", "episode_id": "17", "step_index": i, "width": 100, "height": 100},
+            **{"seen_width": 100, "seen_height": 100},
+            "label": {"action_type": "click", "value": "", "point": [50, 50], "boxes": [[40, 40, 60, 60]]},
+            "prediction": {"action_type": "click", "value": "", "point": [50 if i else 99, 50]},
+        }
+        for i in range(4)
+    ]
+    file, wrong = tmp_path / "mine.jsonl", tmp_path / "wrong.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    wrong.write_text(json.dumps({"name": "mine", "version": "3", "source": "looked at", "items": ["17_0", "99_1"]}))
+    command = ["score", str(file), "--format", "coepg", "--protocol", f"android_control/{protocol}"]
+    out = CliRunner().invoke(app, [*command, "--exclude", str(wrong), "--json"])
+    assert out.exit_code == 0, out.output
+    whole = json.loads(out.stdout)
+    rest = whole["without exclusions"]
+    of = [result["metrics"]["step_acc"]["micro"] for result in (whole, rest)]
+    assert (whole["scored"], rest["scored"], of) == (4, 3, [75, 100])
+    assert rest["notes"]["excluded"] == "1 items by mine 3 (looked at)"
+    # nothing is left out silently, and a list of another board is refused
+    assert "without exclusions" not in json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    wrong.write_text(json.dumps({"name": "other", "version": "1", "source": "x", "items": ["vscode_1"]}))
+    other = CliRunner().invoke(app, [*command, "--exclude", str(wrong)])
+    assert other.exit_code == 1 and "is it for this board?" in " ".join(other.output.split())
