@@ -22,7 +22,17 @@ import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, run_tags, why_failed
 from coepg_dagster.assets.checks import evaluate_again
 from coepg_dagster.assets.internals import QUEUE_DAEMON, create_run, execute, submit
-from coepg_dagster.assets.ledger import EVOLVE_TAG, IN_PROCESS, QUEUED, UNFINISHED, Loop, end_dead_runs, living_run
+from coepg_dagster.assets.ledger import (
+    EVOLVE_TAG,
+    IN_PROCESS,
+    QUEUED,
+    UNFINISHED,
+    Loop,
+    assert_sound,
+    end_dead_runs,
+    living_run,
+)
+from coepg_dagster.assets.recovery import keep_records_of
 from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -73,10 +83,12 @@ def evolve_through(
 
     Iterations before `first` are left as they are: inputs from them must exist and be current.
     """
+    assert_sound(instance)
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
     records = loop.records(instance)
     evaluate_again(instance, loop, records, loop.stale(records))
+    keep_records_of(Project(loop.root).store, loop, records.values())
     runs, last = 0, None
     while (todo := next_todo(instance, loop, through, first)) is not None:
         if todo == last:

@@ -5,9 +5,11 @@ Only the event log decides which version of an artifact is current; the record i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ from coepg_dagster.provenance import (
     staleness,
     to_make,
 )
+from coepg_dagster.refusal import machine_trouble
 from coepg_dagster.store import CLAIMS, Store, changes
 
 BACKFILL_TAG = "dagster/backfill"
@@ -83,6 +86,8 @@ def open_instance(project: Project) -> dg.DagsterInstance:
         make_databases(instance)
     except CANNOT_OPEN as error:
         why = " ".join(str(error).split())
+        if trouble := machine_trouble(error):
+            raise NotUsable(f"{home}: the Dagster instance there cannot be opened: {trouble}") from None
         raise NotUsable(
             f"{home}: the Dagster instance there cannot be opened: mend it (it must be writable), or set DAGSTER_HOME to "
             f"another folder ({why:.400})"
@@ -95,6 +100,20 @@ def make_databases(instance: dg.DagsterInstance) -> None:
     instance.get_runs_count()
     instance.all_asset_keys()
     instance.all_instigator_state()
+
+
+def assert_sound(instance: dg.DagsterInstance) -> None:
+    """Raises NotUsable where a SQLite database of the instance is damaged: rows that are not found would be made again."""
+    home = Path(instance.root_directory)
+    for file in (home / "history" / "runs.db", home / "history" / "runs" / "index.db"):
+        if file.exists():
+            try:
+                with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
+                    found = database.execute("PRAGMA integrity_check(1)").fetchone()[0]
+                if found != "ok":
+                    raise sqlite3.DatabaseError(f"database disk image is malformed ({found})")
+            except sqlite3.DatabaseError as error:
+                raise NotUsable(f"{file}: {machine_trouble(error) or error}") from None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import dagster as dg
 import pyarrow.parquet as pq
 from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.checks import changed, check_results, evaluate_again, results_of, with_readers
-from coepg_dagster.assets.internals import observation
 from coepg_dagster.assets.ledger import RECORD, Loop, assert_unchanged, claim, tag_run
+from coepg_dagster.assets.recovery import handed_over, keep_record
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
+from sqlalchemy.exc import SQLAlchemyError
 
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
@@ -35,8 +36,8 @@ from coepg_dagster.experiment import (
 )
 from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import training_refusals, trainings
-from coepg_dagster.provenance import CROSSING, SHARED, Asset, NotUsable, Record, Ref
-from coepg_dagster.refusal import Refusal
+from coepg_dagster.provenance import SHARED, Asset, NotUsable, Record, Ref
+from coepg_dagster.refusal import Refusal, machine_trouble
 from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
 
 RESOURCES: dict[Asset, str] = {
@@ -187,6 +188,20 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
+def failing_plainly() -> Iterator[None]:
+    """Fails the step with a message for users, and no traceback, where a request or a disk is the reason."""
+    try:
+        yield
+    except dg.Failure:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, Refusal) else machine_trouble(error)
+        if why is None:
+            raise
+        raise dg.Failure(why, allow_retries=False) from None
+
+
+@contextmanager
 def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[StageContext]:
     """Claims the iteration, checks that the inputs may be used, and opens a draft."""
     resource: StoreResource = context.resources.store
@@ -194,15 +209,12 @@ def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -
     ref = Ref(asset, None if asset in SHARED else int(context.partition_key))
     store = resource.store(loop.root)
     tag_run(context)
-    try:
-        if ref.iteration is not None:
-            claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
-        k = ref.iteration or 0
-        inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
-        with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
-            yield StageContext(context, loop, ref, inputs, store, draft)
-    except Refusal as error:
-        raise dg.Failure(str(error), allow_retries=False) from None
+    if ref.iteration is not None:
+        claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
+    k = ref.iteration or 0
+    inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
+    with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
+        yield StageContext(context, loop, ref, inputs, store, draft)
 
 
 def materialize(
@@ -213,13 +225,15 @@ def materialize(
     What the checks of other artifacts say changes with it, and those that a failed step leaves unevaluated say it again.
     """
     try:
-        return _materialize(context, loop, asset, make)
+        with failing_plainly():
+            return _materialize(context, loop, asset, make)
     except Exception:
         if asset not in SHARED:
             store = context.resources.store.store(loop.root).root
             unevaluated = (context.run.run_id, with_readers(loop, asset))
-            records = loop.records(context.instance, store)
-            evaluate_again(context.instance, loop, records, loop.stale(records), unevaluated=unevaluated)
+            with suppress(SQLAlchemyError):  # the event log itself may be what fails; the next run evaluates them
+                records = loop.records(context.instance, store)
+                evaluate_again(context.instance, loop, records, loop.stale(records), unevaluated=unevaluated)
         raise
 
 
@@ -256,8 +270,9 @@ def _materialize(
         accepted_stale_input=context.resources.store.accept_stale_input,
         place=_place(context, asset) if outcome.seconds is not None else {},
     )
-    if asset in CROSSING and is_read_next(loop, work.ref):  # after the last iteration too: K may be raised later
-        hand_over(context, loop, record)
+    keep_record(work.store.root, loop.key(asset), record)
+    if (observed := handed_over(loop, record)) is not None:  # after the last iteration too: K may be raised later
+        context.log_event(observed)  # before k materializes; a sensor would be too late
     known = loop.records(context.instance, work.store.root)
     records = known.replaced(record)
     stale = loop.stale(records)
@@ -295,12 +310,6 @@ def taken_from(loop: Loop, asset: Asset) -> str | None:
     return loop.parent.name if loop.parent is not None and asset in loop.experiment.taken else None
 
 
-def is_read_next(loop: Loop, ref: Ref) -> bool:
-    """Whether the iteration after that of `ref` reads it; the trained pools start at iteration 1."""
-    assert ref.iteration is not None
-    return any(ref in loop.inputs_of(Ref(reader, ref.iteration + 1)) for reader in loop.made)
-
-
 def _row_count(folder: Path, content: list[str]) -> dict[str, int]:
     """Dagster's row count, for artifacts whose first file is a table."""
     table = folder / content[0]
@@ -325,18 +334,6 @@ def _place(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, Any]:
         "vllm": engines.serving().model_dump(mode="json"),
         "endpoints": engines.endpoints,
     }
-
-
-def hand_over(context: dg.AssetExecutionContext, loop: Loop, record: Record) -> None:
-    """Records an observation of the twin that iteration k + 1 reads, before k materializes; a sensor would be too late."""
-    assert record.iteration is not None
-    true = "/".join(loop.key(record.asset).path)
-    metadata = {
-        "stands for": dg.MetadataValue.url(f"/assets/{true}?view=partitions&partition={record.iteration}"),
-        **page_link(loop, record.ref),
-        "run": dg.MetadataValue.dagster_run(record.run_id),
-    }
-    context.log_event(observation(loop.twin(record.asset), str(record.iteration + 1), record.data_version, metadata))
 
 
 def rounded(value: float) -> float:

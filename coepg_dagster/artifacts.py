@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,16 @@ def whole(path: Path) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Appends a line to a file; it is on the disk before this returns. One process at a time appends to a file."""
+    with path.open("ab+") as stream:
+        if stream.tell() and (stream.seek(-1, os.SEEK_END), stream.read(1))[1] != b"\n":
+            line = b"\n" + line  # somebody edited the file, or a write was cut off
+        stream.write(line + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 SEAL: Final = ".crc32c"

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from coepg_dagster.refusal import Refusal
+from coepg_dagster.refusal import Refusal, machine_trouble
 
 GRACE_SECONDS: Final = 20
 """How long a group has after SIGINT, and again after SIGTERM, by default."""
@@ -131,7 +131,8 @@ def last_words() -> Iterator[None]:
             leave_words(str(end.code))
         raise
     except Exception as error:
-        leave_words(str(error) if isinstance(error, Refusal) else "".join(traceback.format_exception_only(error)))
+        why = str(error) if isinstance(error, Refusal) else machine_trouble(error)
+        leave_words(why or "".join(traceback.format_exception_only(error)))
         raise
 
 

@@ -189,6 +189,7 @@ REFUSED: dict[str, list[str]] = {
     "audit": ["sandbox"],
     "diff": ["sandbox@x", "sandbox@1"],
     "gc": [],
+    "recover": [],
     "report": ["nothing", "--out", "out"],
     "ui": ["--host", "10.0.0.1"],
     "reproduce": ["nothing"],
@@ -214,7 +215,7 @@ def commands(group: Any, *above: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("command", sorted({*commands(typer.main.get_command(app))} - ASKS_NOTHING))
 def test_what_a_command_refuses_is_one_line(command: str, project: Path) -> None:
-    place = project / FOLDER if command == "gc" else project  # which refuses only where there is no project
+    place = project / FOLDER if command in ("gc", "recover") else project  # which refuse only where there is no project
     code, out, err = tell(place, *command.split(), *REFUSED[command])
     assert code == 1 and not out and len(err.splitlines()) == 1, f"{code}: {out}{err}"
 

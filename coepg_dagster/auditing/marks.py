@@ -8,7 +8,6 @@ counts from the iteration on whose D_k it was set, so that it never makes earlie
 from __future__ import annotations
 
 import json
-import os
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from coepg_dagster import jsonlines
+from coepg_dagster.artifacts import append_line
 from coepg_dagster.pools.candidates import plan_tokens
 from coepg_dagster.provenance import Record
 from coepg_dagster.refusal import Refusal
@@ -167,19 +167,10 @@ def add_mark(file: Path, said: Marking, iteration: int, step_id: str, plan: str 
                 raise NotMarked(
                     f"{of}: {what} is neither vetoed nor flagged in D_{iteration}, so there is nothing to withdraw"
                 )
-            _append(file, json.dumps(mark.model_dump(mode="json")).encode() + b"\n")
+            append_line(file, json.dumps(mark.model_dump(mode="json")).encode())
     except Timeout:
         raise NotMarked(f"{file} is being written by another process: try again") from None
     return mark
-
-
-def _append(file: Path, line: bytes) -> None:
-    with file.open("ab+") as stream:
-        if stream.tell() and (stream.seek(-1, os.SEEK_END), stream.read(1))[1] != b"\n":
-            line = b"\n" + line  # somebody edited the file
-        stream.write(line)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def shown_marks(marks: Sequence[Mark], dataset: Record, iteration: int | None = None) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from coepg_dagster.experiment import Experiment, Experiments, split_iteration, s
 from coepg_dagster.processes import leave_words
 from coepg_dagster.progress import local_time
 from coepg_dagster.project import Project, find_project
-from coepg_dagster.refusal import Refusal
+from coepg_dagster.refusal import Refusal, machine_trouble
 
 err = Console(stderr=True)
 
@@ -38,7 +38,7 @@ class Commands(typer.core.TyperGroup):
             if error.errno == errno.EPIPE:  # the reader is gone, as in `coepg results … | head`
                 raise
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            refuse(f"{what}: name another path, or repair this one")
+            refuse(machine_trouble(error) or f"{what}: name another path, or repair this one")
         except pa.ArrowException as error:
             refuse(f"a stored table cannot be read: {error}: `coepg audit EXPERIMENT` names what is damaged")
         except ModuleNotFoundError as error:
@@ -46,6 +46,10 @@ class Commands(typer.core.TyperGroup):
                 raise
             extra = _EXTRAS[error.name]
             refuse(f"the package {error.name} is not installed: pip install 'coepg-dagster[{extra}]'")
+        except Exception as error:
+            if (why := machine_trouble(error)) is None:  # as of SQLite, below Dagster
+                raise
+            refuse(why)
 
 
 _reported: set[str] = set()

@@ -573,6 +573,27 @@ def gc(
 
 
 @app.command()
+def recover() -> None:
+    """Makes a damaged or lost event log again, from the records that the store keeps.
+
+    Stop `coepg ui` and move the folder `.dagster` away first. Then every artifact is current as before. What the event log
+    knows stays as it is; runs and their logs are not restored.
+    """
+    project = find_project()
+    name_left_out(project.all_experiments())
+    from coepg_dagster.assets.ledger import assert_sound, open_instance
+
+    instance = open_instance(project)
+    assert_sound(instance)
+    from coepg_dagster.assets.recovery import recover as recover_records
+
+    artifacts, unreadable = recover_records(project, instance)
+    for line in unreadable:
+        say(line, "yellow")
+    echo(f"{artifacts:,} artifacts are in the event log again" if artifacts else "the event log lacks nothing")
+
+
+@app.command()
 def report(
     reference: Reference,
     out: Annotated[Path, typer.Option(help="folder of the pages")],
@@ -617,9 +638,10 @@ def ui(
     os.environ.setdefault("DAGSTER_GRPC_TIMEOUT_SECONDS", "300")
     if machine:
         os.environ[MACHINE] = machine.name
-    from coepg_dagster.assets.ledger import end_dead_runs, open_instance
+    from coepg_dagster.assets.ledger import assert_sound, end_dead_runs, open_instance
 
     instance = open_instance(project)
+    assert_sound(instance)
     from coepg_dagster.assets.pages import ui_server
     from coepg_dagster.processes import GRACE_SECONDS, end_group, ended, group_ended, started_here
 

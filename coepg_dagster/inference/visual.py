@@ -63,15 +63,20 @@ class VisualStore:
         return embeddings
 
     def put(self, tower: str, screenshot: str, embeddings: Embeddings) -> None:
-        """Keeps embeddings in memory, and on disk while there is room."""
+        """Keeps embeddings in memory, and on disk while there is room and it can be written to."""
         self._hold(tower, screenshot, embeddings)
         if self._folder is None or self._left <= 0:
             return
         file = self._file(tower, screenshot)
-        file.parent.mkdir(parents=True, exist_ok=True)
         plain = {name: tensor.cpu().contiguous() for name, tensor in embeddings.items()}
-        with whole(file) as draft:
-            save_file(plain, draft, metadata={"hash": _hash_of(plain)})
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with whole(file) as draft:
+                save_file(plain, draft, metadata={"hash": _hash_of(plain)})
+        except (OSError, SafetensorError) as error:
+            print(f"{self._folder}: no more visual embeddings are kept: {error}", flush=True)
+            self._left = 0
+            return
         self._left -= file.stat().st_size
         if self._left <= 0:
             print(

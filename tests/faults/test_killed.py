@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from coepg_dagster.resources import warm
 
@@ -17,7 +19,8 @@ from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import Ref
 from tests.assets.light import light_project, plant
 from tests.faults.evolving import evolving, kill, left_over, output_of, versions
-from tests.project import REPOSITORY
+from tests.project import REPOSITORY, Forked, make_project
+from tests.reproducible import dataset_versions
 
 TINY = REPOSITORY / "tests" / "experiments" / "tiny.yaml"
 
@@ -80,3 +83,49 @@ def test_a_worker_that_is_killed_takes_its_children_with_it_and_fails_its_step(
     again = evolving(project)
     assert again.wait(300) == 0, output_of(project)
     assert left_over(project) == []
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_so_does_the_loop_with_its_models_whichever_of_its_processes_is_killed(seed: int, tmp_path: Path) -> None:
+    """SFT, GRPO, candidates, verdicts, evaluation in two processes: the victim is any process below `coepg evolve`, or it."""
+    whole, killed = (make_project(tmp_path / name, TINY) for name in ("whole", "killed"))
+    started = time.monotonic()
+    process = Forked(whole, "evolve", "tiny", "--through", "1", "--processes", "2")
+    out, err = process.communicate(1800)
+    assert process.returncode == 0, f"{out}\n{err}"
+    seconds, rng, victims = time.monotonic() - started, random.Random(seed), []
+    for _ in range(8):
+        process = Forked(killed, "evolve", "tiny", "--through", "1", "--processes", "2")
+        try:
+            process._process.wait(rng.uniform(0.05, 0.35) * seconds)
+        except subprocess.TimeoutExpired:
+            evolve = psutil.Process(process._process.pid)
+            family = [evolve, *evolve.children(recursive=True)]
+            victim = rng.choice(family)
+            victims.append(" ".join(victim.cmdline())[-60:])
+            kill(victim.pid)
+            process.communicate(600)  # it ends by itself: with its step, or because its parent is gone
+            gone = time.monotonic() + 60
+            while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family if _is_ours(one)):
+                assert time.monotonic() < gone, f"{victims[-1]} was killed: {[one for one in family if _is_ours(one)]}"
+                time.sleep(0.5)
+    process = Forked(killed, "evolve", "tiny", "--through", "1", "--processes", "2")
+    out, err = process.communicate(1800)
+    assert process.returncode == 0, f"{victims}\n{out}\n{err}"
+    assert dataset_versions(killed, "tiny", 1) == dataset_versions(whole, "tiny", 1), victims
+    made = [sorted(str(path.relative_to(root)) for path in (root / "store" / "tiny").rglob("*") if path.is_dir())
+            for root in (whole, killed)]  # fmt: skip
+    assert made[0] == made[1], victims
+    assert not list((killed / "store" / ".drafts").iterdir()) and not list(
+        (killed / "store" / ".claims/evolve").iterdir()
+    )
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """Whether a process of a killed family is still there, and not another with its number."""
+    try:
+        return process.is_running() and os.getsid(process.pid) != os.getsid(0)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False

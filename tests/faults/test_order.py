@@ -15,15 +15,17 @@ from coepg_dagster.assets import ledger
 from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import RECORD, archive
 from coepg_dagster.assets.stage import Outcome, StageContext
+from coepg_dagster.resources import warm
 from rich.console import Console
 
 from coepg_dagster.auditing.archive import Archive
+from coepg_dagster.experiment import CODE
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, NotUsable, Ref
 from coepg_dagster.store import Store
 from tests.assets.conftest import InProcess
 from tests.assets.light import LIGHT_MAKERS, light_project, plant, steps_log
-from tests.faults.evolving import versions
+from tests.faults.evolving import evolving, left_over, output_of, versions
 
 
 def evolve(light: InProcess, through: int) -> str:
@@ -43,6 +45,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         light = InProcess(light_project(tmp_path_factory.mktemp("undisturbed") / "project"), instance)
         evolve(light, 1)
         yield made_by(light)
+
+
+@pytest.mark.slow
+def test_two_evolves_of_one_experiment_at_once(
+    tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them makes an iteration; the other waits for its slots, or is refused and says by whom; neither is in the way."""
+    monkeypatch.setattr(warm, "_server", None)
+    monkeypatch.setattr(warm, "IMPORTED", [])
+    project = light_project(tmp_path / "project", seconds=0.2)
+    both = [evolving(project) for _ in range(2)]
+    codes = [process.wait(600) for process in both]
+    assert 0 in codes, output_of(project)
+    if 1 in codes:
+        assert "iteration 0 is being written by run" in output_of(project)
+    assert "Traceback" not in output_of(project)
+    last = evolving(project)
+    assert last.wait(300) == 0, output_of(project)
+    assert versions(project) == {ref: version for ref, version in undisturbed.items() if "[1]" not in ref}
+    assert left_over(project) == []
 
 
 def test_the_same_artifact_committed_twice_at_once(tmp_path: Path) -> None:
@@ -102,6 +124,42 @@ def test_an_iteration_made_again_while_its_successor_trains(light: InProcess, un
     others.run(0, "dataset")  # as it was
     evolve(light, 1)
     assert made_by(light) == undisturbed
+
+
+def test_a_change_of_code_between_two_tries_starts_the_job_afresh(
+    light: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a killed job left is continued by the same code with the same inputs alone: `scratch` is named by both."""
+    names = []
+
+    def job(work: StageContext) -> Outcome:
+        class Launcher:
+            device = "cpu"
+
+            def placement(self, kind: object) -> dict[str, object]:
+                return {}
+
+            def launch(self, context: object, made: object, root: Path) -> None:
+                names.append(made.scratch.name)  # type: ignore[attr-defined]
+                raise RuntimeError("killed")
+
+        from coepg_dagster.jobs import CandidatesJob
+
+        work.run_job(Launcher(), CandidatesJob, members={}, steps=tmp_path, train_split="train", max_steps=None,
+                     config=work.loop.experiment.regeneration, processes=1)  # fmt: skip
+        raise AssertionError("never")
+
+    evolve(light, 0)
+    light.settings["makers"] = LIGHT_MAKERS | {"candidate_plans": job}
+    light.run(0, "candidate_plans")
+    light.run(0, "candidate_plans")
+    monkeypatch.setitem(CODE, "candidate_plans", CODE["candidate_plans"] + 1)
+    light.run(0, "candidate_plans")
+    monkeypatch.undo()
+    plant(light.project, "salt", "light/s1", Ref("benchmark_steps"))
+    light.run(None, "benchmark_steps")
+    light.run(0, "candidate_plans")
+    assert len(names) == 4 and names[0] == names[1] and len(set(names)) == 3
 
 
 @pytest.mark.parametrize("jump", [-40 * 86400.0, pytest.param(40 * 86400.0, marks=pytest.mark.faults)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -10,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
+import torch
 from coepg_dagster.resources.ray_worker import main as run_on_ray
 
 from coepg_dagster.jobs import EvaluationJob, Placement, parse_job
@@ -52,6 +55,10 @@ def end(how: str) -> None:
                 raise KeyError("first")
             except KeyError:
                 raise ValueError("rows 3 and 4 differ\nin two lines") from None
+        case "memory" | "tensors":
+            limit = psutil.Process().memory_info().vms + (1 << 28)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            bytes(1 << 32) if how == "memory" else torch.zeros(1 << 30)
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "crash":

@@ -21,6 +21,7 @@ from tests.assets.test_evolve import QUIET
 from tests.deployment import Webhook
 from tests.project import REPOSITORY
 
+LOWER = "lower `micro_batch_size` or `batch_size`, use fewer processes, or set `lora`, then run this again: what was finished"
 ENDS = {
     "self text": r"loss is nan: lower learning_rate\n\nthe worker ended with code 1\. The end of .*worker\.log:\nworking\n",
     "self refused": r"strategy zero3 needs GPUs.*working",
@@ -29,6 +30,9 @@ ENDS = {
     "self crash": r"the worker ended with code -6 \(SIGABRT\)\n\n.*Fatal Python error: Aborted",
     "self code": r"the worker ended with code 3\n\n.*working",
     "self hangs": r"one took more than 0\.05 minutes: raise `timeout_minutes`.*\n\nThe end of .*KeyboardInterrupt",
+    "self memory": rf"MemoryError: {LOWER}",
+    "self tensors": rf".*can't allocate memory.*: {LOWER}",
+    "child memory": rf"MemoryError: {LOWER}",
     "child text": r"loss is nan: lower learning_rate\n\n",
     "child exception": r"ValueError: rows 3 and 4 differ\nin two lines\n\n.*Traceback",
     "child killed": r"a process of this work ended with code -9 \(SIGKILL.*\n\n",

@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ def run(job: Job, when: str = "never", number: signal.Signals = signal.SIGKILL) 
         except Ended as why:
             os.write(1, str(why).encode())
             os._exit(1)
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+            raise
         os.write(1, f"first report {seen[0]}".encode())
         os._exit(0)
 

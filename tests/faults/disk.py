@@ -1,0 +1,44 @@
+"""A small disk: a tmpfs that can be filled, emptied and made read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass
+class Disk:
+    """A disk that is mounted on `path`."""
+
+    path: Path
+
+    def fill(self, leave: int = 0) -> None:
+        """Leaves room for so many bytes."""
+        about = os.statvfs(self.path)
+        (self.path / "ballast").write_bytes(bytes(max(0, about.f_bavail * about.f_frsize - leave)))
+
+    def free(self) -> None:
+        (self.path / "ballast").unlink(missing_ok=True)
+
+    def read_only(self, yes: bool) -> None:
+        subprocess.run(["mount", "-o", "remount,ro" if yes else "remount,rw", str(self.path)], check=True)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, megabytes: float) -> Iterator[Disk]:
+    """A disk on the empty folder `path`. Skips the test where nothing can be mounted."""
+    path.mkdir(parents=True, exist_ok=True)
+    size = f"size={int(megabytes * (1 << 20))}"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(path)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted ({mounted.stderr.strip()}): run as root, or `unshare -rm make faults`")
+    try:
+        yield Disk(path)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)

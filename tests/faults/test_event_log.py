@@ -1,0 +1,138 @@
+"""A damaged or lost event log: commands say so, and `coepg recover` makes it again from the records in the store."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from coepg_dagster.assets.evolve import evolve_through
+from coepg_dagster.assets.ledger import archive, assert_sound, open_instance
+from coepg_dagster.assets.recovery import RECORDS
+from rich.console import Console
+
+from coepg_dagster.project import Project
+from coepg_dagster.provenance import NotUsable, Ref
+from tests.assets.conftest import InProcess
+from tests.assets.light import light_project, plant, steps_log
+from tests.assets.test_graph import stale_in_dagster
+from tests.faults.evolving import versions
+from tests.project import tell
+
+PAGE = 4096
+
+
+def evolve(project: Project, through: int) -> None:
+    """As `coepg evolve`, with light makers."""
+    with open_instance(project) as instance:
+        light = InProcess(project, instance)
+        evolve_through(light.defs, instance, light.loop, through, Console(file=io.StringIO()))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """Iteration 0, with two versions of D_0 of which the first is current."""
+    project = light_project(tmp_path_factory.mktemp("made") / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DAGSTER_HOME", str(project.dagster_home))
+        patch.setenv("COEPG_ROOT", str(project.root))
+        evolve(project, 0)
+        salt = plant(project, "salt", "light/s1", Ref("dataset", 0), "other rows")
+        with open_instance(project) as instance:
+            InProcess(project, instance).run(0, "dataset")
+        salt.unlink()
+        with open_instance(project) as instance:
+            InProcess(project, instance).run(0, "dataset")
+        evolve(project, 0)
+    yield project
+
+
+@pytest.fixture
+def project(made: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A copy of it."""
+    project = Project(shutil.copytree(made.root, tmp_path / "project"))
+    monkeypatch.setenv("DAGSTER_HOME", str(project.dagster_home))
+    monkeypatch.setenv("COEPG_ROOT", str(project.root))
+    return project
+
+
+def test_a_lost_event_log_is_made_again_with_every_version(project: Project) -> None:
+    before, steps = versions(project), len(steps_log(project))
+    with open_instance(project) as instance:
+        lineage = [record.data_version for record in archive(project, instance).records]
+    shutil.move(project.dagster_home, project.root / "old")
+    code, out, err = tell(project.root, "recover")
+    assert (code, err) == (0, "") and out == f"{len(before) + 1} artifacts are in the event log again\n"
+    assert versions(project) == before
+    with open_instance(project) as instance:
+        assert [record.data_version for record in archive(project, instance).records] == lineage
+    assert tell(project.root, "recover")[1] == "the event log lacks nothing\n"
+    evolve(project, 0)
+    assert len(steps_log(project)) == steps, "nothing is made again"
+    evolve(project, 1)  # reads what iteration 0 handed over
+    with open_instance(project) as instance:
+        assert stale_in_dagster(InProcess(project, instance)) == set()
+
+
+def test_what_the_event_log_knows_stays(project: Project) -> None:
+    """A version that was made since, before anybody asked for the others."""
+    before = versions(project)
+    shutil.move(project.dagster_home, project.root / "old")
+    plant(project, "salt", "light/s1", Ref("benchmark_steps"), "other steps")
+    with open_instance(project) as instance:
+        InProcess(project, instance).run(None, "benchmark_steps")
+    assert tell(project.root, "recover")[0] == 0
+    after = versions(project)
+    changed = {ref for ref in before if after[ref] != before[ref]}
+    assert changed == {"benchmark_steps"}
+
+
+def test_a_project_of_a_version_without_records_gets_them(project: Project) -> None:
+    shutil.rmtree(project.store / RECORDS)
+    before = versions(project)
+    evolve(project, 0)
+    shutil.rmtree(project.dagster_home)
+    assert tell(project.root, "recover")[0] == 0
+    assert versions(project) == before
+
+
+def test_a_damaged_record_costs_itself(project: Project) -> None:
+    file = project.store / RECORDS / "light" / "s1" / "dataset" / "0.jsonl"
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([b"\xff", lines[0][:50], b'{"at": 1}', b"[]", *lines]) + lines[0][:80])
+    before = versions(project)
+    shutil.rmtree(project.dagster_home)
+    code, out, err = tell(project.root, "recover")
+    assert code == 0 and err.count("is no record and left out") == 5, err
+    assert f"{file}:1 " in err and "artifacts are in the event log again" in out
+    del before["dataset[0]"]  # the last line was the current one
+    assert {ref: version for ref, version in versions(project).items() if ref != "dataset[0]"} == before
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 40))])
+def test_any_damaged_page_is_found_before_something_is_made(seed: int, project: Project) -> None:
+    before, steps = versions(project), len(steps_log(project))
+    file = project.dagster_home / "history" / "runs" / "index.db"
+    with file.open("r+b") as database:
+        database.seek(random.Random(seed).randrange(file.stat().st_size // PAGE) * PAGE)
+        database.write(random.Random(seed).randbytes(PAGE))
+    try:
+        evolve(project, 0)
+    except NotUsable as why:
+        assert "move the folder `.dagster` away, and run `coepg recover`" in str(why)
+        shutil.rmtree(project.dagster_home)
+        assert tell(project.root, "recover")[0] == 0
+    else:
+        assert seed != 0, "this page holds something"
+    assert versions(project) == before and len(steps_log(project)) == steps
+
+
+def test_a_sound_event_log_is_sound(project: Project) -> None:
+    with open_instance(project) as instance:
+        assert_sound(instance)
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert_sound(instance)
