@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import dagster as dg
 from dagster._core.code_pointer import ModuleCodePointer
 from dagster._core.definitions.asset_checks.asset_check_evaluation import AssetCheckEvaluationTargetMaterializationData
-from dagster._core.definitions.data_version import (
-    CODE_VERSION_TAG,
-    DATA_VERSION_IS_USER_PROVIDED_TAG,
-    DATA_VERSION_TAG,
-    get_input_data_version_tag,
-)
+from dagster._core.definitions.data_version import DATA_VERSION_TAG
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.event_api import PartitionKeyFilter
@@ -57,20 +52,14 @@ def observation(
 
 
 def materialization(
-    key: dg.AssetKey,
-    partition: str | None,
-    version: str,
-    code: str,
-    inputs: Mapping[dg.AssetKey, str],
-    metadata: Mapping[str, dg.MetadataValue[Any]],
+    key: dg.AssetKey, partition: str | None, version: str, metadata: Mapping[str, dg.MetadataValue[Any]]
 ) -> dg.AssetMaterialization:
-    """A materialization with its data version, its code's and those of its inputs, of a step that no instance knows.
+    """A materialization with its data version, of a step that the instance does not know.
 
-    Public ones carry none: Dagster adds them to what a step reports, and shows artifacts without them as stale.
+    In public, `MaterializeResult` alone carries one. Without the versions of its inputs, Dagster's own mark of staleness goes by
+    time; ours does not (`provenance.staleness`).
     """
-    tags = {DATA_VERSION_TAG: version, DATA_VERSION_IS_USER_PROVIDED_TAG: "true", CODE_VERSION_TAG: code}
-    tags |= {get_input_data_version_tag(read): of_input for read, of_input in inputs.items()}
-    return dg.AssetMaterialization(key, partition=partition, tags=tags, metadata=metadata)
+    return dg.AssetMaterialization(key, partition=partition, tags={DATA_VERSION_TAG: version}, metadata=metadata)
 
 
 # runs of the command line

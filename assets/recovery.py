@@ -20,7 +20,7 @@ from coepg_dagster.assets.ledger import RECORD, Loop
 from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import append_line
 from coepg_dagster.project import Project
-from coepg_dagster.provenance import CROSSING, Input, Record, Ref
+from coepg_dagster.provenance import CROSSING, Record, Ref
 from coepg_dagster.store import UNPARTITIONED
 
 RECORDS: Final = ".records"
@@ -76,10 +76,7 @@ def recover(project: Project, instance: dg.DagsterInstance) -> tuple[int, list[s
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
         }
         loop = Loop(experiments[key.path[0]], record.seed, project.root) if key.path[0] in experiments else None
-        inputs = _read(loop, record) if loop is not None else {}
-        instance.report_runless_asset_event(
-            materialization(key, partition, record.data_version, record.code_version, inputs, metadata)
-        )
+        instance.report_runless_asset_event(materialization(key, partition, record.data_version, metadata))
         if loop is not None and (observed := handed_over(loop, record)) is not None:
             instance.report_runless_asset_event(observed)
     return len({(key, record.iteration) for _, key, record in found}), unreadable
@@ -89,16 +86,6 @@ def _is_known(instance: dg.DagsterInstance, key: dg.AssetKey, partition: str | N
     """Whether the event log has any version of an artifact."""
     which = dg.AssetRecordsFilter(key, asset_partitions=None if partition is None else [partition])
     return bool(instance.fetch_materializations(which, limit=1).records)
-
-
-def _read(loop: Loop, record: Record) -> dict[dg.AssetKey, str]:
-    """Key → data version of what an artifact was made from, as Dagster knows it: of an earlier iteration that is the twin."""
-
-    def key(used: Input) -> dg.AssetKey:
-        before = None not in (used.iteration, record.iteration) and used.iteration != record.iteration
-        return loop.twin(used.asset) if before else loop.key(used.asset)
-
-    return {key(used): used.data_version for used in record.inputs}
 
 
 def handed_over(loop: Loop, record: Record) -> dg.AssetObservation | None:

@@ -23,7 +23,7 @@ _TROUBLES: Final = (
     (r"No space left on device|StorageFull|disk is full|Disk quota exceeded", "free space on that disk"),
     (r"Read-only file system|readonly database", "make it writable"),
     (r"Permission denied|unable to open database file", "let this user read and write there"),
-    (r"PytorchStreamWriter failed|disk I/O error|Input/output error", "look whether the disk is full or damaged"),
+    (r"enforce fail at inline_container|disk I/O error|Input/output error", "look whether the disk is full or damaged"),
     (
         r"database disk image is malformed|file is not a database|Could not decode to UTF-8 column",
         "Dagster's database is damaged: stop `coepg ui`, move the folder `.dagster` away, and run `coepg recover`",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
+import pyarrow.fs as fs
 import pytest
 from coepg_dagster.assets import ledger
 from coepg_dagster.assets.evolve import evolve_through
@@ -22,7 +24,7 @@ from coepg_dagster.auditing.archive import Archive
 from coepg_dagster.experiment import CODE
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, NotUsable, Ref
-from coepg_dagster.store import Store
+from coepg_dagster.store import Store, changes
 from tests.assets.conftest import InProcess
 from tests.assets.light import LIGHT_MAKERS, light_project, plant, steps_log
 from tests.faults.evolving import evolving, left_over, output_of, versions
@@ -186,6 +188,35 @@ def test_a_store_that_was_moved_with_its_project(light: InProcess, tmp_path: Pat
     assert made_by(moved) == before and len(steps_log(moved.project)) == steps, "nothing was made again"
     evolve(moved, 1)
     assert made_by(moved) == undisturbed
+
+
+@pytest.mark.faults
+def test_a_store_that_was_copied_to_an_s3_server_and_back(light: InProcess, undisturbed: dict[str, str]) -> None:
+    """As docs/your-own.md says; the store itself is a folder."""
+    server = pytest.importorskip("moto.server", reason="pip install 'moto[server]'").ThreadedMotoServer(port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        bucket = fs.S3FileSystem(
+            access_key="x",
+            secret_key="y",  # noqa: S106 - of the test's own server
+            endpoint_override=f"http://{host}:{port}",
+            allow_bucket_creation=True,
+        )
+        evolve(light, 0)
+        before, steps, store = made_by(light), len(steps_log(light.project)), light.project.store
+        bucket.create_dir("backup")
+        fs.copy_files(str(store), "backup/mine/store", destination_filesystem=bucket)
+        shutil.rmtree(store)
+        fs.copy_files("backup/mine/store", str(store), source_filesystem=bucket)
+    finally:
+        server.stop()
+    evolve(light, 0)
+    assert made_by(light) == before and len(steps_log(light.project)) == steps, "nothing was made again"
+    records = light.loop.records(light.instance)
+    assert all(changes(record.files, store / record.folder) == [] for record in records.values())
+    evolve(light, 1)
+    assert made_by(light) == undisturbed
 
 
 def old(record: dict[str, object]) -> dict[str, object]:
