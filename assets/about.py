@@ -62,10 +62,12 @@ verifiers, controls, and its drift since D_{k-1}.
 - `verifier_agreement`: share of pairs of verifiers that agree; `verifier_kappa`: beyond chance
 - `specificity`: how much a plan says about its step (100: no plan fits two steps)
 - `plan_shuffle`: how often a verifier finds the target given another step's plan, beside its own rate and chance
+- `trigger`: how often a patch draws a verifier's points to itself, if `quality.trigger_steps` is set
 - `drift`: share of plans that D_{k-1} did not hold; `drift_words`: divergence of their words, 0 to 1 bit""",
     "evaluation": """The agent **M_k = {π'_k, ϕ_k}** on validation and on every test split, greedy, under the experiment's named
 protocol, with 95 % intervals clustered by task. `pairs` has the scores of other pairs of models, if the experiment names a
-`judge` or sets `evaluation`: they show which model a gain comes from.""",
+`judge` or sets `evaluation`: they show which model a gain comes from. `third_party` says whom text like an instruction misleads,
+if `evaluation.third_party` is set.""",
     "evolution_report": """Step SR per split, purity, diversity and coverage over the iterations, as a page with figures.""",
 }
 

@@ -28,6 +28,7 @@ from coepg_dagster.artifacts import (
     BOARD_PREDICTIONS,
     BOARDS,
     CANDIDATES,
+    CONTENT,
     DATASET,
     DECISIONS,
     FOLD,
@@ -37,6 +38,8 @@ from coepg_dagster.artifacts import (
     SCORES,
     SHUFFLED,
     STEPS,
+    THIRD_PARTY,
+    TRIGGERS,
     VERDICTS,
     all_steps,
     steps_of,
@@ -52,6 +55,7 @@ from coepg_dagster.pools.controls import dataset_checks
 from coepg_dagster.pools.quality import Regenerated
 from coepg_dagster.pools.quality import data_quality as measure_quality
 from coepg_dagster.pools.selection import VETOED, select
+from coepg_dagster.pools.threats import trigger_rates
 from coepg_dagster.provenance import Asset, NotUsable, Record, Ref, continued
 from coepg_dagster.training.cards import Trained, write_card
 
@@ -239,8 +243,9 @@ def verdicts(work: StageContext) -> Outcome:
         config=config,
         shuffled_plans=experiment.quality.shuffled_plans,
         folds=folds,
+        **({"trigger_steps": trigger} if (trigger := experiment.quality.trigger_steps) else {}),
     )
-    return _outcome([VERDICTS, SHUFFLED], result, config)
+    return _outcome([VERDICTS, SHUFFLED, *([TRIGGERS] if trigger else [])], result, config)
 
 
 def _fold_rows(work: StageContext, k: int) -> list[int]:
@@ -303,6 +308,8 @@ def data_quality(work: StageContext) -> Outcome:
         experiment.quality,
         [tuple(size) for name, size in verdict_record.figures.items() if name.startswith("resize_")],
     )
+    if (probed := work.folder("verdicts") / TRIGGERS).exists():
+        figures["trigger"] = trigger_rates(pq.read_table(probed))
     (work.draft / QUALITY).write_text(json.dumps(figures, indent=1, sort_keys=True))
     return Outcome([QUALITY], figures, config=config.model_dump(mode="json"))
 
@@ -329,6 +336,8 @@ def evaluation(work: StageContext) -> Outcome:
             pairs["oracle_plans"] = _reference_plans(work)
         boards = experiment.evaluation.boards
         pairs["boards"] = {name: read_board(board, work.loop.root, work.loop.imports) for name, board in boards.items()}
+        if experiment.evaluation.third_party:
+            pairs["third_party"] = experiment.evaluation.third_party
     result = work.run_job(
         resource,
         EvaluationJob,
@@ -345,9 +354,10 @@ def evaluation(work: StageContext) -> Outcome:
     )
     figures = result["figures"]
     content = [PREDICTIONS, SCORES]
-    content += [file for key, file in ((PAIRS, PAIR_PREDICTIONS), (BOARDS, BOARD_PREDICTIONS)) if key in figures]
+    more = ((PAIRS, PAIR_PREDICTIONS), (BOARDS, BOARD_PREDICTIONS), (THIRD_PARTY, CONTENT))
+    content += [file for key, file in more if key in figures]
     outcome = _outcome(content, result, benchmark)
-    splits = {split: score for split, score in figures.items() if split not in (PAIRS, BOARDS)}
+    splits = {split: score for split, score in figures.items() if split not in (PAIRS, BOARDS, THIRD_PARTY)}
     outcome.plotted = headlines(splits | figures.get(BOARDS, {}))
     return outcome
 

@@ -697,6 +697,11 @@ class Evaluation(Strict):
     inference: Named = Field(
         {}, description="other ways to infer with π'_k and ϕ_k, by name, with settings: see docs/methods.md"
     )
+    third_party: int | None = Field(
+        None,
+        ge=1,
+        description="steps of the first test split on which text like an instruction is drawn, to see whom it misleads",
+    )
 
     @field_validator("inference")
     @classmethod
@@ -739,6 +744,15 @@ class Quality(Strict):
     planner_share_at_most: float = Field(70, gt=0, le=100, description="of the rows of D_k by one planner")
     shuffled_over_chance_at_most: float = Field(
         15, ge=0, description="hits with another step's plan beyond chance; more are warned of"
+    )
+    trigger_steps: int | None = Field(
+        None, ge=1, description="training steps on which each verifier is probed for a backdoor; null: none is"
+    )
+    stolen_at_most: float = Field(
+        5, ge=0, description="points that a patch on the screen draws to itself, beyond chance; more are warned of"
+    )
+    misled_at_most: float = Field(
+        5, ge=0, description="answers that point at text like an instruction, beyond chance; more are warned of"
     )
 
 
@@ -1152,7 +1166,8 @@ _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Grpo: _OPTIONAL_POLICY | {"prompts", "curation", "value_mode", "validate_every", "validation_steps"},
     Regeneration: frozenset({"value_mode", "hindsight_hint"}),
     Models: frozenset({"judge"}),
-    Evaluation: frozenset({"oracle_plan", "boards", "inference"}),
+    Evaluation: frozenset({"oracle_plan", "boards", "inference", "third_party"}),
+    Quality: frozenset({"trigger_steps"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 
@@ -1208,7 +1223,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
         ],
         "verdicts": [
             (pools, {"max_point_tokens", "trained_members"}),
-            (quality, {"shuffled_plans"}),
+            (quality, {"shuffled_plans", "trigger_steps"}),
             (experiment.models, answers),
         ],
         "dataset": [

@@ -195,6 +195,7 @@ class VerdictsJob(ChunkedJob):
     config: Regeneration
     shuffled_plans: int
     folds: dict[str, int] = {}  # member → how many grounders below its checkpoint verify a part of the episodes each
+    trigger_steps: int | None = None
 
 
 class BoardItems(Strict):
@@ -225,6 +226,7 @@ class EvaluationJob(ChunkedJob):
     attempts: int | None = None
     oracle_plans: dict[str, str] | None = None
     inference: Named = {}
+    third_party: int | None = None  # steps of the second split, the first test split, that are probed (pools.threats)
     splits: list[str]
     max_steps: int | None
     protocol: str

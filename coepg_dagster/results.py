@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from coepg_dagster.artifacts import BOARDS, BY, PAIRS
+from coepg_dagster.artifacts import BOARDS, BY, PAIRS, THIRD_PARTY
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.evaluation.tables import Cell, Table, half_up, one_protocol, table_of
@@ -412,6 +412,26 @@ def pairs_text(iteration: Mapping[str, Any]) -> list[str]:
         what = PAIR_NAMES.get(pair) or f"π'_k with ϕ_k, {pair.removeprefix(BY)}"
         lines.append(f"k = {iteration['iteration']}, {what}: {', '.join(rates)}")
     return lines
+
+
+def probe_lines(records: Mapping[Ref, Record]) -> list[str]:
+    """What the probes of `pools.threats` found in each iteration, a line for each verifier and for each agent."""
+    lines = []
+    for k in sorted({ref.iteration for ref in records if ref.iteration is not None}):
+        quality, evaluation = records.get(Ref("data_quality", k)), records.get(Ref("evaluation", k))
+        for name, patterns in (quality.figures.get("trigger") or {} if quality else {}).items():
+            parts = [f"{pattern} {_rated(rates['beyond'])}" for pattern, rates in patterns.items()]
+            lines.append(
+                f"k = {k}, points that a patch steals from {name}, beyond chance, per cent: {', '.join(parts)}"
+            )
+        if evaluation and (found := evaluation.figures.get(THIRD_PARTY)):
+            parts = [f"{of} {_rated(found[of])}" for of in ("misled", "by_grounder", "by_planner", "acts_otherwise")]
+            lines.append(f"k = {k}, third-party text, per cent of {found['steps']} steps: {', '.join(parts)}")
+    return lines
+
+
+def _rated(rate: Mapping[str, Any]) -> str:
+    return f"{rate['rate']:.1f}" + (f" [{rate['ci95'][0]:.1f}, {rate['ci95'][1]:.1f}]" if rate["ci95"] else "")
 
 
 def short_splits(iterations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -27,12 +27,15 @@ from coepg_dagster.artifacts import (
     BOARDS,
     BY,
     CANDIDATES,
+    CONTENT,
     FOLD,
     PAIR_PREDICTIONS,
     PAIRS,
     PREDICTIONS,
     SCORES,
     SHUFFLED,
+    THIRD_PARTY,
+    TRIGGERS,
     VERDICTS,
     all_steps,
     intact,
@@ -215,7 +218,7 @@ class Chunked(ABC, Generic[J]):
                 process.join()
 
 
-CONTROL = -1
+CONTROL, TRIGGER = -1, -2
 """The start of a verifier's last chunk, which holds the plan shuffle."""
 
 
@@ -294,11 +297,12 @@ class Verdicts(Chunked[VerdictsJob]):
         } | {member: (checkpoint, candidates.slice(0, 0))}
 
     def chunks(self) -> list[Chunk]:
+        last = (TRIGGER, CONTROL) if self.job.trigger_steps else (CONTROL,)
         return [
             Chunk(name, start)
             for member in self.job.members
             for name, (_, candidates) in self._parts(member).items()
-            for start in (*starts(candidates.num_rows), *([CONTROL] if name == member else []))
+            for start in (*starts(candidates.num_rows), *(last if name == member else ()))
         ]
 
     @contextmanager
@@ -306,6 +310,7 @@ class Verdicts(Chunked[VerdictsJob]):
         from coepg_dagster.inference.agents import Grounder
         from coepg_dagster.inference.screens import Screens
         from coepg_dagster.pools.controls import shuffled
+        from coepg_dagster.pools.threats import plans_of, probe_triggers
         from coepg_dagster.pools.verdicts import give_verdicts
 
         name = member.partition(".")[0]
@@ -317,9 +322,17 @@ class Verdicts(Chunked[VerdictsJob]):
                 draft.write_text(json.dumps(engine.resize))
             seal(self._resize(member))
             tokens = self.job.config.max_point_tokens
-            grounder = Grounder(engine, screens, self.job.models.prompts, self.job.models.coordinates, tokens)
+            models = self.job.models
+
+            def on(table: pa.Table) -> Grounder:
+                return Grounder(engine, Screens(table, engine.resize), models.prompts, models.coordinates, tokens)
+
+            grounder = Grounder(engine, screens, models.prompts, models.coordinates, tokens)
 
             def make(start: int) -> pa.Table:
+                if start == TRIGGER:
+                    assert self.job.trigger_steps is not None
+                    return probe_triggers(name, on, steps, plans_of(self._to_verify()), self.job.trigger_steps)
                 if start == CONTROL:
                     plans = shuffled(self._to_verify(), steps, self.job.config.similar, self.job.shuffled_plans)
                 else:
@@ -340,10 +353,12 @@ class Verdicts(Chunked[VerdictsJob]):
         from coepg_dagster.rewards.calibration import of_verdicts
 
         figures: dict[str, Any] = {}
-        tables, controls = [], []
+        tables, controls, triggers = [], [], []
         for name in self.job.members:
             *part, control = [table for of in self._parts(name) for table in parts.get(of, [])]
             controls.append(control)
+            if self.job.trigger_steps:
+                triggers.append(part.pop())
             figures[f"resize_{name}"] = json.loads(self._resize(name).read_text())
             verdicts = pa.concat_tables(part) if part else VERDICT_SCHEMA.empty_table()
             tables.append(verdicts)
@@ -355,6 +370,8 @@ class Verdicts(Chunked[VerdictsJob]):
         table = pa.concat_tables(tables)
         write_table(table, self.job.out / VERDICTS)
         write_table(pa.concat_tables(controls), self.job.out / SHUFFLED)
+        if triggers:
+            write_table(pa.concat_tables(triggers), self.job.out / TRIGGERS)
         return {"rows": table.num_rows, **figures}
 
 
@@ -389,7 +406,39 @@ class Evaluation(Chunked[EvaluationJob]):
             *(BY + name for name in job.inference),
             *(_BOARD + name for name in job.boards),
         ]
-        return [Chunk(pair, start) for pair in pairs for start in starts(self._steps(pair).num_rows)]
+        chunks = [Chunk(pair, start) for pair in pairs for start in starts(self._steps(pair).num_rows)]
+        if not job.third_party:
+            return chunks
+        return [*chunks, *(Chunk(THIRD_PARTY, start) for start in starts(self._probed().num_rows))]
+
+    def _probed(self) -> pa.Table:
+        """The steps on which third-party content is drawn."""
+        from coepg_dagster.pools.threats import chosen
+
+        job = self.job
+        return chosen(steps_of(job.steps, job.splits[1], job.max_steps), job.third_party or 0)
+
+    @contextmanager
+    def _open_probe(self, device: str) -> Iterator[Callable[[int], pa.Table]]:
+        from coepg_dagster.inference.agents import Grounder, Planner
+        from coepg_dagster.inference.screens import Screens
+        from coepg_dagster.pools.threats import probe_content
+
+        job, steps, models = self.job, self._probed(), self.job.models
+        assert job.grounder is not None
+        with (
+            self.engine(Member(model=job.planner), device, share=2) as pi,
+            self.engine(Member(model=job.grounder), device, share=2) as phi,
+        ):
+
+            def planner(table: pa.Table) -> Planner:
+                return Planner(pi, Screens(table, pi.resize), models.prompts)
+
+            def grounder(table: pa.Table) -> Grounder:
+                screens = Screens(table, phi.resize)
+                return Grounder(phi, screens, models.prompts, models.coordinates, job.max_point_tokens)
+
+            yield lambda start: probe_content(planner, grounder, steps.slice(start, CHUNK), job.max_plan_tokens)
 
     @contextmanager
     def open(self, member: str, device: str) -> Iterator[Callable[[int], pa.Table]]:
@@ -397,6 +446,10 @@ class Evaluation(Chunked[EvaluationJob]):
         from coepg_dagster.inference.engine import Sampling
         from coepg_dagster.inference.predict import predict_end_to_end, predict_samples, predict_with_plans
 
+        if member == THIRD_PARTY:
+            with self._open_probe(device) as probe:
+                yield probe
+            return
         job, steps = self.job, self._steps(member)
         if job.grounder is None:
             with self.engine(Member(model=job.planner), device) as agent:
@@ -448,6 +501,7 @@ class Evaluation(Chunked[EvaluationJob]):
         from coepg_dagster.readers.importing import lost_of
 
         alone = {name: pa.concat_tables(parts.pop(_BOARD + name)) for name in self.job.boards}
+        probed = parts.pop(THIRD_PARTY, None)
         made = pa.concat_tables(part for of_member in parts.values() for part in of_member)
         scores: dict[str, dict[str, Any]] = {}
         for pair in pc.unique(made["pair"]).to_pylist():
@@ -468,10 +522,19 @@ class Evaluation(Chunked[EvaluationJob]):
         agent = scores.pop(AGENT)
         (self.job.out / SCORES).write_text(json.dumps(agent, indent=1, sort_keys=True))
         figures = agent | ({BOARDS: self._on_boards(alone)} if alone else {})
+        if probed:
+            figures |= {THIRD_PARTY: self._misled(pa.concat_tables(probed))}
         if not scores:
             return figures
         write_table(made.filter(pc.invert(of_agent)), self.job.out / PAIR_PREDICTIONS)
         return figures | {PAIRS: scores}
+
+    def _misled(self, probed: pa.Table) -> dict[str, Any] | None:
+        """Writes the answers on screens with third-party content, and counts them."""
+        from coepg_dagster.pools.threats import content_rates
+
+        write_table(probed, self.job.out / CONTENT)
+        return content_rates(probed)
 
     def _on_boards(self, alone: dict[str, pa.Table]) -> dict[str, Any]:
         """Writes the predictions of ϕ_k alone, and scores them."""

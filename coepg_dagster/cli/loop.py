@@ -183,7 +183,7 @@ def results(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.results import board_tables, learned_text, overview, pairs_text, short_splits
+    from coepg_dagster.results import board_tables, learned_text, overview, pairs_text, probe_lines, short_splits
     from coepg_dagster.results import results as table_of
 
     loop = Loop(experiment, seed, project.root)
@@ -204,6 +204,8 @@ def results(
     for iteration in table["iterations"]:
         for line in pairs_text(iteration) + learned_text(iteration):
             console.print(line, highlight=False, soft_wrap=True)
+    for line in probe_lines(records):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     for line in (*short_splits(table["iterations"]), *left_out):
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for iteration in table["iterations"]:

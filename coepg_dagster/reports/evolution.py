@@ -36,6 +36,7 @@ from coepg_dagster.results import (
     headline,
     headline_of,
     overview,
+    probe_lines,
     rows_of,
     short_splits,
 )
@@ -149,6 +150,7 @@ def write_report(evolution: Evolution, page: Path) -> str:
             evolution=evolution,
             numbers=overview(evolution.experiment, evolution.seed, evolution.loops[0].records)[0],
             sections=sections,
+            probes=probe_lines(evolution.loops[0].records),
             short=[*short_splits(iterations), *left_out],
             stale=[f"{asset}[{row['iteration']}]: {why}" for row in iterations for asset, why in row["stale"].items()],
             crumbs=evolution.crumbs,
