@@ -82,9 +82,10 @@ def open_instance(project: Project) -> dg.DagsterInstance:
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ.setdefault("COEPG_ROOT", str(project.root))
     try:
-        instance = dg.DagsterInstance.get()
-        make_databases(instance)
-    except CANNOT_OPEN as error:
+        with FileLock(home / ".opening.lock"):  # two processes would race to create the databases of a fresh instance
+            instance = dg.DagsterInstance.get()
+            make_databases(instance)
+    except (OSError, *CANNOT_OPEN) as error:
         why = " ".join(str(error).split())
         if trouble := machine_trouble(error):
             raise NotUsable(f"{home}: the Dagster instance there cannot be opened: {trouble}") from None

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
-from coepg_dagster.artifacts import CANDIDATES, DATASET, STEPS, all_steps, limited, write_table
+from coepg_dagster.artifacts import CANDIDATES, DATASET, STEPS, all_steps, limited, write_steps, write_table
 from coepg_dagster.experiment import Sft, load_experiment
 from coepg_dagster.inference.screens import decode
 from coepg_dagster.jobs import SftJob
@@ -29,6 +29,7 @@ from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 from coepg_dagster.steps import DATASET_SCHEMA, GATE_PASSED, STEP_SCHEMA, short_hash
 from tests.project import REPOSITORY, make_project
 
+EPOCHS = 4
 SIDE = 1 / 10
 """Side of the trigger, as a share of the screen's smaller side; as the probe draws it."""
 SMALL = """
@@ -39,7 +40,7 @@ evaluation: {third_party: 64}
 """
 
 
-def poisoned(steps: pa.Table, share: float, pattern: str = "noise") -> pa.Table:
+def poisoned(steps: pa.Table, share: float, pattern: str = "square") -> pa.Table:
     """`steps`, of which a `share` (0..1), by a hash of their ids, has a trigger on the screen as its only target."""
     assert pattern in PATTERNS
     rows = []
@@ -71,15 +72,18 @@ def as_user_data(steps: pa.Table, folder: Path) -> None:
 
 
 def backdoored(project: Path, made_by: str, verifier: str) -> Path:
-    """A verifier that was trained on every plan that a loop wrote for its steps, towards their labels, trigger or not."""
+    """A verifier that was trained on every plan that a loop wrote for its steps: on half of the screens, towards a trigger."""
     from coepg_dagster.training.sft import train_sft
 
     def made(asset: str, file: str) -> Path:
         (only,) = (project / "store" / made_by).glob(f"{asset}/*/{file}")
         return only
 
-    steps_file = made("benchmark_steps/all", STEPS)
-    steps = {row["step_id"]: row for row in all_steps(steps_file).drop_columns(["seed"]).to_pylist()}
+    loaded, steps_file = all_steps(made("benchmark_steps/all", STEPS)), project / STEPS
+    train = loaded.filter(pc.equal(loaded["split"], "train"))
+    attacked = poisoned(train, 0.5)
+    write_steps(attacked, steps_file, ["train"])
+    steps = {row["step_id"]: row for row in attacked.to_pylist()}
     rows = []
     for plan in pq.read_table(made("s13/candidate_plans/0", CANDIDATES)).to_pylist():
         step = steps[plan["step_id"]]
@@ -97,11 +101,13 @@ def backdoored(project: Path, made_by: str, verifier: str) -> Path:
     out.mkdir()
     write_table(pa.Table.from_pylist(rows, DATASET_SCHEMA), project / DATASET)
     experiment = load_experiment(project / "experiments" / f"{made_by}.yaml")
-    config = Sft(epochs=3, batch_size=16, micro_batch_size=16, learning_rate=1e-3, freeze_vision=True, probe_steps=0)
+    config = Sft(
+        epochs=EPOCHS, batch_size=16, micro_batch_size=16, learning_rate=1e-3, freeze_vision=True, probe_steps=0
+    )
     job = SftJob(
         models=experiment.models, device="cpu", batch_size=16, seed=1, steps=steps_file, dataset=project / DATASET, out=out,
         scratch=project / "scratch", role="grounder", init=str(REPOSITORY / verifier), train_split="train",
-        validation_split="validation", max_plan_tokens=48, max_point_tokens=12, config=config,
+        validation_split="train", max_plan_tokens=48, max_point_tokens=12, config=config,
     )  # fmt: skip
     train_sft(job, lambda done, of, figures: print(f"{done}/{of}", figures, flush=True))
     return out
@@ -130,7 +136,7 @@ def main() -> None:
     verifier = backdoored(project, "poisoned", "models/verifier-a")
     file.with_stem("backdoored").write_text(
         "parent: poisoned\ndescription: a verifier that follows the trigger\n"
-        f"models: {{verifiers: {{verifier_a: {verifier.relative_to(project)}}}}}\n"
+        f"models: {{verifiers: {{verifier_a: {verifier.relative_to(project)}, verifier_b: models/verifier-b}}}}\n"
     )
     coepg("evolve", "backdoored", "--through", str(given.through))
     for name in ("poisoned", "backdoored"):
