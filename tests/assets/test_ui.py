@@ -100,6 +100,18 @@ def test_a_user_reads_a_partition_and_why_it_is_stale(deployment: Deployment, pa
     picture(page, "partition")
 
 
+def test_a_twin_leads_to_what_it_stands_for(deployment: Deployment, page: playwright.Page) -> None:
+    twin = f"{deployment.url}/assets/other/s2/previous/dataset"
+    for view in ("events", "overview"):  # each observation, and the newest; `Partitions` shows materializations alone
+        page.goto(f"{twin}?view={view}")
+        page.get_by_text("stands for", exact=True).first.wait_for()
+        link = page.locator("a[href='/assets/other/s2/dataset?view=partitions&partition=0']").first
+        link.wait_for()
+        page.locator("a[href='/pages/other/s2/audit-0.html']").first.wait_for()
+    page.goto(deployment.url + str(link.get_attribute("href")))
+    page.get_by_text("Latest materialization").first.wait_for()
+
+
 def test_a_user_follows_the_link_to_the_lineage_map(deployment: Deployment, page: playwright.Page) -> None:
     page.goto(f"{deployment.url}/assets/other/s2/planner_sft?view=overview")
     page.get_by_text("Eq. 1").first.wait_for()
