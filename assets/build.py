@@ -1,7 +1,7 @@
 """From an experiment to Dagster assets, checks and jobs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from coepg_dagster.assets.about import about
 from coepg_dagster.assets.checks import check_specs, partitions
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.report import evolution_report
-from coepg_dagster.assets.stage import StageFunction, materialize, needed_resources
+from coepg_dagster.assets.stage import Resources, StageFunction, materialize
+from coepg_dagster.resources.store import StoreResource
+from coepg_dagster.resources.training import EnginesResource, GrpoCdremResource, RegenerationResource, SftResource
 
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset, continued
@@ -68,13 +70,12 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
 
     # No backfill policy: without one a backfill makes one run for each partition. `BackfillPolicy.multi_run(1)` makes as many,
     # but as runs of a range of one (Dagster 1.13), which have no partition tag and whose check results belong to no partition.
-    @dg.asset(
+    decorate = dg.asset(
         key=loop.key(asset),
         partitions_def=None if shared else partitions(loop.experiment),
         deps=[_dep(loop, dep) for dep in _deps(loop, asset)],
         code_version=code_version(loop.experiment, asset),
         check_specs=check_specs(loop, asset),
-        required_resource_keys={"store", "engines", *needed_resources(asset)},
         pool=loop.experiment.pool if heavy else None,
         freshness_policy=READ_AGAIN if asset == "benchmark_steps" else None,
         output_required=True,
@@ -85,10 +86,49 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
         tags=page.tags,
         metadata=page.metadata,
     )
-    def compute(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]
-        return materialize(context, loop, asset, maker)
+    return decorate(
+        _with_resources(asset, lambda context, resources: materialize(context, resources, loop, asset, maker))
+    )
 
-    return compute
+
+Made = dg.MaterializeResult  # type: ignore[type-arg] # Dagster reads no annotation with an argument
+
+
+def _with_resources(asset: Asset, make: Callable[[dg.AssetExecutionContext, Resources], Made]) -> Callable[..., Made]:
+    """The function of an asset, whose arguments are the resources that it needs."""
+
+    def training(
+        context: dg.AssetExecutionContext,
+        store: StoreResource,
+        engines: EnginesResource,
+        sft: SftResource,
+        grpo_cdrem: GrpoCdremResource,
+    ) -> Made:
+        # GRPO runs after it: whether it can is asked first
+        return make(context, Resources(store, engines, {"sft": sft, "grpo_cdrem": grpo_cdrem}))
+
+    def reinforcement(
+        context: dg.AssetExecutionContext, store: StoreResource, engines: EnginesResource, grpo_cdrem: GrpoCdremResource
+    ) -> Made:
+        return make(context, Resources(store, engines, {"grpo_cdrem": grpo_cdrem}))
+
+    def inference(
+        context: dg.AssetExecutionContext,
+        store: StoreResource,
+        engines: EnginesResource,
+        regeneration: RegenerationResource,
+    ) -> Made:
+        return make(context, Resources(store, engines, {"regeneration": regeneration}))
+
+    def no_process(context: dg.AssetExecutionContext, store: StoreResource, engines: EnginesResource) -> Made:
+        return make(context, Resources(store, engines))
+
+    by_asset: dict[Asset, Callable[..., Made]] = {
+        **dict.fromkeys(("planner_sft", "grounder"), training),
+        **dict.fromkeys(("grounder_rl", "planner", "end_to_end"), reinforcement),
+        **dict.fromkeys(("candidate_plans", "verdicts", "dataset", "evaluation"), inference),
+    }
+    return by_asset.get(asset, no_process)
 
 
 def _deps(loop: Loop, asset: Asset) -> tuple[str, ...]:

@@ -82,11 +82,9 @@ def _sft(work: StageContext, asset: Literal["planner_sft", "grounder"]) -> Outco
     if why := refuse_prompts(experiment, f"D_{work.k - 1}", data.figures["covered_steps"], of):
         raise ExperimentError("; ".join(why))  # GRPO would fail after this
     checkpoint, base = _start(work, asset, f"base_{role}")
-    resource = work.context.resources.sft
-    config = resource.resolve(experiment.sft)
+    config = work.process.resolve(experiment.sft)
     checkers = _checkers(work, config)
     result = work.run_job(
-        resource,
         SftJob,
         role=role,
         init=checkpoint,
@@ -132,7 +130,6 @@ def grounder_rl(work: StageContext) -> Outcome:
         return copy_base(work, work.folder("grounder"))
     config = experiment.grounder_rl
     result = work.run_job(
-        work.context.resources.grpo_cdrem,
         GrounderRlJob,
         init=checkpoint_of(work.loop.root, work.folder("grounder")),
         dataset=_previous_dataset(work),
@@ -154,14 +151,12 @@ def planner(work: StageContext) -> Outcome:
     experiment = work.loop.experiment
     if work.k == 0:
         return copy_base(work, work.folder("planner_sft"))
-    resource = work.context.resources.grpo_cdrem
-    config = resource.resolve(experiment.grpo)
+    config = work.process.resolve(experiment.grpo)
     if not config.enabled:
         return same_model(work, "planner_sft", config)
     models = _models(work.read_by("planner_sft", "open_models"))
-    verifiers = _recorded(work, _chosen(work.models.verifiers, resource.verifiers), "verifiers", models)
+    verifiers = _recorded(work, _chosen(work.models.verifiers, work.process.verifiers), "verifiers", models)
     result = work.run_job(
-        resource,
         GrpoJob,
         init=checkpoint_of(work.loop.root, work.folder("planner_sft")),
         grounder=(f"grounder_{work.k}", checkpoint_of(work.loop.root, work.folder(experiment.phi))),
@@ -187,11 +182,9 @@ def end_to_end(work: StageContext) -> Outcome:
     experiment = work.loop.experiment
     if work.k == 0:
         return register_base(work, "base_planner")
-    resource = work.context.resources.grpo_cdrem
-    grpo = resource.resolve(experiment.grpo)
+    grpo = work.process.resolve(experiment.grpo)
     checkpoint, base = _start(work, "end_to_end", "base_planner")
     result = work.run_job(
-        resource,
         EndToEndJob,
         init=checkpoint,
         dataset=_previous_dataset(work),
@@ -208,11 +201,9 @@ def end_to_end(work: StageContext) -> Outcome:
 def candidate_plans(work: StageContext) -> Outcome:
     """Plans for every training step by every member of Π: the open planners, π'_k and π'_{k-1}."""
     experiment = work.loop.experiment
-    resource = work.context.resources.regeneration
-    config = resource.resolve(experiment.regeneration)
+    config = work.process.resolve(experiment.regeneration)
     open_planners = _recorded(work, work.models.planners, "planners", _models(work.folder("open_models")))
     result = work.run_job(
-        resource,
         CandidatesJob,
         members=pool_members(open_planners, _trained_members(work, "planner")),
         steps=work.folder("benchmark_steps") / STEPS,
@@ -226,15 +217,13 @@ def candidate_plans(work: StageContext) -> Outcome:
 def verdicts(work: StageContext) -> Outcome:
     """The point of every member of Φ (the open verifiers, ϕ_k, ϕ_{k-1}) for every candidate, with its confidence (Eq. 3, 6)."""
     experiment = work.loop.experiment
-    resource = work.context.resources.regeneration
-    config = resource.resolve(experiment.regeneration)
-    chosen = _chosen(work.models.verifiers, resource.verifiers)
+    config = work.process.resolve(experiment.regeneration)
+    chosen = _chosen(work.models.verifiers, work.process.verifiers)
     open_verifiers = _recorded(work, chosen, "verifiers", _models(work.folder("open_models")))
     trained = _trained_members(work, experiment.phi)
     rows_of_folds = {name: _fold_rows(work, int(name.rpartition("_")[2])) for name in trained}
     folds = {name: len(rows) for name, rows in rows_of_folds.items() if rows}
     result = work.run_job(
-        resource,
         VerdictsJob,
         members=pool_members(open_verifiers, trained),
         candidates=work.folder("candidate_plans") / CANDIDATES,
@@ -258,7 +247,7 @@ def dataset(work: StageContext) -> Outcome:
     """D_k: the verified plans (o, h, p, a) with the label's action, and why each other candidate was dropped."""
     experiment = work.loop.experiment
     vetoed = vetoes(read_marks(work.loop.marks(work.store.root)), work.k)
-    config = work.context.resources.regeneration.resolve(experiment.regeneration)
+    config = work.process.resolve(experiment.regeneration)
     steps_file = work.read_by("verdicts", "benchmark_steps") / STEPS
     steps = steps_of(steps_file, experiment.benchmark.train, experiment.benchmark.max_train_steps)
     rows, decisions = select(
@@ -322,8 +311,7 @@ def evaluation(work: StageContext) -> Outcome:
     experiment = work.loop.experiment
     benchmark = experiment.benchmark
     decoupled = experiment.agent == "decoupled"
-    resource = work.context.resources.regeneration
-    config = resource.resolve(experiment.regeneration)
+    config = work.process.resolve(experiment.regeneration)
     pairs: dict[str, Any] = {}
     if decoupled:
         models, judge = _models(work.folder("open_models")), work.models.judge
@@ -339,7 +327,6 @@ def evaluation(work: StageContext) -> Outcome:
         if experiment.evaluation.third_party:
             pairs["third_party"] = experiment.evaluation.third_party
     result = work.run_job(
-        resource,
         EvaluationJob,
         **pairs,
         planner=checkpoint_of(work.loop.root, work.folder("planner" if decoupled else "end_to_end")),

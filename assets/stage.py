@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,24 +40,19 @@ from coepg_dagster.provenance import SHARED, Asset, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal, machine_trouble
 from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
 
-RESOURCES: dict[Asset, str] = {
-    "planner_sft": "sft",
-    "grounder": "sft",
-    "grounder_rl": "grpo_cdrem",
-    "planner": "grpo_cdrem",
-    "end_to_end": "grpo_cdrem",
-    "candidate_plans": "regeneration",
-    "verdicts": "regeneration",
-    "dataset": "regeneration",
-    "evaluation": "regeneration",
-}
-"""The resource that gives an asset its process and hyper-parameters; assets that are not listed start no process."""
 
+@dataclass(frozen=True)
+class Resources:
+    """What Dagster gives a step: the store, how engines run here, and the process that it starts, with its hyper-parameters."""
 
-def needed_resources(asset: Asset) -> tuple[str, ...]:
-    """The resources that say where an asset is made; SFT asks whether GRPO can run where it is to run after it."""
-    before = ("grpo_cdrem",) if RESOURCES.get(asset) == "sft" else ()
-    return (*before, RESOURCES[asset]) if asset in RESOURCES else ()
+    store: StoreResource
+    engines: EnginesResource
+    processes: Mapping[str, Processes] = field(default_factory=dict)  # the step's own, then those of trainings after it
+
+    @property
+    def own(self) -> Processes | None:
+        """Where the step's own process runs; None: it starts none."""
+        return next(iter(self.processes.values()), None)
 
 
 @dataclass
@@ -79,6 +74,7 @@ class StageContext:
     """What the function of an asset needs to make `ref`: its inputs, and an empty draft for its content."""
 
     context: dg.AssetExecutionContext
+    resources: Resources
     loop: Loop
     ref: Ref
     inputs: dict[Ref, Record]
@@ -93,8 +89,13 @@ class StageContext:
     @property
     def models(self) -> Models:
         """The models of the experiment, asked at the endpoints of this machine."""
-        placed: Models = self.context.resources.engines.placed(self.loop.experiment.models)
-        return placed
+        return self.resources.engines.placed(self.loop.experiment.models)
+
+    @property
+    def process(self) -> Processes:
+        """Where the process of this step runs, and the hyper-parameters that the Launchpad replaces."""
+        assert self.resources.own is not None
+        return self.resources.own
 
     def record(self, asset: Asset) -> Record:
         """The record of the input `asset` of this iteration."""
@@ -122,12 +123,12 @@ class StageContext:
             assert_unchanged(self.store, now)
         return self.store.root / used.folder
 
-    def run_job(self, resource: Processes, kind: type[Job], **settings: Any) -> dict[str, Any]:
+    def run_job(self, kind: type[Job], **settings: Any) -> dict[str, Any]:
         """Runs a job that fills the draft; returns {"figures", "device", "seconds"}.
 
         A re-run with the same inputs and settings uses the same scratch folder, which is deleted when the job is done.
         """
-        experiment = self.loop.experiment
+        experiment, resource = self.loop.experiment, self.process
         if issubclass(kind, TrainingJob):
             self._refuse_training()
         common: dict[str, Any] = {
@@ -144,7 +145,7 @@ class StageContext:
         key = fingerprint([named, decides, {name: _plain(value) for name, value in settings.items()}, made_by])
         scratch = self.store.scratch(f"{self.loop.experiment.name}-s{self.loop.seed}-{self.ref.asset}-{self.k}-{key}")
         settings |= resource.placement(kind)  # not in the key: the number of processes changes no result
-        serving = self.context.resources.engines.serving()
+        serving = self.resources.engines.serving()
         tracked = self.store.tracked(self.loop.experiment.name, self.loop.seed, str(self.ref.asset), self.k)
         places: dict[str, Any] = {
             "visual": self.store.visual,
@@ -159,7 +160,7 @@ class StageContext:
 
     def _refuse_training(self) -> None:
         """Raises ExperimentError if this training, or GRPO after it, cannot run where the resources say."""
-        resources = {name: getattr(self.context.resources, name) for name in needed_resources(self.ref.asset)}
+        resources = self.resources.processes
         why = [
             line
             for config, name in trainings(self.loop.experiment)
@@ -202,23 +203,24 @@ def failing_plainly() -> Iterator[None]:
 
 
 @contextmanager
-def stage_context(context: dg.AssetExecutionContext, loop: Loop, asset: Asset) -> Iterator[StageContext]:
+def stage_context(
+    context: dg.AssetExecutionContext, resources: Resources, loop: Loop, asset: Asset
+) -> Iterator[StageContext]:
     """Claims the iteration, checks that the inputs may be used, and opens a draft."""
-    resource: StoreResource = context.resources.store
     # a run of an iteration may make unpartitioned assets too
     ref = Ref(asset, None if asset in SHARED else int(context.partition_key))
-    store = resource.store(loop.root)
+    store = resources.store.store(loop.root)
     tag_run(context)
     if ref.iteration is not None:
         claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
     k = ref.iteration or 0
-    inputs = loop.require(context, loop.inputs_of(ref), k, resource.accept_stale_input, store.root)
+    inputs = loop.require(context, loop.inputs_of(ref), k, resources.store.accept_stale_input, store.root)
     with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
-        yield StageContext(context, loop, ref, inputs, store, draft)
+        yield StageContext(context, resources, loop, ref, inputs, store, draft)
 
 
 def materialize(
-    context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: StageFunction
+    context: dg.AssetExecutionContext, resources: Resources, loop: Loop, asset: Asset, make: StageFunction
 ) -> dg.MaterializeResult[None]:
     """Makes the artifact, commits it, hands it over to the next iteration, and reports it with its record and checks.
 
@@ -226,10 +228,10 @@ def materialize(
     """
     try:
         with failing_plainly():
-            return _materialize(context, loop, asset, make)
+            return _materialize(context, resources, loop, asset, make)
     except Exception:
         if asset not in SHARED:
-            store = context.resources.store.store(loop.root).root
+            store = resources.store.store(loop.root).root
             unevaluated = (context.run.run_id, with_readers(loop, asset))
             with suppress(SQLAlchemyError):  # the event log itself may be what fails; the next run evaluates them
                 records = loop.records(context.instance, store)
@@ -238,12 +240,12 @@ def materialize(
 
 
 def _materialize(
-    context: dg.AssetExecutionContext, loop: Loop, asset: Asset, make: StageFunction
+    context: dg.AssetExecutionContext, resources: Resources, loop: Loop, asset: Asset, make: StageFunction
 ) -> dg.MaterializeResult[None]:
     started = time.monotonic()
     # computed first: a change during the read makes the artifact stale
     source = {SOURCE: loop.source(asset)} if asset in SHARED else {}
-    with stage_context(context, loop, asset) as work:
+    with stage_context(context, resources, loop, asset) as work:
         outcome = make(work)
         seed_part = () if loop.key(asset).path[1] == asset else (f"s{loop.seed}",)
         place = (loop.experiment.name, *seed_part, asset, loop.partition(work.ref) or UNPARTITIONED)
@@ -267,8 +269,8 @@ def _materialize(
         files=dict(artifact.files),
         sizes=artifact.sizes,
         failed_checks=sorted(name for name, why in outcome.checks.items() if why is not None),
-        accepted_stale_input=context.resources.store.accept_stale_input,
-        place=_place(context, asset) if outcome.seconds is not None else {},
+        accepted_stale_input=resources.store.accept_stale_input,
+        place=_place(resources) if outcome.seconds is not None else {},
     )
     keep_record(work.store.root, loop.key(asset), record)
     if (observed := handed_over(loop, record)) is not None:  # after the last iteration too: K may be raised later
@@ -296,7 +298,7 @@ def _materialize(
                 )
             },
             "inputs": _inputs_table(record),
-            **_overrides(context, asset),
+            **_overrides(resources, asset),
             **({"place": dg.MetadataValue.json(record.place)} if record.place else {}),
             "folder": record.folder,  # below the store, which may be moved
             RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
@@ -316,21 +318,20 @@ def _row_count(folder: Path, content: list[str]) -> dict[str, int]:
     return {"dagster/row_count": pq.read_metadata(table).num_rows} if table.suffix == ".parquet" else {}
 
 
-def _overrides(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, dg.MetadataValue[Any]]:
+def _overrides(resources: Resources, asset: Asset) -> dict[str, dg.MetadataValue[Any]]:
     """The settings of the experiment file that the Launchpad replaced in this run."""
-    resource: Processes | None = getattr(context.resources, RESOURCES[asset]) if asset in RESOURCES else None
     # where the grounder learns by GRPO its settings are its own: those of the resource are the planner's
-    overrides = resource.overrides() if resource is not None and asset != "grounder_rl" else {}
+    overrides = resources.own.overrides() if resources.own is not None and asset != "grounder_rl" else {}
     return {"overrides": dg.MetadataValue.json(overrides)} if overrides else {}
 
 
-def _place(context: dg.AssetExecutionContext, asset: Asset) -> dict[str, Any]:
+def _place(resources: Resources) -> dict[str, Any]:
     """Where a worker of this run was: the machine's profile, and every setting as it was used."""
-    engines: EnginesResource = context.resources.engines
-    resource: Processes = getattr(context.resources, RESOURCES[asset])
+    engines, own = resources.engines, resources.own
+    assert own is not None
     return {
         "machine": engines.machine,
-        **resource.settings().model_dump(mode="json"),
+        **own.settings().model_dump(mode="json"),
         "vllm": engines.serving().model_dump(mode="json"),
         "endpoints": engines.endpoints,
     }

@@ -214,7 +214,7 @@ def test_training_starts_from_the_base_or_from_the_model_before(light: InProcess
                 )
                 for used in inputs_of(ref, init=init)
             }  # fmt: skip
-            start = _start(StageContext(None, loop, ref, inputs, store, tmp_path), asset, "base_planner")
+            start = _start(StageContext(None, None, loop, ref, inputs, store, tmp_path), asset, "base_planner")
             if (k, init) == (2, "previous"):
                 before = f"{CONTINUED[asset]}[1]"
                 assert start == (str(store.root / before), ("base", before, "beef"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from coepg_dagster.assets.stage import RESOURCES, Outcome, StageContext
+from coepg_dagster.assets.stage import Outcome, StageContext
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import (
     AS_WRITTEN,
@@ -13,7 +13,6 @@ from coepg_dagster.resources.training import (
     GrpoCdremResource,
     RegenerationResource,
     SftResource,
-    default_resources,
 )
 
 from coepg_dagster.experiment import ExperimentError, Grpo, Regeneration, Serving, Sft
@@ -80,7 +79,6 @@ def test_replaced_settings_of_every_type_arrive(light: InProcess) -> None:
 def test_every_field_of_the_launchpad_is_described() -> None:
     for resource in (SftResource, GrpoCdremResource, RegenerationResource, EnginesResource, StoreResource):
         assert [name for name, field in resource.model_fields.items() if not field.description] == []
-    assert {*RESOURCES.values(), "engines"} == set(default_resources())
 
 
 def test_jobs_receive_how_engines_run_here() -> None:
@@ -122,7 +120,7 @@ def test_a_run_refuses_sft_where_grpo_could_not_follow(light: InProcess) -> None
     """Hours of SFT would be for nothing."""
 
     def trains(work: StageContext) -> Outcome:
-        return Outcome([], work.run_job(work.context.resources.sft, SftJob))
+        return Outcome([], work.run_job(SftJob))
 
     light.settings["makers"] = LIGHT_MAKERS | {"planner_sft": trains}
     assert light.run(None).success
