@@ -97,7 +97,7 @@ def board_version(config: GroundingBoard, root: Path, imports: Path) -> str:
     return version_now(dataset, *place, options)
 
 
-def _board_import(config: GroundingBoard, root: Path, imports: Path) -> tuple[Dataset, tuple[Path, Path], Options]:
+def _board_import(config: GroundingBoard, root: Path, imports: Path) -> tuple[boards.Board, tuple[Path, Path], Options]:
     """The reader of a board, (its path, the folder of its import), and how it is read."""
     board = boards.board_of(config.protocol)
     assert board is not None  # the experiment file was checked
