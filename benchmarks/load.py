@@ -205,7 +205,7 @@ def make_records(root: Path) -> None:
                 os.link(root / "tables" / file, draft / file)
             (draft / "content.json").write_text(json.dumps([str(ref), salt]))
             if ref.asset == "open_models":
-                names = "planner_a", "planner_b", *VERIFIERS
+                names = "planners/planner_a", "planners/planner_b", *(f"verifiers/{name}" for name in VERIFIERS)
                 model = {"checkpoint": "models/planner-a", "version": "0" * 16, "files": {}}
                 (draft / MODELS).write_text(json.dumps(dict.fromkeys(names, model)))
             artifact = store.commit(draft, place, ["content.json"])
