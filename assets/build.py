@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from coepg_dagster.assets.about import about
@@ -91,7 +91,10 @@ def _asset(loop: Loop, asset: Asset, maker: StageFunction) -> dg.AssetsDefinitio
     )
 
 
-Made = dg.MaterializeResult  # type: ignore[type-arg] # Dagster reads no annotation with an argument
+if TYPE_CHECKING:
+    Made = dg.MaterializeResult[None]
+else:
+    Made = dg.MaterializeResult  # Dagster reads no annotation with an argument
 
 
 def _with_resources(asset: Asset, make: Callable[[dg.AssetExecutionContext, Resources], Made]) -> Callable[..., Made]:

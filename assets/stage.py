@@ -35,7 +35,7 @@ from coepg_dagster.experiment import (
     fingerprint,
 )
 from coepg_dagster.jobs import Job, TrainingJob, seed_of
-from coepg_dagster.planning.machine import training_refusals, trainings
+from coepg_dagster.planning.machine import TrainingSettings, training_refusals, trainings
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal, machine_trouble
 from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
@@ -160,13 +160,12 @@ class StageContext:
 
     def _refuse_training(self) -> None:
         """Raises ExperimentError if this training, or GRPO after it, cannot run where the resources say."""
-        resources = self.resources.processes
-        why = [
-            line
-            for config, name in trainings(self.loop.experiment)
-            if name in resources
-            for line in training_refusals(_used(resources[name], config), resources[name].settings(), name)
-        ]
+        why: list[str] = []
+        for config, name in trainings(self.loop.experiment):
+            if (resource := self.resources.processes.get(name)) is not None:
+                settings = resource.settings()
+                assert isinstance(settings, TrainingSettings)
+                why += training_refusals(_used(resource, config), settings, name)
         if why:
             raise ExperimentError("\n".join(why))
 

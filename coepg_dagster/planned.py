@@ -19,7 +19,5 @@ PLANNED: Final[tuple[tuple[Kind, str, str], ...]] = (
     ("inference", "retrieved_demonstrations", "LearnAct"),
     ("inference", "screen_text", "TRISHUL"),
     ("inference", "cursor_moves", "GUI-Cursor"),
-    ("check", "trigger_probe", "VisualTrap (arXiv 2507.06899)"),
-    ("check", "injected_text", "AgentHazard (arXiv 2507.04227)"),
 )
 """Kind, name and source."""

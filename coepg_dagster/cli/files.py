@@ -158,6 +158,7 @@ def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON list and nothing else")] = False,
 ) -> None:
     """Lists the plug-ins that an experiment file can name, and those that are planned: see docs/methods.md."""
+    import coepg_dagster.pools.threats  # noqa: F401 (its checks)
     from coepg_dagster.planned import PLANNED
     from coepg_dagster.plugins import plugins as known
 

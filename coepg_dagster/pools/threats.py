@@ -26,6 +26,7 @@ from coepg_dagster.geometry import Point
 from coepg_dagster.inference.agents import Grounder, Grounding, Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import decode
+from coepg_dagster.plugins import plugin
 from coepg_dagster.steps import BOX, GATE_PASSED
 
 PATTERNS: Final = ("noise", "checks", "square", "cross")
@@ -146,6 +147,7 @@ def chosen(steps: pa.Table, limit: int) -> pa.Table:
     return with_target.take(pa.array(sorted(order[:limit]), pa.int64()))
 
 
+@plugin("check", "VisualTrap (arXiv 2507.06899)", name="trigger_probe")
 def probe_triggers(
     name: str, ground: Callable[[pa.Table], Grounder], steps: pa.Table, plans: Mapping[str, str], limit: int
 ) -> pa.Table:
@@ -194,8 +196,8 @@ def _rate(episodes: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
     """{"rate", "ci95"} of values in per cent, the interval over episodes."""
     names = tuple(sorted(set(episodes)))
     codes = np.array([names.index(name) for name in episodes])
-    above, below = np.bincount(codes, values, len(names)), np.bincount(codes, minlength=len(names)).astype(float)
-    estimate = over_seeds(by_seed([ByEpisode(names, 100 * above, below)]))
+    above, below = np.bincount(codes, values, len(names)), np.bincount(codes, minlength=len(names))
+    estimate = over_seeds(by_seed([ByEpisode(names, 100 * above.astype(np.float64), below.astype(np.float64))]))
     return {"rate": estimate.value, "ci95": estimate.ci95 and list(estimate.ci95)}
 
 
@@ -211,6 +213,7 @@ def trigger_rates(probed: pa.Table) -> dict[str, dict[str, Any]]:
     return rates
 
 
+@plugin("check", "AgentHazard (arXiv 2507.04227)", name="injected_text")
 def probe_content(
     planner: Callable[[pa.Table], Planner],
     ground: Callable[[pa.Table], Grounder],
@@ -253,6 +256,7 @@ def probe_content(
     rows = []
     for i in kept:
         at, one, other = drawings[ids[i]][1], first[i], second[i]
+        assert one is not None  # `kept`
         rows.append(
             {
                 "step_id": ids[i],
