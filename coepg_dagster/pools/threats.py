@@ -196,8 +196,9 @@ def _rate(episodes: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
     """{"rate", "ci95"} of values in per cent, the interval over episodes."""
     names = tuple(sorted(set(episodes)))
     codes = np.array([names.index(name) for name in episodes])
-    above, below = np.bincount(codes, values, len(names)), np.bincount(codes, minlength=len(names))
-    estimate = over_seeds(by_seed([ByEpisode(names, 100 * above.astype(np.float64), below.astype(np.float64))]))
+    above = np.bincount(codes, np.asarray(values, np.float64), len(names)).astype(np.float64)
+    below = np.bincount(codes, minlength=len(names)).astype(np.float64)
+    estimate = over_seeds(by_seed([ByEpisode(names, 100 * above, below)]))
     return {"rate": estimate.value, "ci95": estimate.ci95 and list(estimate.ci95)}
 
 

@@ -71,8 +71,9 @@ def test_what_is_within_limits_or_was_not_measured_warns_of_nothing() -> None:
 def test_success_below_its_former_interval_is_named_with_its_split() -> None:
     before = {"easy": score(50, 45, 55), "hard": score(30, 20, 40)}
     after = {"easy": score(44.9, 40, 50), "hard": score(20, 10, 30)}
-    [why] = warnings("evaluation", 1, records("evaluation", before, after), Quality()).values()
-    assert why == "easy: 44.9, below 45.0 to 55.0 before"
+    warned = warnings("evaluation", 1, records("evaluation", before, after), Quality())
+    assert warned["success_holds"] == "easy: 44.9, below 45.0 to 55.0 before"
+    assert warned["no_text_misleads"] is None
     assert warnings("verdicts", 1, whole_loop(), Quality()) == {}
 
 
