@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks import baseline
-from coepg_dagster.evaluation.score import score_file
+from coepg_dagster.evaluation.score import PredictionFile, score_predictions
 
 NAME = "score_files"
 ROWS = int(os.environ.get("COEPG_ROWS", "1000000"))
@@ -122,7 +122,7 @@ def measured(path: Path, format: str, protocol: str) -> dict[str, Any]:
                 timed.sample()
     json_seconds, json_additions = timed.read()
     timed = Timed()
-    result = score_file(path, format, protocol, report=timed.sample)
+    result = score_predictions(PredictionFile(path, format), protocol, report=timed.sample)
     seconds, additions = timed.read()
     if result.scored != ROWS or any("otherwise" in note or "raw answer" in note for note in result.notes):
         raise RuntimeError(f"{protocol}: {result.scored} of {ROWS} rows scored; {result.notes}")

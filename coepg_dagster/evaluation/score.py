@@ -162,20 +162,6 @@ class PredictionFile:
         )
 
 
-def score_file(
-    path: Path,
-    format: str,
-    protocol: str,
-    *,
-    labels: Path | None = None,
-    answers: Path | None = None,
-    seed: int = 0,
-    report: Report | None = None,
-) -> Result:
-    """`score_predictions` of a file in one of `formats.FORMATS`, whose points are in the space that its format says."""
-    return score_predictions(PredictionFile(path, format, labels, answers), protocol, seed=seed, report=report)
-
-
 def score_predictions(
     file: PredictionFile,
     protocol: str,

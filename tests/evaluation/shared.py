@@ -12,7 +12,7 @@ from coepg_dagster.evaluation.case import Case, Notes
 from coepg_dagster.evaluation.formats import each_prediction
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result
-from coepg_dagster.evaluation.score import score_file
+from coepg_dagster.evaluation.score import PredictionFile, score_predictions
 from coepg_dagster.evaluation.tables import MISSING, Table, half_up
 
 DATA = Path(os.environ.get("COEPG_SHARED_DATA") or Path(__file__).parents[3] / "shared" / "data")
@@ -28,6 +28,13 @@ def read_predictions(path: Path, format: str, protocol: str, **files: Path) -> t
     """All readable cases of a file, and what its reader notices."""
     rows, notes = each_prediction(path, format, protocol, **files)
     return [row for row in rows if isinstance(row, Case)], notes
+
+
+def score_file(
+    path: Path, format: str, protocol: str, *, labels: Path | None = None, answers: Path | None = None, seed: int = 0
+) -> Result:
+    """A file of predictions judged by one protocol, whose points are in the space that its format says."""
+    return score_predictions(PredictionFile(path, format, labels, answers), protocol, seed=seed)
 
 
 def score_under_all(path: Path, format: str, family: str) -> dict[str, Result]:

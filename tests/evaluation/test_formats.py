@@ -19,7 +19,8 @@ from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE, ScoringErro
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result
 from coepg_dagster.evaluation.rows import BAD_LABEL
-from coepg_dagster.evaluation.score import score_file
+
+from .shared import score_file
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,9 +21,11 @@ from coepg_dagster.evaluation.grounding import BOARDS, in_polygon
 from coepg_dagster.evaluation.grounding_logs import board_of
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result, result_of
-from coepg_dagster.evaluation.score import compare, score_file
+from coepg_dagster.evaluation.score import compare
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 from coepg_dagster.geometry import Point, Size, Space, Viewport
+
+from .shared import score_file
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,10 +17,10 @@ from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
 from coepg_dagster.evaluation.protocols import PROTOCOLS, find_protocol, protocols_markdown
 from coepg_dagster.evaluation.result import result_of, sop, summarise
-from coepg_dagster.evaluation.score import compare, score_file
+from coepg_dagster.evaluation.score import compare
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 
-from .shared import read_predictions
+from .shared import read_predictions, score_file
 
 settings.register_profile("evaluation", deadline=None)
 settings.load_profile("evaluation")

@@ -14,9 +14,9 @@ from coepg_dagster.evaluation.case import Case, Protocol, ScoringError
 from coepg_dagster.evaluation.mind2web import judge_uground, pad
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Metric, Result, mean_of, result_of
-from coepg_dagster.evaluation.score import compare, differing_steps, score_file, score_under_every
+from coepg_dagster.evaluation.score import compare, differing_steps, score_under_every
 
-from .shared import PREDICTIONS, SAMPLES, needs_data, protocols_table, read_predictions, score_under_all
+from .shared import PREDICTIONS, SAMPLES, needs_data, protocols_table, read_predictions, score_file, score_under_all
 
 pytestmark = needs_data
 

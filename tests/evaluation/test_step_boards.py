@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
-from coepg_dagster.evaluation.score import score_file
 from coepg_dagster.evaluation.step_boards import StepAction, bleu_2, edit_distance, odyssey_text, squad_f1
 from coepg_dagster.geometry import Point, Size, Space, Viewport
+
+from .shared import score_file
 
 ODYSSEY, AITW, GUIACT = "gui_odyssey/ams", "aitw/action_matching", "guiact/steps"
 SIZE = (1000, 2000)

@@ -27,7 +27,6 @@ from coepg_dagster.auditing.marks import NotMarked, marking
 from coepg_dagster.evaluation import statistics
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
-from coepg_dagster.evaluation.score import score_file
 from coepg_dagster.experiment import CODE, ExperimentError, code_version, load_experiment
 from coepg_dagster.inference.agents import coordinate_tokens
 from coepg_dagster.inference.files import IncompleteCheckpoint, check_finite, check_size, faults
@@ -38,6 +37,7 @@ from coepg_dagster.readers.files import Files
 from coepg_dagster.readers.images import Resize, prepared
 from coepg_dagster.readers.rows import READER_SCHEMA, Reject, RejectedRow, Step
 from coepg_dagster.readers.source_rows import SourceRow
+from tests.evaluation.shared import score_file
 from tests.readers import samples
 
 REPOSITORY = Path(__file__).parents[2]
