@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,6 +14,7 @@ from coepg_dagster.assets.automation import REGENERATION, REPORT
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.light import plant, steps_log
 from tests.deployment import Deployment, Webhook
+from tests.project import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +93,22 @@ def test_the_daemon_makes_everything_in_order_and_rests(deployment: Deployment) 
     assert deployment.status(new_data(deployment, "driven/s1", None)) == "SUCCESS"
     rest(deployment)
     assert asked(deployment, "driven/s1", now) == []
+
+
+def test_the_page_of_an_asset_says_why_it_was_made(deployment: Deployment) -> None:
+    """What *Automation* shows: the parts of the condition by their labels, and the run that a tick asked for."""
+    docs = (REPOSITORY / "docs" / "using-the-ui.md").read_text().replace("\n", " ")
+    sentence = docs.partition("**Why was it made, or not?**")[2].partition("The tick's log")[0]
+    answer = deployment.graphql(
+        "query($key: AssetKeyInput) { assetConditionEvaluationRecordsOrError(assetKey: $key, limit: 100) {"
+        " ... on AssetConditionEvaluationRecords { records { numRequested runIds evaluationNodes { userLabel } } } } }",
+        key={"path": ["driven", "s1", "planner"]},
+    )["assetConditionEvaluationRecordsOrError"]
+    labels = {node["userLabel"] for record in answer["records"] for node in record["evaluationNodes"]}
+    named = set(re.findall(r"`([^`]+)`", sentence))
+    assert len(named) == 5 and named <= labels
+    made = {run["runId"] for run in asked(deployment, "driven/s1") if "planner" in run["of"][1]}
+    assert made <= {run for record in answer["records"] for run in record["runIds"]}
 
 
 def test_new_data_leads_to_all_that_comes_after_unless_a_check_blocks_it(deployment: Deployment) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import dagster as dg
@@ -41,6 +43,28 @@ def test_a_newcomer_sees_one_loop_of_the_sandbox_from_left_to_right(fresh: Proje
     }  # fmt: skip
     assert shown(fresh, ABLATIONS) == set()
     assert all(graph.get(key).owners == [] for key in groups)
+
+
+def test_the_selections_that_the_page_names_find_the_assets(fresh: Project) -> None:
+    graph = build(fresh).resolve_asset_graph()
+    every = graph.get_all_asset_keys()
+    named = dict.fromkeys(re.findall(r"filtered by `([^`]+)`", (REPOSITORY / "docs" / "using-the-ui.md").read_text()))
+    found = {text: dg.AssetSelection.from_string(text).resolve(graph) for text in named}
+    assert found.pop('key:"sandbox/*"') == every
+    assert found and all({"sandbox", "s13"} == {*key.path[:2]} for keys in found.values() for key in keys)
+    assert all(found.values())
+
+
+def test_a_benchmark_is_to_be_read_again_within_90_days(fresh: Project) -> None:
+    """A policy of a partitioned asset would judge it by its last event."""
+    graph = build(fresh).resolve_asset_graph()
+    policies = {
+        key.path[-1]: policy for key in graph.get_all_asset_keys() if (policy := graph.get(key).freshness_policy)
+    }
+    [(asset, policy)] = policies.items()
+    assert asset == "benchmark_steps" and not graph.get(dg.AssetKey(["sandbox", asset])).is_partitioned
+    wanted = dg.FreshnessPolicy.time_window(warn_window=timedelta(days=30), fail_window=timedelta(days=90))
+    assert policy == wanted
 
 
 def test_the_workspace_has_one_location_and_says_how_to_see_the_ablations() -> None:
