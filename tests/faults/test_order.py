@@ -18,10 +18,12 @@ from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import RECORD, archive
 from coepg_dagster.assets.stage import Outcome, StageContext
 from coepg_dagster.resources import warm
+from coepg_dagster.resources.training import RegenerationResource
 from rich.console import Console
 
 from coepg_dagster.auditing.archive import Archive
 from coepg_dagster.experiment import CODE
+from coepg_dagster.jobs import CandidatesJob, Job
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, NotUsable, Ref
 from coepg_dagster.store import Store, changes
@@ -134,30 +136,23 @@ def test_a_change_of_code_between_two_tries_starts_the_job_afresh(
     """What a killed job left is continued by the same code with the same inputs alone: `scratch` is named by both."""
     names = []
 
+    def killed(self: RegenerationResource, context: object, job: Job, root: Path) -> None:
+        names.append(job.scratch.name)
+        raise RuntimeError("killed")
+
     def job(work: StageContext) -> Outcome:
-        class Launcher:
-            device = "cpu"
-
-            def placement(self, kind: object) -> dict[str, object]:
-                return {}
-
-            def launch(self, context: object, made: object, root: Path) -> None:
-                names.append(made.scratch.name)  # type: ignore[attr-defined]
-                raise RuntimeError("killed")
-
-        from coepg_dagster.jobs import CandidatesJob
-
-        work.run_job(Launcher(), CandidatesJob, members={}, steps=tmp_path, train_split="train", max_steps=None,
+        work.run_job(CandidatesJob, members={}, steps=tmp_path, train_split="train", max_steps=None,
                      config=work.loop.experiment.regeneration, processes=1)  # fmt: skip
         raise AssertionError("never")
 
+    monkeypatch.setattr(RegenerationResource, "launch", killed)
     evolve(light, 0)
     light.settings["makers"] = LIGHT_MAKERS | {"candidate_plans": job}
     light.run(0, "candidate_plans")
     light.run(0, "candidate_plans")
-    monkeypatch.setitem(CODE, "candidate_plans", CODE["candidate_plans"] + 1)
-    light.run(0, "candidate_plans")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setitem(CODE, "candidate_plans", CODE["candidate_plans"] + 1)
+        light.run(0, "candidate_plans")
     plant(light.project, "salt", "light/s1", Ref("benchmark_steps"))
     light.run(None, "benchmark_steps")
     light.run(0, "candidate_plans")
