@@ -27,6 +27,7 @@ test: setup  ## lint goes on beside the tests
 	wait $$lint && exit $$passed
 
 faults: setup  ## the whole fault matrix of docs/reliability.md
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[faults]"
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "" tests/faults
 
 lint: setup  ## mypy and import-linter see assets/ and resources/ where they are imported from, through links
