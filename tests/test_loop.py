@@ -312,7 +312,7 @@ evaluation:
 
 
 def test_plugins_of_every_kind_run_together(projects: list[Path]) -> None:
-    root = projects[1]
+    root = projects[0]
     (root / "experiments" / "many.yaml").write_text(MANY)
     run(root, "evolve", "many", "--through", "1")
     pairs = json.loads(run(root, "results", "many", "--json"))["iterations"][1]["pairs"]
