@@ -147,9 +147,12 @@ def chosen(kind: Kind, value: Any, **more: Any) -> Chosen:
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         raise ValueError(f"name a {kind}, as `NAME` or as `{{name: NAME, SETTING: …}}`, not {value!r:.80}")
     found = find(kind, given["name"])
-    return {"name": found.name} | found.completed(
-        {name: each for name, each in given.items() if name != "name"}, **more
-    )
+    return {"name": found.name} | found.completed(settings_of(given), **more)
+
+
+def settings_of(choice: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """The settings of a plug-in {"name": …, settings…}, but those in `without`."""
+    return {name: value for name, value in choice.items() if name not in ("name", *without)}
 
 
 def chosen_for(takes: type, kind: Kind, named: Mapping[str, Mapping[str, Any]]) -> Named:

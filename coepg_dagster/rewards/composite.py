@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from coepg_dagster.plugins import NoPlugin, find
+from coepg_dagster.plugins import NoPlugin, find, settings_of
 from coepg_dagster.rewards import combiners, terms
 from coepg_dagster.rewards.answers import OF_EACH, OF_PLACE, OF_STEP, Answers, Floats, refuse_inputs
 from coepg_dagster.rewards.cdrem import ValueMode, type_reward, value_reward
@@ -75,12 +75,12 @@ class Composite:
 
     def point_scores(self, answers: Answers) -> Floats:
         """s of each answer's place, shape (B,)."""
-        return answers.scores(find("reward", self.point_score["name"]), **_settings(self.point_score))
+        return answers.scores(find("reward", self.point_score["name"]), **settings_of(self.point_score))
 
     def term_scores(self, answers: Answers) -> dict[str, Floats]:
         """Term → its score of each of the B answers to one step, shape (B,)."""
         return {
-            name: answers.scores(find("reward", name), **_settings(chosen, "weight"))
+            name: answers.scores(find("reward", name), **settings_of(chosen, "weight"))
             for name, chosen in self.terms.items()
         }
 
@@ -111,12 +111,8 @@ class Composite:
         combiner = find("combiner", self.combiner["name"])
         given: dict[str, Floats] = dict(zip(combiners.PARTS, (parsed, type, value, point), strict=True))
         given |= term_scores or {name: np.zeros_like(parsed) for name in self.terms}
-        made = combiner.function(*(given[name] for name in combiner.inputs), **_settings(self.combiner))
+        made = combiner.function(*(given[name] for name in combiner.inputs), **settings_of(self.combiner))
         reward = np.asarray(made, dtype=np.float64)
         if reward.shape != parsed.shape or not np.all(np.isfinite(reward)):
             raise ValueError(f"the combiner {combiner.name!r} gave no finite number for each of {len(parsed)} answers")
         return reward
-
-
-def _settings(chosen: Choice, *without: str) -> dict[str, Any]:
-    return {name: value for name, value in chosen.items() if name not in ("name", *without)}

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Gt, Interval
 
-from coepg_dagster.plugins import find, plugin
+from coepg_dagster.plugins import find, plugin, settings_of
 from coepg_dagster.rewards.answers import Floats
 
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -128,10 +128,11 @@ def estimated(
         ValueError: a function did not give finite numbers of that shape.
     """
     for chosen in functions:
-        settings = {name: value for name, value in chosen.items() if name != "name"}
         estimator = find("advantage", chosen["name"])
         given = {"rewards": rewards, "advantages": advantages, "areas": areas}
-        made = np.asarray(estimator.function(*(given[name] for name in estimator.inputs), **settings), dtype=np.float64)
+        made = np.asarray(
+            estimator.function(*(given[name] for name in estimator.inputs), **settings_of(chosen)), dtype=np.float64
+        )
         if made.shape != rewards.shape or not np.all(np.isfinite(made)):
             raise ValueError(f"the advantage {estimator.name!r} gave no finite numbers of the shape {rewards.shape}")
         advantages = made

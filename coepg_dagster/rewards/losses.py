@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 from annotated_types import Gt
 
-from coepg_dagster.plugins import find, plugin
+from coepg_dagster.plugins import find, plugin, settings_of
 from coepg_dagster.rewards.answers import Floats
 
 GIVEN: Final = frozenset({"rewards"})
@@ -32,8 +32,7 @@ def guirlvg_kl(rewards: Floats, *, most: Annotated[float, Gt(0)] = 1.0) -> Float
 def kl_factors(chosen: Mapping[str, Any], rewards: Floats) -> Floats:
     """The factors of an experiment's plug-in {"name": …, settings…}, shape (B,). Raises ValueError if one is not 0 or more."""
     found = find("policy_loss", chosen["name"])
-    settings = {name: value for name, value in chosen.items() if name != "name"}
-    factors = np.asarray(found.function(rewards, **settings), dtype=np.float64)
+    factors = np.asarray(found.function(rewards, **settings_of(chosen)), dtype=np.float64)
     if factors.shape != rewards.shape or not np.all(factors >= 0):
         raise ValueError(
             f"the policy_loss {found.name!r} must give a factor of 0 or more for each of {len(rewards)} rollouts"

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -221,12 +221,7 @@ def judged(text: str, options: int) -> int | None:
     >>> judged('The second: {"index": 2}', 3), judged('{"index": 9}', 3), judged("none", 3)
     (1, None, None)
     """
-    start = text.find("{")
-    try:
-        answer = json.JSONDecoder().raw_decode(text, start)[0] if start >= 0 else None
-    except (ValueError, RecursionError):
-        return None
-    index = answer.get("index") if isinstance(answer, dict) else None
+    index = _object(text).get("index")
     return index - 1 if isinstance(index, int) and not isinstance(index, bool) and 1 <= index <= options else None
 
 
@@ -282,9 +277,13 @@ def refuses(text: str) -> bool:
     >>> refuses('{"consistent": false}'), refuses('{"consistent": true}'), refuses("perhaps")
     (True, False, False)
     """
-    start = text.find("{")
+    return _object(text).get("consistent") is False
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object at the first brace of an answer; empty if there is none."""
     try:
-        answer = json.JSONDecoder().raw_decode(text, start)[0] if start >= 0 else None
+        answer = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
     except (ValueError, RecursionError):
-        return False
-    return isinstance(answer, dict) and answer.get("consistent") is False
+        return {}
+    return answer if isinstance(answer, dict) else {}
