@@ -15,7 +15,9 @@ import json
 import os
 import shutil
 import urllib.request
+from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Final, Literal
 
@@ -59,6 +61,9 @@ FLAGS: Final = (
 
 PARKED: Final = (165.0, 220.0)
 """Where the pointer rests at the start of an episode, px: in the margin, over nothing."""
+
+GENERAL_PAGE: Final = "general-page"
+"""The one page that is not MiniWoB++'s: widgets in random order, and plain requests about them (pretraining only)."""
 
 NEEDS_RELOAD: Final = frozenset({"form-sequence-3"})
 """Families whose page keeps state of the last episode: they are reloaded for each episode."""
@@ -213,6 +218,9 @@ class Browser:
     def __init__(self) -> None:
         chromium, driver = find_programs()
         self._pages = find_pages()
+        self._made = TemporaryDirectory(prefix="coepg-pages-")
+        page = files(__package__).joinpath(f"templates/{GENERAL_PAGE}.html").read_text("utf-8")
+        Path(self._made.name, f"{GENERAL_PAGE}.html").write_text(page.replace("BASE", f"{self._pages.as_uri()}/"), "utf-8")
         options = webdriver.ChromeOptions()
         options.binary_location = chromium
         for flag in FLAGS:
@@ -242,6 +250,7 @@ class Browser:
         """Ends the browser."""
         self._tools.close()
         self._driver.quit()
+        self._made.cleanup()
 
     @property
     def version(self) -> str:
@@ -255,7 +264,7 @@ class Browser:
         faster. That gives the same episode except in families that keep state of the last one (NEEDS_RELOAD):
         these reload anyway.
         """
-        page = self._pages / f"{family}.html"
+        page = (Path(self._made.name) if family == GENERAL_PAGE else self._pages) / f"{family}.html"
         if not page.is_file():
             raise ValueError(f"MiniWoB++ has no task {family!r} (looked for {page.name} in the installed package)")
         self._mouse("mouseMoved", PARKED)

@@ -143,6 +143,16 @@ def login_user(view: PageView) -> Move | None:
     return _fill(view, [("Username", user), ("Password", password)])
 
 
+def general_page(view: PageView) -> Move | None:
+    """The page itself says what its goal asks for next."""
+    wanted = view.run("() => coepgNext()")
+    if wanted is None:
+        return None
+    action, node, value = wanted
+    targets = view.at_nodes([node])
+    return Move(action, tuple(targets), value) if targets else None
+
+
 def login_user_popup(view: PageView) -> Move | None:
     cancel = view.all("button", "Cancel")
     return _click(cancel) if cancel else login_user(view)
@@ -488,6 +498,7 @@ ORACLES: Final[dict[str, Oracle]] = {
     "focus-text-2": focus_text,
     "form-sequence-2": form_sequence_2,
     "form-sequence-3": form_sequence_3,
+    "general-page": general_page,
     "identify-shape": identify_shape,
     "login-user": login_user,
     "login-user-popup": login_user_popup,
