@@ -31,8 +31,8 @@ def collect(
     Only episodes that the environment rewards are kept. What is there is not collected again, so a killed run resumes.
     Needs Chromium, ChromeDriver and the extra `miniwob`.
     """
-    from coepg_dagster.sandbox.miniwob.browser import find_pages, find_programs
-    from coepg_dagster.sandbox.miniwob.collect import STEPS_PER_SHARD, Progress, benchmark_plan, plan
+    from coepg_dagster.sandbox.miniwob.browser import GENERAL_PAGE, find_pages, find_programs
+    from coepg_dagster.sandbox.miniwob.collect import GENERAL_BLOCKS, STEPS_PER_SHARD, Progress, benchmark_plan, plan
     from coepg_dagster.sandbox.miniwob.collect import collect as collect_shards
     from coepg_dagster.sandbox.miniwob.snapshot import build_snapshot
 
@@ -41,7 +41,8 @@ def collect(
     out.mkdir(parents=True, exist_ok=True)
     shards = benchmark_plan()
     if screens_per_family:
-        shards += plan("pretrain", -(-screens_per_family // STEPS_PER_SHARD["pretrain"]))
+        blocks = -(-screens_per_family // STEPS_PER_SHARD["pretrain"])
+        shards += plan("pretrain", blocks) + plan("pretrain", GENERAL_BLOCKS * blocks, [GENERAL_PAGE])
 
     pace = Pace()
 

@@ -54,6 +54,10 @@ asked for such a word.
 """
 
 SEEDS_PER_SHARD: Final = 1_000
+TRAIN_BLOCKS: Final = 3
+"""Blocks of each family from which the snapshot's training steps are made."""
+GENERAL_BLOCKS: Final = 20
+"""Blocks of general pages for each block of the families in pretraining."""
 TRIES_PER_SHARD: Final = 120
 TRIES_IN_VAIN: Final = 80
 STEPS_PER_SHARD: Final[dict[Split, int]] = {
@@ -109,7 +113,7 @@ def plan(split: Split, blocks: int, families: Sequence[str] | None = None, first
 
 def benchmark_plan() -> list[Shard]:
     """The shards from which the shipped snapshot is made."""
-    return [shard for split in SPLITS for shard in plan(split, 1)]
+    return [shard for split in SPLITS for shard in plan(split, TRAIN_BLOCKS if split == "train" else 1)]
 
 
 def collect(

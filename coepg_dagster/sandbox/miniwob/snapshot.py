@@ -27,8 +27,8 @@ from coepg_dagster.sandbox.miniwob.splits import SEEDS, SPLITS, Split, page_hash
 from coepg_dagster.steps import STEP_SCHEMA
 
 STEPS_PER_FAMILY: Final[dict[Split, int]] = {
-    "train": 64,
-    "validation": 9,
+    "train": 192,
+    "validation": 16,
     "test_seed": 13,
     "test_text": 16,
     "test_family": 44,

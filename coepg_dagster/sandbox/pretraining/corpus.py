@@ -91,9 +91,19 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def indices(self, *, held_out: bool) -> list[int]:
-        """Indices of the screens that are (or are not) held out from training."""
-        return [i for i, step in enumerate(self.steps) if is_held_out(step.seed) == held_out]
+    def indices(self, *, held_out: bool, families: Collection[str] | None = None) -> list[int]:
+        """Indices of the screens, of these families or of all, that are (or are not) held out from training.
+
+        Raises BadShards for a family without such a screen.
+        """
+        chosen = [
+            i
+            for i, step in enumerate(self.steps)
+            if is_held_out(step.seed) == held_out and (families is None or step.family in families)
+        ]
+        if missing := set(families or ()) - {self.steps[i].family for i in chosen}:
+            raise BadShards(f"no screen of the family {min(missing)} among {len(self)}: collect it, or leave it out")
+        return chosen
 
     def texts(self) -> Iterator[str]:
         """All words of each training screen as one text, for the tokenizer."""

@@ -28,6 +28,8 @@ class PretrainingStage(Strict):
     """Steps until the learning rate reaches its peak."""
     seed: int = 0
     """Seed of the batches."""
+    families: Annotated[list[str], Field(min_length=1)] | None = None
+    """Families whose screens it sees (`general-page`: pages made for pretraining); null: all."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Time limit: ends the stage early, with the learning rate decayed. Such a stage is not reproducible to the bit."""
 

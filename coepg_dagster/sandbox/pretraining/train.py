@@ -307,7 +307,7 @@ def warm_up(name: str, tower: TowerStage, inputs: Inputs) -> tuple[Any, DenseHea
     torch.manual_seed(tower.init_seed)
     head = DenseHead(model.config.text_config.hidden_size, tokenizer).to(device)
     bank = Bank(screens, dense_labels(screens.steps, tokenizer), device)
-    pool = screens.indices(held_out=False)
+    pool = screens.indices(held_out=False, families=tower.families)
     sample = torch.tensor(Random(0).sample(pool, min(512, len(pool))), device=device)
     words, _ = bank.targets(sample, torch.zeros(len(sample), 2, dtype=torch.long, device=device), len(tokenizer))
     head.bias.data.copy_(torch.logit(words.mean((0, 1)).clamp(1e-4, 0.5)))
@@ -338,7 +338,7 @@ def train_checkpoint(name: str, checkpoint: Checkpoint, model: Any, head: DenseH
         checkpoint.label_tokens,
         checkpoint.swap,
     )
-    pool = screens.indices(held_out=False)
+    pool = screens.indices(held_out=False, families=checkpoint.families)
     pool = sorted(Random(name).sample(pool, max(1, round(checkpoint.data_share * len(pool)))))
     dataset = Batches(
         screens.steps, pool, task, tokenizer, batch=checkpoint.batch, steps=checkpoint.steps, seed=checkpoint.seed
