@@ -618,10 +618,9 @@ def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_on
         "literal": {"grpo.confidence"},
         "temperature": {"grpo.confidence_temperature"},
         "validated": {"grpo.validate_every"},
-        "no_gap": {"models.base_grounder"},
         "labels_25": {"benchmark.max_train_steps"},
         "labels_50": {"benchmark.max_train_steps"},
-        "init_previous": {"init"},
+        "init_base": {"init"},
     }
     for name, expected in changes.items():
         other = load_experiment(folder / "ablations" / f"sandbox_{name}.yaml")

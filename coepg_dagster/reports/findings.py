@@ -82,7 +82,6 @@ def findings(study: Study) -> list[Finding]:
     """
     root, last = study.root, study.last
     full = (root, FULL)
-    control = (f"{root}_no_gap", FULL)
 
     def against(
         claim: str, one: tuple[str, str], other: tuple[str, str], words: str, about: About, test: str = SUPERIORITY
@@ -122,22 +121,13 @@ def findings(study: Study) -> list[Finding]:
             "from the same D_{k-1}",
             same_data,
         ),
+        against("previous - base", full, (root, "init_base"), "where each iteration starts", About(("init",))),
         *(_rise(study, measure) for measure in ("purity_frozen", "purity", "diversity")),
         against("all labels - a quarter", full, (f"{root}_labels_25", FULL), "the loop with fewer labels", labels),
         against("all labels - half", full, (f"{root}_labels_50", FULL), "the loop with fewer labels", labels),
         against("larger - smaller", (f"{root}_large", FULL), full, "a base pair of about five times the size", larger),
-        _gain_of_the_control(study, control),
-        _due_to_the_gap(study, control),
         *(_live(study, k, before) for k, before in ((last, 1), (1, 0))),
     ]
-
-
-def _gain_of_the_control(study: Study, control: tuple[str, str]) -> Finding:
-    claim, k = "gain without the made gap", study.reached(control)
-    if k is None:
-        return _missing(claim, [(*control, study.last)])
-    words = f"M_{k} - M_0 of the control, whose base grounder knows the planners' wordings"
-    return _difference(study, claim, (*control, k), (*control, 0), words)
 
 
 def _difference(
@@ -343,17 +333,6 @@ def _steadier(study: Study, about: About) -> Finding:
         f"{_staleness(stale)}"
     )
     return Finding(claim, verdict, text, ratio, ci95, RATIO, "seeds", measure, stale=stale)
-
-
-def _due_to_the_gap(study: Study, control: tuple[str, str]) -> Finding:
-    claim, k = "gain due to the made gap", study.reached((study.root, FULL), control)
-    if k is None:
-        return _missing(claim, [(*side, study.last) for side in ((study.root, FULL), control)])
-    gain = [(1.0, (study.root, FULL, k)), (-1.0, (study.root, FULL, 0))]
-    terms: list[tuple[float, Side]] = [*gain, (-1.0, (*control, k)), (1.0, (*control, 0))]
-    seeds = _common_seeds(study, *(side for _, side in terms))
-    words = f"gain from M_0 to M_{k} of {study.root} less that of the control"
-    return _compared(study, claim, terms, seeds, words, About(("models", "models.base_grounder")))
 
 
 def _live(study: Study, k: int, before: int) -> Finding:
