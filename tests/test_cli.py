@@ -321,7 +321,10 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
             "benchmark: {max_train_steps: 7}",
             "`grpo.prompts_per_step`: it is 64, and split 'train', with `max_train_steps`",
         ),
-        ("grpo: {prompts_per_step: 1201, micro_batch_size: 8}", "has 1200 training steps: lower it"),
+        (
+            "grpo: {prompts: dataset, prompts_per_step: 2401, micro_batch_size: 8}",
+            "has 2401 training steps: lower it",
+        ),
     ],
 )
 def test_plan_refuses_what_a_later_step_would(change: str, message: str, project: Path) -> None:

@@ -31,10 +31,11 @@ def collect(
     Only episodes that the environment rewards are kept. What is there is not collected again, so a killed run resumes.
     Needs Chromium, ChromeDriver and the extra `miniwob`.
     """
-    from coepg_dagster.sandbox.miniwob.browser import GENERAL_PAGE, find_pages, find_programs
+    from coepg_dagster.sandbox.miniwob.browser import find_pages, find_programs
     from coepg_dagster.sandbox.miniwob.collect import GENERAL_BLOCKS, STEPS_PER_SHARD, Progress, benchmark_plan, plan
     from coepg_dagster.sandbox.miniwob.collect import collect as collect_shards
     from coepg_dagster.sandbox.miniwob.snapshot import build_snapshot
+    from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE
 
     find_programs()
     find_pages()

@@ -49,7 +49,7 @@ from coepg_dagster.training.learned import Exposure, exposure
 STEPS: Final[dict[str, dict[str, int]]] = {
     "mind2web": {"train": 7775, "test_task": 1339, "test_website": 1019, "test_domain": 4060},
     "android_control": {"train": 74700, "test": 8400},
-    "miniwob": {"train": 2138, "validation": 326, "test_seed": 470, "test_text": 302, "test_family": 338},
+    "miniwob": {"train": 6373, "validation": 549, "test_seed": 465, "test_text": 302, "test_family": 338},
 }
 """Steps of benchmarks that are not imported yet; AndroidControl's are approximate, from its paper."""
 KEPT: Final = 0.5

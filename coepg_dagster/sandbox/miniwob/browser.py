@@ -29,6 +29,7 @@ from websocket import WebSocket, create_connection
 
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.sandbox.miniwob.elements import ELEMENTS_JS, Element, from_dom
+from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE
 
 WIDTH: Final = 168
 HEIGHT: Final = 224
@@ -61,9 +62,6 @@ FLAGS: Final = (
 
 PARKED: Final = (165.0, 220.0)
 """Where the pointer rests at the start of an episode, px: in the margin, over nothing."""
-
-GENERAL_PAGE: Final = "general-page"
-"""The one page that is not MiniWoB++'s: widgets in random order, and plain requests about them (pretraining only)."""
 
 NEEDS_RELOAD: Final = frozenset({"form-sequence-3"})
 """Families whose page keeps state of the last episode: they are reloaded for each episode."""
@@ -220,7 +218,9 @@ class Browser:
         self._pages = find_pages()
         self._made = TemporaryDirectory(prefix="coepg-pages-")
         page = files(__package__).joinpath(f"templates/{GENERAL_PAGE}.html").read_text("utf-8")
-        Path(self._made.name, f"{GENERAL_PAGE}.html").write_text(page.replace("BASE", f"{self._pages.as_uri()}/"), "utf-8")
+        Path(self._made.name, f"{GENERAL_PAGE}.html").write_text(
+            page.replace("BASE", f"{self._pages.as_uri()}/"), "utf-8"
+        )
         options = webdriver.ChromeOptions()
         options.binary_location = chromium
         for flag in FLAGS:

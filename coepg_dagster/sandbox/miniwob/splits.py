@@ -86,6 +86,9 @@ KNOWN_FAMILIES: Final = (
     "use-autocomplete-nodelay",
 )
 
+GENERAL_PAGE: Final = "general-page"
+"""The one page that is not MiniWoB++'s, for pretraining only: widgets in random order, and plain requests about them."""
+
 HELD_OUT_ONE_IN: Final = 8
 
 _INTERFACE_TEXT: Final = """

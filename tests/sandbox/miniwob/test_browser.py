@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coepg_dagster.sandbox.miniwob.splits import KNOWN_FAMILIES, UNSEEN_FAMILIES
+from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE, KNOWN_FAMILIES, UNSEEN_FAMILIES
 
 pytest.importorskip("selenium")
 pytest.importorskip("miniwob")
@@ -30,7 +30,7 @@ def first_rewarded(browser: Browser, family: str, tries: int = 25) -> Episode:
     raise AssertionError(f"{family}: {episode.reason}")
 
 
-@pytest.mark.parametrize("family", [*KNOWN_FAMILIES, *UNSEEN_FAMILIES])
+@pytest.mark.parametrize("family", [*KNOWN_FAMILIES, *UNSEEN_FAMILIES, GENERAL_PAGE])
 def test_an_episode_is_rewarded_and_its_boxes_are_on_the_page(browser: Browser, family: str) -> None:
     episode = first_rewarded(browser, family)
     assert episode.steps
@@ -42,6 +42,20 @@ def test_an_episode_is_rewarded_and_its_boxes_are_on_the_page(browser: Browser, 
         for x1, y1, x2, y2 in step.boxes:
             assert 0 <= x1 < x2 <= 160
             assert 44 <= y1 < y2 <= 210  # below the instruction bar
+
+
+def test_general_pages_have_widgets_of_all_kinds_and_are_always_rewarded(browser: Browser) -> None:
+    episodes = [play(browser, GENERAL_PAGE, seed, reload=seed == 0) for seed in range(60)]
+    assert {episode.reason for episode in episodes} == {""}
+    steps = [step for episode in episodes for step in episode.steps]
+    assert {step.move.action_type for step in steps} == {"CLICK", "TYPE", "SELECT"}
+    kinds = {"button", "link", "text", "field", "area", "checkbox", "radio", "list", "tab", "section", "item"}
+    assert {element.kind for step in steps for element in step.elements} == kinds | {"box", "shape"}
+    for episode in episodes:
+        for step in episode.steps:
+            name = step.move.targets[0].name
+            assert name in episode.goal or name in ("1st", "2nd", "3rd", "4th"), "the goal names its target"
+            assert step.move.value in episode.goal
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from coepg_dagster import prompts
 from coepg_dagster.cli import app
 from coepg_dagster.experiment import ExperimentError
+from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE, KNOWN_FAMILIES, UNSEEN_FAMILIES
 from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, recipe, tiny_models, train
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Contents
 from coepg_dagster.sandbox.pretraining.corpus import BadShards, Corpus
+from coepg_dagster.sandbox.pretraining.wordings import WORDINGS
 from tests.project import REPOSITORY as ROOT
 from tests.sandbox.pretraining.conftest import write_shard
 
@@ -55,6 +57,31 @@ def test_screens_are_read_back_from_their_directory(drawn: Corpus) -> None:
     assert list(again.steps) == list(drawn.steps)
     assert np.array_equal(again.images, drawn.images)
     assert drawn.indices(held_out=True) == [15, 31]
+
+
+def test_a_stage_sees_the_screens_of_its_families_only(drawn: Corpus) -> None:
+    steps = [replace(step, family="general-page" if i % 3 else "click-link") for i, step in enumerate(drawn.steps)]
+    mixed = Corpus(steps, drawn.images, drawn.directory)
+    chosen = mixed.indices(held_out=False, families=["click-link"])
+    assert chosen == [i for i in mixed.indices(held_out=False) if i % 3 == 0]
+    both = mixed.indices(held_out=False, families=["click-link", "general-page"])
+    assert both == mixed.indices(held_out=False)
+    with pytest.raises(BadShards, match=r"no screen of the family click-tab .* collect it, or leave it out"):
+        mixed.indices(held_out=False, families=["click-link", "click-tab"])
+
+
+def test_the_base_pair_of_the_recipe_knows_few_families_and_its_teachers_all() -> None:
+    shipped = recipe.read(ROOT / "models" / "recipe.yaml")
+    for name, checkpoint in shipped.checkpoints.items():
+        tower = shipped.towers[checkpoint.tower]
+        assert tower.families == checkpoint.families
+        if name.startswith("base-"):
+            assert GENERAL_PAGE in (checkpoint.families or ())
+            assert len(set(checkpoint.families or ()) & set(KNOWN_FAMILIES)) == 9
+            assert not set(checkpoint.families or ()) & set(UNSEEN_FAMILIES)
+        else:
+            assert checkpoint.families is None
+        assert set(checkpoint.wordings) == set(WORDINGS), "nobody speaks a wording that another does not know"
 
 
 @pytest.mark.parametrize("role", ["grounder", "planner"])
