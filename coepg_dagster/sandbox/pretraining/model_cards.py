@@ -102,9 +102,12 @@ def text(
     """
     checkpoint = recipe.checkpoints[name]
     tower = recipe.towers[checkpoint.tower]
-    wordings = "\n".join(f"- {w}: `{_EXAMPLES[w]}`" for w in checkpoint.wordings)
+    wordings = "\n".join(f"- {w}, weight {weight:g}: `{_EXAMPLES[w]}`" for w, weight in checkpoint.wordings.items())
     verb = "Writes plans in" if checkpoint.role == "planner" else "Trained to understand"
     share = round(100 * checkpoint.data_share)
+    families = checkpoint.families or data["families"]
+    seen = f"It saw {len(families)} of these families: " if checkpoint.families else "Families: "
+    seen += ", ".join(families)
     ran = "\n".join(
         f"| {title} | {stages[key]['steps']} x {size} screens | {stages[key]['seconds']:.0f} s | {stages[key]['device']} |"
         for title, key, size in (
@@ -122,8 +125,8 @@ def text(
         "with `models/recipe.yaml`; bf16 safetensors, own tokenizer. It knows these pages and nothing else.",
         f"{verb}:\n\n{wordings}",
     ]
-    if checkpoint.role == "planner":
-        vague = checkpoint.vagueness
+    vague = checkpoint.vagueness
+    if vague.families or vague.seldom:
         parts.append(
             f"Vague on purpose (a kind or a place only): {vague.often:.0%} of the plans on {vague.families:.0%} of the "
             f"families, {vague.seldom:.0%} elsewhere. This is what planner GRPO and verification have to remove."
@@ -132,7 +135,7 @@ def text(
         f"## Data\n\n{data['screens']} MiniWoB++ screens ({share} % of them used) with {data['elements']} labelled elements "
         f"from {len(data['families'])} families, split `pretrain`, episode seeds {data['seeds'][0]} to {data['seeds'][1]}; "
         f"{data['held_out_screens']} more screens (every sixteenth seed) kept from training. No step of another split, no "
-        f"word of the held-out class.\n\nFamilies: {', '.join(data['families'])}.",
+        f"word of the held-out class. {seen}.",
         f"## Training\n\n| stage | steps | time | device |\n|---|---|---|---|\n{ran}\n\nSeveral models shared the device "
         "at that time, so the times are upper bounds.",
         f"## Results\n\nPer cent, number of cases in brackets, greedy unless said otherwise.\n\nHeld-out pretraining screens"
