@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coepg_dagster.benchmark import board_size
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import Evaluation, GroundingBoard, Grpo, Lora, Member, Serving, Sft, load_experiment
+from coepg_dagster.experiment import Evaluation, GroundingBoard, Grpo, Lora, Serving, Sft, load_experiment
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
@@ -297,15 +297,16 @@ def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None
     sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
 
     def lines(**changed: Any) -> list[str]:
-        grpo = sandbox.grpo.model_copy(update={"prompts_per_step": 8, "group_size": 8, "max_steps": 16} | changed)
+        settings = {"prompts": "dataset", "prompts_per_step": 8, "group_size": 8, "max_steps": 16} | changed
+        grpo = sandbox.grpo.model_copy(update=settings)
         dry = DryRun(sandbox.model_copy(update={"grpo": grpo}), ROOT)
         return report(dry, Hardware(None), rates_of(CPU, Path("nowhere"))).lines
 
     small = lines()
-    assert any("GRPO: 16 steps see 128 of 1,080 prompts in 1,024 rollouts" in line for line in small)
+    assert any("GRPO: 16 steps see 128 of 2,160 prompts in 1,024 rollouts" in line for line in small)
     assert any(line.startswith("warning: GRPO is likely to learn nothing") for line in small)
     unseen = next(line for line in lines(prompts="unseen") if line.startswith("GRPO"))
-    assert "see 128 of 1,058 prompts" in unseen and "the 1,058 of 2,138 training steps that D_k does not" in unseen
+    assert "see 128 of 4,213 prompts" in unseen and "the 4,213 of 6,373 training steps that D_k does not" in unseen
     for enough in (lines(prompts_per_step=64, max_steps=24), lines(enabled=False)):
         assert not any(line.startswith("warning") for line in enough)
 
@@ -372,11 +373,11 @@ def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None
         stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates_of(CPU, Path("nowhere")))
         return next(one for one in stages if one.asset == "evaluation")
 
-    alone = stage()
-    judged = stage(models=sandbox.models.model_copy(update={"judge": Member(model="models/base-grounder")}))
+    nobody, some = sandbox.models.model_copy(update={"judge": None}), Evaluation()
+    alone, judged = stage(models=nobody, evaluation=some), stage(evaluation=some)
     assert judged.memory.weights > alone.memory.weights and judged.tokens > alone.tokens
     for part in (Evaluation(base_planner=True), Evaluation(attempts=4), Evaluation(oracle_plan=True)):
-        more = stage(evaluation=part)
+        more = stage(models=nobody, evaluation=part)
         assert more.memory.weights == alone.memory.weights
         assert more.tokens > alone.tokens and more.gpu_seconds > alone.gpu_seconds and more.steps > alone.steps
 
@@ -417,7 +418,7 @@ def test_sft_takes_its_number_of_steps_also_beyond_its_epochs() -> None:
     sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
 
     def steps(**changed: Any) -> int:
-        sft = sandbox.sft.model_copy(update=changed)
+        sft = sandbox.sft.model_copy(update={"max_steps": None} | changed)
         stages = DryRun(sandbox.model_copy(update={"sft": sft}), ROOT).stages(Hardware(None), rates_of(CPU, Path("no")))
         return next(one.steps for one in stages if one.asset == "planner_sft")
 
