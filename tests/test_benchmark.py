@@ -28,7 +28,7 @@ SANDBOX = load_experiment(ROOT / "experiments" / "sandbox.yaml")
 def changed(**change: Any) -> Experiment:
     """The sandbox with another benchmark, and with small steps of GRPO."""
     benchmark = SANDBOX.benchmark.model_dump() | {"test": ["test_seed"], "max_train_steps": None} | change
-    grpo = SANDBOX.grpo.model_copy(update={"prompts_per_step": 2, "micro_batch_size": 16})
+    grpo = SANDBOX.grpo.model_copy(update={"prompts": "dataset", "prompts_per_step": 2, "micro_batch_size": 16})
     return Experiment.model_validate(SANDBOX.model_dump() | {"benchmark": benchmark, "grpo": grpo.model_dump()})
 
 
@@ -73,7 +73,7 @@ def test_steps_that_are_too_few(lengths: Any, change: dict[str, Any], message: s
 
 def test_a_look_at_the_validation_split_needs_an_episode_of_it() -> None:
     grpo = {"validate_every": 1, "validation_steps": 1, "prompts_per_step": 2}
-    watched = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update=grpo)})
+    watched = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update={"prompts": "dataset"} | grpo)})
     why = refuse_steps(watched, steps(**ALL))
     assert len(why) == 1 and "`grpo.validation_steps`: no episode of split 'validation'" in why[0]
 

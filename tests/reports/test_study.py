@@ -70,7 +70,7 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
         "- `coepg evolve box/sSEED --through 3`, SEED being 1",
         "- `coepg evolve box_uniform/sSEED --from 3 --through 3`, SEED being 1",
         "box_large: models/large is not there",
-        "made on purpose",
+        "what the loop gains is the domain",
         "`coepg evolve box/sSEED --through K`",
     ):
         assert line in text
