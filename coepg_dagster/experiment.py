@@ -44,8 +44,8 @@ from coepg_dagster.rewards import losses  # its functions are found by name
 from coepg_dagster.rewards.answers import refuse_inputs
 from coepg_dagster.rewards.cdrem import ValueMode
 from coepg_dagster.rewards.composite import Composite, Role
-from coepg_dagster.rewards.estimators import GIVEN, drop_spreadless, is_estimator
-from coepg_dagster.strategies.curation import Prompts, Rows
+from coepg_dagster.rewards.estimators import GIVEN, by_episodes, drop_spreadless, is_estimator
+from coepg_dagster.strategies.curation import Prompts, Rows, transition_pairs
 from coepg_dagster.strategies.inference import Agent as AskedAgent
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)]
@@ -105,8 +105,10 @@ class Benchmark(Strict):
         description="which reader understands the files"
     )
     path: Path = Field(strict=False, description="folder or file, relative to the project root")
-    view: Literal["target_block", "target_crop", "page"] = Field(
-        "target_block", description="which part of a web page is the screenshot"
+    view: Literal["target_block", "target_crop", "page", "scroll"] = Field(
+        "target_block",
+        description="which part of a web page is the screenshot; `scroll`: in evaluation the planner starts at the top and goes "
+        "on block by block, and training has the target's block",
     )
     level: Literal["high", "low"] = Field(
         "high", description="AndroidControl: `high` shows models the goal alone, `low` the instruction of the step too"
@@ -418,6 +420,23 @@ VISUAL_MEMORY: Final = 1 << 30
 """Limit of the visual embeddings that a process holds, in bytes; the newest are kept."""
 
 
+class Replay(Strict):
+    """ARPO's experience replay, by its code's values: which answers are kept, and which groups get one of them."""
+
+    size: int = Field(8, ge=1, description="answers kept for each prompt, first in, first out")
+    success: float = Field(0.1, ge=0, description="the reward above which an answer is kept")
+    below_mean: float = Field(0.2, gt=0, description="groups with a lower mean reward get one, if also …")
+    below_std: float = Field(0.05, gt=0, description="… the standard deviation of their rewards is lower than this")
+
+
+class Environment(Strict):
+    """Live pages that reward GRPO in the place of graders (`training.page_reward`)."""
+
+    name: Literal["miniwob"] = Field("miniwob", description="the pages, which must be those of `benchmark.reader`")
+    processes: int = Field(8, ge=1, le=256, description="browsers, each in a process of its own")
+    seconds: float = Field(60.0, gt=0, description="after which a browser that gives no answer is replaced")
+
+
 class PolicyTraining(Strict):
     """Training of a policy by GRPO (TRL's GRPOTrainer), with the plug-ins that its reward and objective are made of."""
 
@@ -481,6 +500,15 @@ class PolicyTraining(Strict):
         [], description="advantage plug-ins that follow Eq. 10, in their order; empty: none"
     )
     policy_loss: Chosen | None = Field(None, description="policy_loss plug-in: a factor of β for each rollout; null: 1")
+    max_num_gen_batches: int = Field(
+        1,
+        ge=1,
+        description="DAPO's dynamic sampling, by verl's name: how often a step samples, at most, until all its groups have "
+        "spread; groups without are asked another prompt. 1: never again",
+    )
+    replay: Replay | None = Field(
+        None, description="ARPO: earlier successes replace the first answer of groups without any; null: they do not"
+    )
 
     _role: ClassVar[Role] = "planner"
 
@@ -524,7 +552,8 @@ class PolicyTraining(Strict):
 
     def by_labels(self) -> Self:
         """The same settings with Eq. 9 as the reward: what measures a policy, whatever it is trained with."""
-        return self.model_copy(update={"point_score": None, "terms": {}, "combiner": None})
+        plain: dict[str, Any] = {"point_score": None, "terms": {}, "combiner": None, "environment": None}
+        return self.model_copy(update={name: value for name, value in plain.items() if name in type(self).model_fields})
 
     @model_validator(mode="after")
     def _plugins_go_together(self) -> Self:
@@ -535,6 +564,14 @@ class PolicyTraining(Strict):
             raise ValueError(f"policy_loss {self.policy_loss['name']} is a factor of `kl_beta`, which is 0")
         if self.kl_beta and any(each["name"] == drop_spreadless.__name__ for each in self.advantage):
             raise ValueError("advantage: drop_spreadless leaves groups out, but their KL term counts: set `kl_beta: 0`")
+        if compared := by_episodes(self.advantage):
+            if self._role == "grounder":
+                raise ValueError(f"advantage: {compared[0]} is for steps of an episode; a grounder's prompts are plans")
+            if self.max_num_gen_batches > 1:
+                raise ValueError(
+                    f"max_num_gen_batches asks prompts of other episodes, and advantage {compared[0]} compares the steps of one: "
+                    "remove one of them"
+                )
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
             raise ValueError(f"delta: the loss `{self.loss_type}` does not use it; remove it")
         return self
@@ -618,6 +655,21 @@ class Grpo(PolicyTraining):
     own_prior: float = Field(2.0, ge=0, description="σ of ϕ_k")
     verifier_prior: float = Field(1.0, ge=0, description="σ of each open verifier")
     value_mode: ValueMode = Field("f1", description="which values are right: `f1` above 0.5 (Eq. 8), or `exact`")
+    environment: Environment | None = Field(
+        None,
+        description="live pages that perform the action at ϕ_k's point, and decide the reward; null: graders do, Eq. 9",
+    )
+
+    @model_validator(mode="after")
+    def _the_page_alone_rewards(self) -> Self:
+        named = [name for name in ("point_score", "terms", "combiner") if getattr(self, name)]
+        if self.environment is not None and named:
+            raise ValueError(f"`environment` decides the reward alone: remove {' and '.join(named)}")
+        if self.environment is not None and transition_pairs.__name__ in self.curation:
+            raise ValueError(
+                "`environment` performs actions for a goal, which transition_pairs have not: remove one of them"
+            )
+        return self
 
     @field_validator("curation")
     @classmethod
@@ -845,6 +897,21 @@ class Experiment(Strict):
             )
         if self.agent == "end_to_end" and "dataset" not in self.take:
             raise ValueError("`agent: end_to_end` writes no data: add `take: [dataset]` and a `parent` that makes it")
+        if self.benchmark.view == "scroll":
+            wrong = {
+                f"reader is {self.benchmark.reader}, not mind2web": self.benchmark.reader != "mind2web",
+                f"the prompts are {self.models.prompts}, and only `web` name the action SCROLL": self.models.prompts
+                != "web",
+                "the agent is end_to_end, which has no plan": self.agent == "end_to_end",
+            }
+            if why := [text for text, is_so in wrong.items() if is_so]:
+                raise ValueError(f"`benchmark.view: scroll` is for a planner on whole web pages, but {'; '.join(why)}")
+        pages = self.grpo.environment
+        if pages is not None and (pages.name != self.benchmark.reader or self.agent == "end_to_end"):
+            raise ValueError(
+                f"`grpo.environment: {pages.name}` performs the actions of a planner with ϕ_k on the pages of `benchmark.reader: "
+                f"{pages.name}`; here the agent is {self.agent}, on steps of {self.benchmark.reader}: remove it"
+            )
         if self.agent == "end_to_end" and self.grounder_rl.enabled:
             raise ValueError("`agent: end_to_end` has no grounder: remove `grounder_rl`")
         if self.grounder_rl.enabled and self.sft.folds is not None:
@@ -1158,12 +1225,12 @@ CODE: Final[dict[str, int]] = {
 
 _OPTIONAL_POLICY: Final = frozenset(
     {"max_tokens", "lora", "attention", "rollouts", "delta", "importance_sampling_level"}
-    | {"point_score", "terms", "combiner", "advantage", "policy_loss"}
+    | {"point_score", "terms", "combiner", "advantage", "policy_loss", "max_num_gen_batches", "replay"}
 )
 _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention", "target", "curation", "folds"}),
     GrounderRl: _OPTIONAL_POLICY,
-    Grpo: _OPTIONAL_POLICY | {"prompts", "curation", "value_mode", "validate_every", "validation_steps"},
+    Grpo: _OPTIONAL_POLICY | {"prompts", "curation", "value_mode", "validate_every", "validation_steps", "environment"},
     Regeneration: frozenset({"value_mode", "hindsight_hint"}),
     Models: frozenset({"judge"}),
     Evaluation: frozenset({"oracle_plan", "boards", "inference", "third_party"}),

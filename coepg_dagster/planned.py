@@ -8,9 +8,6 @@ from coepg_dagster.plugins import Kind
 
 PLANNED: Final[tuple[tuple[Kind, str, str], ...]] = (
     ("reward", "step_reward_model", "UI-Genie (arXiv 2505.21496)"),
-    ("advantage", "arpo_replay", "ARPO (arXiv 2505.16282)"),
-    ("advantage", "ui_s1_levels", "UI-S1 (arXiv 2509.11543)"),
-    ("data", "transition_pairs", "UIShift (arXiv 2505.12493)"),
     ("data", "reverse_synthesis", "OS-Genesis"),
     ("data", "reflection_samples", "GUI-Reflection"),
     ("data", "corrupted_steps", "UI-Genie (arXiv 2505.21496)"),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from coepg_dagster.notations import after_reasoning, locate, locate_all
@@ -27,6 +28,10 @@ ACTION_TYPES: Final[Mapping[str, str]] = {
     "SELECT": "choose the value in the drop-down list",
 }
 """Every action type of the web action space, with its explanation in the prompt."""
+
+SCROLL: Final = "SCROLL"
+"""The action by which a planner goes on to the next part of a web page; no label has it (`inference.scrolling`)."""
+_SCROLL_USE: Final = "go on to the next part of the page, below this one, because the element is not here; no value"
 
 MOBILE_ACTION_TYPES: Final[Mapping[str, str]] = {
     "CLICK": "tap the element; no value",
@@ -93,18 +98,24 @@ def assistant(text: str) -> list[Message]:
 
 
 def planner_messages(
-    goal: str, history: Sequence[str], style: Style, instruction: str | None = None, hint: str | None = None
+    goal: str,
+    history: Sequence[str],
+    style: Style,
+    instruction: str | None = None,
+    hint: str | None = None,
+    scroll: bool = False,
 ) -> list[Message]:
     """The chat that asks π for (plan, type, value), given Q and h_t; one image placeholder, before the text.
 
     `instruction` is that of this step, if models may see it (AndroidControl low level). `hint` is the label's action
-    (`action_hint`), which only pool planners see, and only with `hindsight_hint`.
+    (`action_hint`), which only pool planners see, and only with `hindsight_hint`. `scroll`: a web page shows a part of itself,
+    and SCROLL is an action; style `compact` names no actions.
     """
     if style == "compact":
         task = goal if instruction is None else f"{goal}\nNow: {instruction}"
         task = task if hint is None else f"{task}\nRight: {hint}"
         return _user(_PLANNER_COMPACT.format(goal=task, history=" ; ".join(history) or "none"))
-    text = _instruct(_PLANNER_INSTRUCT, goal, history, style, instruction)
+    text = _instruct(_PLANNER_INSTRUCT, goal, history, style, instruction, {SCROLL: _SCROLL_USE} if scroll else {})
     return _user(
         text if hint is None else f"{text}\nThe right action is known: {hint}. Write the plan that leads to it."
     )
@@ -124,8 +135,15 @@ def end_to_end_messages(
     return _user(_instruct(_END_TO_END_INSTRUCT, goal, history, style, instruction))
 
 
-def _instruct(template: str, goal: str, history: Sequence[str], style: Style, instruction: str | None) -> str:
-    actions = ACTION_TYPES if style == "web" else MOBILE_ACTION_TYPES
+def _instruct(
+    template: str,
+    goal: str,
+    history: Sequence[str],
+    style: Style,
+    instruction: str | None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    actions = {**ACTION_TYPES, **more} if style == "web" else MOBILE_ACTION_TYPES
     return template.format(
         device="web page" if style == "web" else "phone",
         goal=goal,
@@ -182,6 +200,13 @@ class EndToEndAnswer:
     action_type: str
     value: str
     point: tuple[float, float] | None  # in the model's space; None: it named none
+
+
+def scrolls_down(answer: PlannerAnswer | None) -> bool:
+    """Whether an answer goes on to the next part of a web page: SCROLL or "SCROLL DOWN", by any other direction not."""
+    if answer is None or answer.action_type.split()[0] != SCROLL:
+        return False
+    return {*answer.action_type.lower().split()[1:], *answer.value.lower().split()} <= {"down"}
 
 
 _EMPTY_VALUES: Final = frozenset({"", "none", "no input text"})

@@ -445,6 +445,7 @@ class Evaluation(Chunked[EvaluationJob]):
         from coepg_dagster.inference.asking import AskedPair, predict_by
         from coepg_dagster.inference.engine import Sampling
         from coepg_dagster.inference.predict import predict_end_to_end, predict_samples, predict_with_plans
+        from coepg_dagster.inference.scrolling import is_scrolled, predict_scrolling
 
         if member == THIRD_PARTY:
             with self._open_probe(device) as probe:
@@ -470,6 +471,7 @@ class Evaluation(Chunked[EvaluationJob]):
         grounder_of = {member: Member(model=job.grounder)}
         if member == AGENT and job.judge:
             grounder_of[JUDGE] = job.judge
+        predict = predict_scrolling if is_scrolled(steps) else predict_samples
         planner_of = job.base_planner if member == BASE_PLANNER else job.planner
         assert planner_of is not None
         with ExitStack() as stack:
@@ -490,7 +492,7 @@ class Evaluation(Chunked[EvaluationJob]):
                     sampling = Sampling(
                         job.max_plan_tokens, temperature=1.0, samples=job.attempts, seed=job.seed + start
                     )
-                tables = predict_samples(planner, grounders, chunk, job.models, sampling, job.max_point_tokens)
+                tables = predict(planner, grounders, chunk, job.models, sampling, job.max_point_tokens)
                 return pa.concat_tables(map(of_pair, grounder_of, tables))
 
             yield make
@@ -502,7 +504,8 @@ class Evaluation(Chunked[EvaluationJob]):
 
         alone = {name: pa.concat_tables(parts.pop(_BOARD + name)) for name in self.job.boards}
         probed = parts.pop(THIRD_PARTY, None)
-        made = pa.concat_tables(part for of_member in parts.values() for part in of_member)
+        # only predictions on pages that were scrolled have a block
+        made = pa.concat_tables((part for of in parts.values() for part in of), promote_options="default")
         scores: dict[str, dict[str, Any]] = {}
         for pair in pc.unique(made["pair"]).to_pylist():
             rows = made.filter(pc.equal(made["pair"], pair))

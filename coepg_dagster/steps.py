@@ -172,6 +172,7 @@ ROLLOUT_SCHEMA: Final = pa.schema(
         pa.field("parts", pa.list_(PART)),  # what terms and combiner made the reward of; empty where it is Eq. 9
         pa.field("reward", pa.float64(), nullable=False),  # Eq. 9
         pa.field("advantage", pa.float64(), nullable=False),  # Eq. 10
+        pa.field("sampled_in", pa.int32()),  # the earlier optimizer step of a replayed answer; null: this one
     ]
 )
 """One rollout of GRPO with everything that decided its reward, so that any C-DREM variant can be computed from it.

@@ -13,9 +13,10 @@ ENTRIES = (
     "coepg_dagster.definitions",
     "coepg_dagster.plugged",
     "coepg_dagster.reproductions",
+    "coepg_dagster.sandbox.miniwob.environment",
     "coepg_dagster.training.launch",
 )
-"""Modules that something else starts: the shell, Dagster, accelerate."""
+"""Modules that something else starts: the shell, Dagster, accelerate, a pool of environments."""
 ENTRY_NAMES = ("defs", "app")
 """Names that Dagster or the console script takes from a module."""
 Definition = tuple[str, str]

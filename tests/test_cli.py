@@ -78,7 +78,12 @@ OF_EXPERIMENTS = [
     ["evolve", "--through", "1"],
     ["report", "--out", "out"],
 ]
-OF_ITERATIONS = [["play"], ["rewards", "calibration"], ["rewards", "recompute", "--variant", "literal"]]
+OF_ITERATIONS = [
+    ["play"],
+    ["rewards", "agreement"],
+    ["rewards", "calibration"],
+    ["rewards", "recompute", "--variant", "literal"],
+]
 SCORE = ["score", FILE, "--format", "coepg", "--protocol", "miniwob/point"]
 
 MISTYPED: list[tuple[list[str], str]] = [
@@ -201,6 +206,7 @@ REFUSED: dict[str, list[str]] = {
     "check-data": [FOLDER, "--experiment", "nothing"],
     "label-changes": ["screenspot", FOLDER, "screenspot_v2", FOLDER, "--source", "x"],
     "rewards recompute": ["sandbox@x", "--variant", "literal"],
+    "rewards agreement": ["sandbox@x"],
     "rewards calibration": ["sandbox@x"],
 }
 """What each command refuses in a project in which nothing was made."""

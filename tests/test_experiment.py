@@ -424,6 +424,9 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         "confidence": {"confidence": "constant"},
         "prompts": {"prompts": "unseen"},
         "max_steps": {"max_steps": 4},
+        "max_num_gen_batches": {"max_num_gen_batches": 2},
+        "replay": {"replay": {}},
+        "environment": {"environment": {}},
         "batch_size": {"batch_size": 8},
         "micro_batch_size": {"micro_batch_size": 2},
         "prompts_per_step": {"prompts_per_step": 7},
@@ -783,3 +786,21 @@ def test_overlays_of_plugins_are_in_a_code_location_that_the_ui_does_not_load() 
     )
     assert "se_gui" in project.all_experiments() and "se_gui" not in project.experiments()
     assert "plugged" not in (REPOSITORY / "workspace.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "reader is miniwob, not mind2web"),
+        ({"models": {"prompts": "compact"}}, "the prompts are compact, and only `web` name the action SCROLL"),
+        ({"agent": "end_to_end", "take": ["dataset"]}, "the agent is end_to_end, which has no plan"),
+    ],
+)
+def test_pages_are_scrolled_by_a_planner_of_the_web_only(tmp_path: Path, change: Any, message: str) -> None:
+    shutil.copy(REPOSITORY / "experiments" / ("sandbox.yaml" if not change else "web_3b.yaml"), tmp_path / "web.yaml")
+    write(tmp_path, {"description": "x", "parent": "web", "benchmark": {"view": "scroll"}, **change}, "mine")
+    with pytest.raises(ExperimentError, match=re.escape(message)):
+        load_experiment(tmp_path / "mine.yaml")
+    shutil.copy(REPOSITORY / "experiments" / "web_3b.yaml", tmp_path / "web.yaml")
+    write(tmp_path, {"description": "x", "parent": "web", "benchmark": {"view": "scroll"}}, "mine")
+    assert load_experiment(tmp_path / "mine.yaml").benchmark.view == "scroll"

@@ -938,6 +938,37 @@ def rewards_calibration(
         print_table(f"{reference}: confidence against hits, {source}", heads, rows)
 
 
+@rewards.command("agreement")
+def rewards_agreement(
+    reference: Iteration,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """How often C-DREM and the live pages that rewarded π'_k say the same of an answer."""
+    import pyarrow.parquet as pq
+
+    from coepg_dagster.artifacts import ROLLOUTS
+    from coepg_dagster.training.page_reward import agreement
+
+    rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
+    facts = agreement(pq.read_table(rollouts, columns=["parts", "graders"]).to_pylist() if rollouts.exists() else [])
+    if not facts["rollouts"]:
+        refuse(
+            f"{reference} was not rewarded by live pages: set `grpo.environment`, as experiments/plugins/live_pages.yaml does"
+        )
+    if as_json:
+        echo(json.dumps(facts))
+        return
+    rows = [
+        ("answers", str(facts["rollouts"])),
+        ("both say the same, %", two_decimals(facts["agree"])),
+        ("Cohen's kappa", two_decimals(facts["kappa"])),
+        ("of what C-DREM accepts the page rewards, %", two_decimals(facts["cdrem_is_right"])),
+        ("of what the page rewards C-DREM accepts, %", two_decimals(facts["page_is_found"])),
+        ("the hit of ϕ_k and the page say the same, %", two_decimals(facts["own_hit_agrees"])),
+    ]
+    print_table(f"{reference}: C-DREM and the page", ("", ""), rows)
+
+
 def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
     """The current version of an asset of `EXPERIMENT@k` and its folder; exits with a message where there is none."""
     project, experiment, seed, k = open_iteration(reference)

@@ -43,6 +43,7 @@ from coepg_dagster.evaluation.result import (
 )
 from coepg_dagster.geometry import Space
 from coepg_dagster.progress import Report
+from coepg_dagster.readers.views import blocks, held
 
 SAMPLE = 200
 """Rows from whose labels follows which protocols fit a file."""
@@ -59,15 +60,17 @@ def score_steps(
     `steps` needs STEP_COLUMNS of STEP_SCHEMA (screenshots are not read). `predictions` has PREDICTION_COLUMNS: x
     and y are pixels of the stored screenshot or null, action_type is null where the answer could not be parsed. Every
     step needs exactly one prediction; a missing, doubled or unknown one raises ScoringError with the step's name.
-    `lost` counts further steps of the split, which could not be read, by reason; the result's notes report them.
+    `lost` counts further steps of the split, which could not be read, by reason; the result's notes report them. A prediction
+    may have a `block` of the page: then only the targets count that lie in it entirely.
     """
     find_protocol(protocol)
     labelled = _rows(steps, STEP_COLUMNS, OPTIONAL_STEP_COLUMNS, "steps")
     answers: dict[str, dict[str, Any]] = {}
-    for row in _rows(predictions, PREDICTION_COLUMNS, (), "predictions"):
+    for row in _rows(predictions, PREDICTION_COLUMNS, ("block",), "predictions"):
         if row["step_id"] in answers:
             raise ScoringError(f"predictions: step {row['step_id']!r} comes twice; keep one prediction per step")
         answers[row["step_id"]] = row
+    stopped = [answer["block"] for answer in answers.values() if answer.get("block") is not None]
     cases = []
     for row in labelled:
         answer = answers.pop(row["step_id"], None)
@@ -80,7 +83,11 @@ def score_steps(
     if answers:
         raise ScoringError(f"predictions: step {next(iter(answers))!r} is not among the labelled steps")
     notes: Notes = {}
-    if any(row.get("view_rule") not in (None, "page", "block 0") for row in labelled):
+    if stopped:
+        notes["view"] = (
+            f"blocks: the agent scrolled from the top, and stopped at block {sum(stopped) / len(stopped):.2f} on average"
+        )
+    if any(row.get("view_rule") not in (None, "page", "block 0", "scroll") for row in labelled):
         notes["view"] = "oracle: steps show the part of the page that holds the target; scrolling there is not judged"
     return _score(protocol, cases, notes | _lost_notes(lost), seed)
 
@@ -322,6 +329,9 @@ def _case(step: dict[str, Any], answer: dict[str, Any], protocol: str) -> Case:
         prediction = Action(answer["action_type"], answer["value"] or "", point)
     elif point is not None:
         prediction = Action("", "", point)
+    boxes = [(b[0], b[1], b[2], b[3]) for b in step["boxes"]]
+    if answer.get("block") is not None:
+        boxes = held(boxes, blocks(step["width"], step["height"])[answer["block"]])
     xy = step.get("point")
     label = Action(step["action_type"], step["value"], (xy[0], xy[1]) if xy else None)
     if "android_control" in protocol:
@@ -331,7 +341,7 @@ def _case(step: dict[str, Any], answer: dict[str, Any], protocol: str) -> Case:
         episode_id=step["episode_id"],
         label=label,
         prediction=prediction,
-        boxes=tuple((b[0], b[1], b[2], b[3]) for b in step["boxes"]),
+        boxes=tuple(boxes),
         size=(step["width"], step["height"]),
         step_index=step["step_index"],
         episode_steps=step.get("episode_steps"),

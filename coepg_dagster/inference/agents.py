@@ -39,10 +39,11 @@ class PlannerInput:
     history: tuple[str, ...]
     instruction: str | None = None  # of this step, if models may see it
     hint: str | None = None  # the label's action, for pool planners with `hindsight_hint`
+    scroll: bool = False  # whether it can go on to a further part of the page
 
     def messages(self, style: Style) -> list[Message]:
         """The chat that asks π for this step's plan."""
-        return planner_messages(self.goal, self.history, style, self.instruction, self.hint)
+        return planner_messages(self.goal, self.history, style, self.instruction, self.hint, self.scroll)
 
     def end_to_end_messages(self, style: Style) -> list[Message]:
         """The chat that asks an end-to-end agent for this step's action."""

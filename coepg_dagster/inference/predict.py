@@ -88,10 +88,11 @@ def _grounded(
     """The row of each (step id, plan), with the grounder's point if it is a plan."""
     phi = Grounder(engine, Screens(steps, engine.resize), models.prompts, models.coordinates, max_point_tokens)
     groundings = iter(phi.ground([(step_id, plan.answer.plan) for step_id, plan in pairs if plan.answer]))
-    return [_row(step_id, plan, next(groundings) if plan.answer else None) for step_id, plan in pairs]
+    return [prediction_row(step_id, plan, next(groundings) if plan.answer else None) for step_id, plan in pairs]
 
 
-def _row(step_id: str, plan: Plan, grounding: Grounding | None) -> dict[str, Any]:
+def prediction_row(step_id: str, plan: Plan, grounding: Grounding | None) -> dict[str, Any]:
+    """A row of PREDICTION_SCHEMA. Raises Ended if the grounder gave no answer."""
     if grounding and grounding.failure:
         raise Ended(f"step {step_id}: the grounder gave no answer: {grounding.failure}")
     return {

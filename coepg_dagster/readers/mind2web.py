@@ -29,7 +29,7 @@ from coepg_dagster.readers.rows import (
     wanted,
 )
 from coepg_dagster.readers.source_rows import SourceRow, of_lines, of_parquet
-from coepg_dagster.readers.views import Rule, choose
+from coepg_dagster.readers.views import Rule, blocks, choose
 
 COLUMNS: Final = (
     "action_uid",
@@ -107,10 +107,12 @@ def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resiz
     image = opened(source)
     candidates = attempted(target_box, wanted(row, "pos_candidates", list, type(None)) or [])
     boxes, faults = target_boxes(candidates, image.size, trained=split in TRAINED)
-    place, held, rule = choose(boxes, *image.size, view)
+    place, held, rule = choose(boxes, *image.size, "target_block" if view == "scroll" and split in TRAINED else view)
     if not held and split in TRAINED:
         raise RejectedRow("no_target", f"{len(boxes)} positive candidates, none of which fits into a view")
-    ready = prepared(image, source, view=place, boxes=held, resize=resize if shrink else None)
+    # a page that is scrolled is cut into blocks later, at its own size
+    ready = prepared(image, source, view=place, boxes=held, resize=resize if shrink and rule != "scroll" else None)
+    seen = blocks(*image.size)[0][2:] if rule == "scroll" else ready.size
     return ready.step(
         step_id=f"{annotation}_{wanted(row, 'action_uid', str)}",
         split=split,
@@ -124,7 +126,7 @@ def _step(row: Mapping[str, Any], annotation: str, split: str, view: Rule, resiz
         episode_steps=len(reprs),
         view=list(place),
         view_rule=rule,
-        noticed=(*faults, *noticed(ready.boxes, ready.size, resize)),
+        noticed=(*faults, *noticed(ready.boxes, seen, resize)),
     )
 
 

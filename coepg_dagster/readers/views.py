@@ -3,6 +3,7 @@
 `target_block`: UGround's vertical blocks (1280 × 1000 px, overlap 200); the first block that holds a target box entirely.
 `target_crop`: a crop of the block size, centred on the first target box as far as the page allows.
 `page`: all of it.
+`scroll`: for training `target_block`; elsewhere all of it, through which an agent scrolls (`inference.scrolling`).
 A box that reaches over the edge of the page fits into a crop if its part on the page does. A block, as in UGround, must
 hold all of it. Without a target both rules give the first block; targets that fit into no view count as absent. Where no
 block holds a target, `target_block` falls back to the crop (UGround crops at a random place there); the recorded rule
@@ -16,7 +17,7 @@ from typing import Final, Literal
 
 BoxTuple = tuple[float, float, float, float]
 View = tuple[int, int, int, int]
-Rule = Literal["target_block", "target_crop", "page"]
+Rule = Literal["target_block", "target_crop", "page", "scroll"]
 
 BLOCK_WIDTH: Final = 1280
 BLOCK_HEIGHT: Final = 1000
@@ -29,6 +30,11 @@ def blocks(width: int, height: int) -> list[View]:
     stride = BLOCK_HEIGHT - OVERLAP
     count = max(1, (height - OVERLAP) // stride + 1)
     return [(0, i * stride, right, min(i * stride + BLOCK_HEIGHT, height)) for i in range(count)]
+
+
+def held(boxes: Sequence[BoxTuple], view: View) -> list[BoxTuple]:
+    """The boxes that lie in a view entirely; both in page pixels."""
+    return [box for box in boxes if _inside(box, view)]
 
 
 def _inside(box: BoxTuple, view: View) -> bool:
@@ -57,21 +63,20 @@ def choose(boxes: Sequence[BoxTuple], width: int, height: int, rule: Rule) -> tu
 
     Where no target fits into a view: the first block, and no boxes.
     """
-    if rule == "page":
-        return (0, 0, width, height), list(boxes), "page"
+    if rule in ("page", "scroll"):
+        return (0, 0, width, height), list(boxes), rule
     tiles = blocks(width, height)
     if not boxes:
         return tiles[0], [], "block 0"
     if rule == "target_block":
         for i, view in enumerate(tiles):
-            held = [box for box in boxes if _inside(box, view)]
-            if held:
-                return view, held, f"block {i}"
+            if inside := held(boxes, view):
+                return view, inside, f"block {i}"
     page = (0, 0, width, height)
     parts = [(box, _cut(box, page)) for box in boxes if _meets(box, page)]
     for _, target in parts:
         view = target_crop(target, width, height)
-        held = [box for box, part in parts if _inside(part, view)]
-        if held:
-            return view, held, "target crop"
+        inside = [box for box, part in parts if _inside(part, view)]
+        if inside:
+            return view, inside, "target crop"
     return tiles[0], [], "block 0"

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.reports.calibration import reliability_figure
@@ -266,7 +267,8 @@ def write_model(
     calibrations: dict[str, Calibration] = {}
     if rollouts is not None and rollouts.num_rows:
         reward, reward_png = reward_of(rollouts), png(reward_figure(rollouts))
-        samples = [_rollout(row) for row in sample_rollouts(rollouts)]
+        of_steps = pc.is_in(rollouts["step_id"], steps["step_id"].combine_chunks())  # not prompts of two screens
+        samples = [_rollout(row) for row in sample_rollouts(rollouts.filter(of_steps))]
         calibrations = of_rollouts(rollouts)
     if votes is not None:
         chosen = sample_verdicts(votes.verdicts, votes.member)

@@ -2,7 +2,9 @@
 
 The functions of an experiment's `advantage` run in order. The positional parameters of each name what it gets, for P prompts
 with G rollouts: `rewards` (P, G), where groups without spread have equal ones; `advantages` (P, G) so far; `areas` (P,), the
-target's share of the screen, 0 where there is none. It returns advantages (P, G). The first gets those of Eq. 10.
+target's share of the screen, 0 where there is none; `episodes` (P,), equal for prompts of one episode, and `indices` (P,), the
+position of a prompt's step in it, for which training asks about the steps of an episode together. It returns advantages (P, G).
+The first gets those of Eq. 10.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from annotated_types import Ge, Gt, Interval
 
 from coepg_dagster.plugins import find, plugin, settings_of
 from coepg_dagster.rewards.answers import Floats
+from coepg_dagster.rewards.cdrem import ADVANTAGE_EPSILON, SPREAD_FLOOR
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
-GIVEN: Final = frozenset({"rewards", "advantages", "areas"})
+OF_EPISODES: Final = frozenset({"episodes", "indices"})
+GIVEN: Final = frozenset({"rewards", "advantages", "areas"}) | OF_EPISODES
+Integers = npt.NDArray[np.int64]
 
 
 @plugin("advantage", "MaxRL")
@@ -108,6 +113,59 @@ def drop_spreadless(advantages: Floats, rewards: Floats) -> Floats:
     return advantages * len(rewards) / max(1, int(spread.sum()))
 
 
+@plugin("advantage", "UI-S1, arXiv 2509.11543")
+def ui_s1_levels(
+    rewards: Floats,
+    episodes: Integers,
+    indices: Integers,
+    *,
+    gamma: Share = 0.5,
+    omega: Annotated[float, Ge(0)] = 1.0,
+    patches: Annotated[int, Ge(0)] = 1,
+    success: Annotated[float, Gt(0)] = 0.5,
+) -> Floats:
+    """Episode and step level: A = A_E + omega · A_S, where the i-th answers to the steps of an episode are a trajectory.
+
+    A trajectory goes on after an answer with a reward of at least `success`, and after `patches` others, which the expert's
+    action replaces; then it ends, and later answers have advantage 0. R_t = Σ gamma^(k - t) r_k from t to the first answer that
+    is no success, that one included. A_S is the z-score of R_t among the trajectories that reach step t, A_E that of the sum of
+    a trajectory's rewards among those of its episode.
+
+    Departures: the history in a prompt is the label's, not the model's own; so all answers to a step have one prompt. The sum
+    of an episode is not discounted. Nothing is sampled again where advantages have little spread (their η).
+
+    Two steps, two rollouts, no patch: the second misses at once. R_0 = 1 + 0.5 · 1 and 0.2, R_1 = 1; sums 2 and 0.2.
+
+    >>> ui_s1_levels(np.array([[1, 0.2], [1, 1]]), np.array([0, 0]), np.array([0, 1]), patches=0).round(2)
+    array([[ 1.41, -1.41],
+           [ 0.71,  0.  ]])
+    """
+    made = np.zeros_like(rewards)
+    for episode in np.unique(episodes):
+        rows = np.flatnonzero(episodes == episode)
+        rows = rows[np.argsort(indices[rows], kind="stable")]
+        of_episode = rewards[rows]  # (T, G)
+        missed = of_episode < success
+        reached = np.less_equal(np.cumsum(missed, axis=0) - missed, patches)
+        returns = np.zeros_like(of_episode)
+        for t in reversed(range(len(rows))):
+            later = returns[t + 1] if t + 1 < len(rows) and indices[rows[t + 1]] == indices[rows[t]] + 1 else 0.0
+            returns[t] = of_episode[t] + gamma * np.where(missed[t], 0.0, later)
+        of_all = _z_scores((of_episode * reached).sum(axis=0))
+        for t, row in enumerate(rows):
+            here = reached[t]
+            made[row, here] = of_all[here] + omega * _z_scores(returns[t, here])
+    return made
+
+
+def _z_scores(values: Floats) -> Floats:
+    """(x - mean) / (sample std + 1e-4) as Eq. 10's; 0 for fewer than two numbers, or without spread."""
+    if len(values) < 2 or values.std(ddof=1) < SPREAD_FLOOR:
+        return np.zeros_like(values)
+    scores: Floats = (values - values.mean()) / (values.std(ddof=1) + ADVANTAGE_EPSILON)
+    return scores
+
+
 def _spread(rewards: Floats) -> npt.NDArray[np.bool_]:
     """Whether a group's rewards differ, shape (P, 1)."""
     differ: npt.NDArray[np.bool_] = np.ptp(rewards, axis=1, keepdims=True) > 0
@@ -119,17 +177,27 @@ def is_estimator(name: str) -> bool:
     return "advantages" not in find("advantage", name).inputs
 
 
+def by_episodes(functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of those of an experiment's functions that compare the steps of an episode."""
+    return [each["name"] for each in functions if not OF_EPISODES.isdisjoint(find("advantage", each["name"]).inputs)]
+
+
 def estimated(
-    functions: Sequence[Mapping[str, Any]], rewards: Floats, advantages: Floats, areas: npt.NDArray[np.float64]
+    functions: Sequence[Mapping[str, Any]],
+    rewards: Floats,
+    advantages: Floats,
+    of_prompts: Mapping[str, npt.NDArray[Any]],
 ) -> Floats:
     """The advantages after an experiment's functions, each {"name": …, settings…}, shape (P, G).
 
+    Args:
+        of_prompts: `areas`, `episodes` and `indices`, or those that the functions ask for, shape (P,).
     Raises:
         ValueError: a function did not give finite numbers of that shape.
     """
     for chosen in functions:
         estimator = find("advantage", chosen["name"])
-        given = {"rewards": rewards, "advantages": advantages, "areas": areas}
+        given = {"rewards": rewards, "advantages": advantages, **of_prompts}
         made = np.asarray(
             estimator.function(*(given[name] for name in estimator.inputs), **settings_of(chosen)), dtype=np.float64
         )

@@ -100,12 +100,15 @@ class Choice:
         order: the positions of all items, if training is to take what stays in this order; None: in its usual random order.
         weights: of the items in the loss, with mean 1; None: all 1.
         figures: what the record should say besides.
+        pairs: positions of a prompt and of a later one of its episode: GRPO also asks which action leads from the screen of the
+            first to that of the second (`training.transitions`).
     """
 
     left_out: Mapping[int, str] = field(default_factory=dict)
     order: Sequence[int] | None = None
     weights: Sequence[float] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
+    pairs: Sequence[tuple[int, int]] = ()
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------
@@ -349,6 +352,41 @@ def perplexity_weighted(
     return Choice(weights=(clipped / clipped.mean()).tolist(), figures={"perplexity": float(perplexities.mean())})
 
 
+# --- further prompts --------------------------------------------------------------------------------------------------
+
+
+@plugin("data", "UIShift (arXiv 2505.12493)")
+def transition_pairs(
+    prompts: Prompts,
+    *,
+    k: Annotated[int, Field(ge=1, le=8)] = 1,
+    most: Annotated[int, Field(ge=1)] = 2000,
+) -> Choice:
+    """Adds prompts with two screens of an episode, `k` steps apart: which action leads from the first to the second?
+
+    The answer is the first screen's action. UIShift trains on 2,000 such pairs, where k = 1 is best or nearly so. `most` of them
+    are drawn by a hash of their steps. Strategies that come later do not filter them.
+
+    Departures: both screens are one image, side by side; the reward is Eq. 9, not format and action; the other prompts stay.
+    """
+    at = {(step["episode_id"], step["step_index"]): i for i, step in enumerate(prompts.steps)}
+    found = [
+        (i, at[step["episode_id"], step["step_index"] + k])
+        for i, step in enumerate(prompts.steps)
+        if (step["episode_id"], step["step_index"] + k) in at
+    ]
+    if not found:
+        raise Nothing(
+            f"transition_pairs: of {len(prompts)} prompts, no episode has two that lie {k} steps apart: lower `k`, or remove it"
+        )
+
+    def drawn(pair: tuple[int, int]) -> bytes:
+        return hashlib.sha256(str(prompts.steps[pair[0]]["step_id"]).encode()).digest()
+
+    pairs = sorted(sorted(found, key=drawn)[:most])
+    return Choice(pairs=pairs, figures={"pairs": len(pairs)})
+
+
 # --- applying them ----------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +399,7 @@ class Curated:
         weights: of `kept`, or None.
         left_out: position → (strategy, why).
         figures: strategy → its counts, for the record.
+        pairs: positions of a prompt and of a later one, as in Choice.
     """
 
     kept: list[int]
@@ -368,6 +407,7 @@ class Curated:
     weights: list[float] | None
     left_out: dict[int, tuple[str, str]]
     figures: dict[str, Any]
+    pairs: list[tuple[int, int]] = field(default_factory=list)
 
 
 Some = TypeVar("Some", Rows, Prompts)
@@ -397,12 +437,14 @@ def curate(items: Some, strategies: Mapping[str, Mapping[str, Any]]) -> Curated:
     kept, weights, ordered = list(range(len(items))), np.ones(len(items)), False
     left_out: dict[int, tuple[str, str]] = {}
     figures: dict[str, Any] = {}
+    pairs: list[tuple[int, int]] = []
     weighted = False
     for name, settings in strategies.items():
         part = _only(items, kept)
         chosen: Choice = find("data", name).function(part, **settings)
         counts = dict(sorted(Counter(chosen.left_out.values()).items()))
         left_out |= {kept[i]: (name, why) for i, why in chosen.left_out.items()}
+        pairs += [(kept[i], kept[j]) for i, j in chosen.pairs]
         if chosen.weights is not None:
             weighted = True
             weights[kept] *= np.asarray(chosen.weights)
@@ -413,7 +455,7 @@ def curate(items: Some, strategies: Mapping[str, Mapping[str, Any]]) -> Curated:
         if not kept:
             raise Nothing(f"{name} leaves none of {len(part)} items to train on ({counts}): change its settings")
     chosen_weights = (weights[kept] / weights[kept].mean()).tolist() if weighted else None
-    return Curated(kept, ordered, chosen_weights, left_out, figures)
+    return Curated(kept, ordered, chosen_weights, left_out, figures, pairs)
 
 
 def _only(items: Some, kept: Sequence[int]) -> Some:

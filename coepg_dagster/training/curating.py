@@ -80,18 +80,18 @@ def curated_rows(job: SftJob | GrounderRlJob, dataset: pa.Table, steps: pa.Table
 
 def curated_prompts(
     job: GrpoJob, asked: Collection[str], steps: pa.Table, engines: Mapping[str, Engine]
-) -> tuple[list[str], Curated]:
-    """(the steps that GRPO asks about, of `asked`, in the order of training, what was chosen).
+) -> tuple[list[str], list[tuple[str, str]], Curated]:
+    """(the steps that GRPO asks about, of `asked`, in the order of training; pairs of steps, as in Choice; what was chosen).
 
     `engines` are those of the graders, ϕ_k first; empty: the agent is end-to-end.
     """
     about = [row for row in steps.drop_columns(["screenshot"]).to_pylist() if row["step_id"] in asked]
     ids = [row["step_id"] for row in about]
     if not job.config.curation:
-        return ids, Curated(list(range(len(ids))), False, None, {}, {})
+        return ids, [], Curated(list(range(len(ids))), False, None, {}, {})
     items = Prompts(about, range(len(ids)), PromptMeasures(job, ids, steps, engines))
     curated = _once(job, items, job.config.curation, [None] * len(ids))
-    return [ids[i] for i in curated.kept], curated
+    return [ids[i] for i in curated.kept], [(ids[i], ids[j]) for i, j in curated.pairs], curated
 
 
 def _once(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -163,14 +164,41 @@ def plans_of(rows: pa.Table) -> dict[str, list[str]]:
     return plans
 
 
-def target_areas(steps: pa.Table) -> dict[str, float]:
-    """Step id → the share of the screen that its smallest target box covers; 0 without a target."""
-    rows = steps.select(["step_id", "width", "height", "boxes"]).to_pylist()
-    return {
-        row["step_id"]: min(((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in row["boxes"]), default=0.0)
+@dataclass(frozen=True)
+class Facts:
+    """What advantages may be made by, of each step by its id: its target's share of the screen (0 without one), its episode and
+    its position in it; and the positions of prompts that are asked one after another (None: each alone)."""
+
+    areas: Mapping[str, float]
+    places: Mapping[str, tuple[str, int]]
+    together: Sequence[Sequence[int]] | None = None
+
+
+def facts_of(steps: pa.Table, prompts: Sequence[str] | None) -> Facts:
+    """The facts of all steps. `prompts`: the steps of the prompts, if those of an episode are to be asked together.
+
+    Raises NothingToTrainOn if no episode has two prompts.
+    """
+    columns = ("step_id", "episode_id", "step_index", "width", "height", "boxes")
+    rows = {row["step_id"]: row for row in steps.select(columns).to_pylist()}
+    areas = {
+        step_id: min(((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in row["boxes"]), default=0.0)
         / (row["width"] * row["height"])
-        for row in rows
+        for step_id, row in rows.items()
     }
+    facts = Facts(areas, {step_id: (row["episode_id"], row["step_index"]) for step_id, row in rows.items()})
+    if prompts is None:
+        return facts
+    episodes: dict[str, list[int]] = {}
+    for position, step_id in enumerate(prompts):
+        episodes.setdefault(facts.places[step_id][0], []).append(position)
+    if all(len(positions) == 1 for positions in episodes.values()):
+        raise NothingToTrainOn(
+            f"grpo.advantage compares the steps of an episode, and each of the {len(prompts)} prompts is of another one: remove "
+            "ui_s1_levels, or give steps of whole episodes (`episode_id`, `step_index`)"
+        )
+    together = [sorted(positions, key=lambda p: facts.places[prompts[p]][1]) for positions in episodes.values()]
+    return replace(facts, together=together)
 
 
 def refuse_few(prompts: int, config: PolicyTraining) -> None:

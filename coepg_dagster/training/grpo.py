@@ -7,11 +7,13 @@ paper are set: loss_type "grpo", beta, epsilon, scale_rewards "group", no bias c
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +24,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler
 
 from coepg_dagster.artifacts import ROLLOUTS, seal, write_table
@@ -35,11 +38,11 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store, refuse_other_screenshots
 from coepg_dagster.jobs import GrounderRlJob, GrpoJob
-from coepg_dagster.progress import Report
+from coepg_dagster.progress import Ended, Report
 from coepg_dagster.provenance import Agent
 from coepg_dagster.rewards.answers import Floats
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless
-from coepg_dagster.rewards.estimators import estimated
+from coepg_dagster.rewards.estimators import by_episodes, estimated
 from coepg_dagster.rewards.losses import kl_factors
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.adapters import lora_config, merge_adapters
@@ -53,20 +56,24 @@ from coepg_dagster.training.common import (
     write_log,
 )
 from coepg_dagster.training.curating import curated_prompts, curated_rows
+from coepg_dagster.training.environments import Environments
 from coepg_dagster.training.examples import (
+    Facts,
     asked_steps,
+    facts_of,
     grounder_prompts,
     grpo_prompts,
     plans_of,
     refuse_few,
-    target_areas,
 )
 from coepg_dagster.training.launch import accumulation, is_main, refuse
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
+from coepg_dagster.training.page_reward import PageReward, agreement
 from coepg_dagster.training.point_reward import PointReward
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import Probe, probed_steps
+from coepg_dagster.training.replay import Prompt, ReplayBuffer, Success
 from coepg_dagster.training.sampling import (
     DIFFERENCE,
     DIFFERENCE_HIGH,
@@ -85,22 +92,41 @@ from coepg_dagster.training.speed import (
     vision_to_bfloat16,
 )
 from coepg_dagster.training.tracking import refuse_missing, tracker_callbacks, tracker_settings
+from coepg_dagster.training.transitions import with_transitions
 from coepg_dagster.training.validation import KeepBest, Questions, requests_of
 from coepg_dagster.training.verified import save_trained
 
 
 class PromptOrder(RepeatSampler):  # type: ignore[misc]
-    """TRL's order of the prompts; that of an epoch depends on its number alone, so that a continued run has the same."""
+    """TRL's order of the prompts; that of an epoch depends on its number alone, so that a continued run has the same.
 
-    def __init__(self, *args: Any, step: Callable[[], int], updates: int, **kwargs: Any) -> None:
+    Args:
+        together: positions of prompts that are asked one after another, as those of an episode; None: each alone.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        step: Callable[[], int],
+        updates: int,
+        together: Sequence[Sequence[int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._step, self._updates = step, updates
+        self._step, self._updates, self._together = step, updates, together
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             epoch = self._step() // (self.num_samples // self.batch_size * self._updates)
             self.generator.manual_seed(self.seed + epoch)
-        yield from super().__iter__()
+        if self._together is None:
+            yield from super().__iter__()
+            return
+        drawn = torch.randperm(len(self._together), generator=self.generator).tolist()
+        positions = [position for block in drawn for position in self._together[block]]
+        for start in range(0, len(positions) - self.batch_size + 1, self.batch_size):
+            chunk = positions[start : start + self.batch_size]
+            yield from [p for _ in range(self.repeat_count) for p in chunk for _ in range(self.mini_repeat_count)]
 
 
 class PerRollout(float):
@@ -130,6 +156,9 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     `_compute_loss` compares the sampler's and the trainer's log-probabilities in each step.
 
+    Groups without spread are asked other prompts (`max_num_gen_batches`), and groups without a success get an earlier one
+    (`replay`), between sampling and TRL's own work (`_generate_single_turn`), so that TRL sees a batch as any other.
+
     Remote grounders get a rollout as soon as it ends, while longer ones are still sampled and the trainer computes
     log-probabilities. This does not change which tokens are sampled.
 
@@ -139,7 +168,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         core: the policy without wrappers.
         whole: whether this process holds the whole policy; if so, it samples group by group.
         objective: the settings with the plug-ins that follow Eq. 10 and the factor of β.
-        areas: step id → its target's share of the screen, for advantage plug-ins.
+        facts: of the steps, for advantage plug-ins.
     """
 
     beta: float  # TRL's
@@ -153,15 +182,19 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         core: Any,
         whole: bool,
         objective: PolicyTraining,
-        areas: Mapping[str, float],
+        facts: Facts,
         **kwargs: Any,
     ) -> None:
         self._reward, self._rollouts = reward, rollouts
-        self._objective, self._areas = objective, areas
+        self._objective, self._facts = objective, facts
         self._early = reward if isinstance(reward, CdremReward) and reward.remote else None
-        self._step_ids: list[str] = []
-        self._asked: list[tuple[str, str | None]] = []  # of each rollout: its step, and a grounder's plan
+        self._inputs: list[dict[str, Any]] = []  # TRL's, of the batch
+        self._prompts: list[Any] = []  # TRL's, of the batch
+        self._asked: list[Prompt] = []  # of each rollout that is being sampled
         self._cut: list[bool] = []
+        self._buffer = ReplayBuffer(**objective.replay.model_dump()) if objective.replay else None
+        self._replayed: dict[int, Success] = {}  # row of the batch → what stands there
+        self._then: torch.Tensor | None = None  # log-probabilities of replayed rows; the forward pass adds the others
         self._shown, self._core, self._whole = shown, core, whole
         self._packs = can_pack(core)
         self._passes: list[dict[str, Any]] | None = None  # of the current rollouts
@@ -180,11 +213,12 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             seed=order.seed,
             step=lambda: self.state.global_step,
             updates=self.num_iterations,
+            together=self._facts.together,
         )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self._step_ids = [row["step_id"] for row in inputs]
-        self._asked = [(row["step_id"], row.get("plan")) for row in inputs]
+        self._inputs, self._asked = inputs, _asked(inputs)
+        self._replayed = {}
         self._shown.forget()
         if self._first_step and isinstance(self._reward, CdremReward):
             for step in range(0, self.state.global_step, self.num_iterations):
@@ -199,7 +233,18 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         mine = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
         for name, values in self._instead.items():
             made[name] = torch.as_tensor(values[mine], dtype=made["advantages"].dtype, device=made["advantages"].device)
+        if self._replayed:
+            then = torch.full(made["completion_ids"].shape, math.nan, device=made["completion_ids"].device)
+            for row, success in self._replayed.items():
+                then[row, : len(success.logprobs)] = torch.tensor(success.logprobs)
+            if "old_per_token_logps" in made:
+                then = torch.where(then.isnan(), made["old_per_token_logps"], then)
+            made["old_per_token_logps"] = then
         return made
+
+    def _generate(self, prompts: Any) -> Any:
+        self._prompts = prompts  # the list that TRL goes on with
+        return super()._generate(prompts)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """As TRL's, but the rollouts of a prompt stay together; TRL shuffles them over the passes of a step."""
@@ -231,7 +276,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             unpacked = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **more
             )
-            self._logps = unpacked[0].detach()
+            self._hold(unpacked[0])
             return unpacked  # type: ignore[no-any-return]
         rows = {"input_ids": input_ids, "attention_mask": attention_mask}
         rows |= {name: more[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
@@ -245,8 +290,13 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             entropy = packed.unpack(output.entropy) if compute_entropy else None
             chunks.append((packed.unpack(output.log_probs), entropy))
         logps = torch.cat([of_chunk for of_chunk, _ in chunks])
-        self._logps = logps.detach()
+        self._hold(logps)
         return logps, torch.cat([e for _, e in chunks if e is not None]) if compute_entropy else None, None
+
+    def _hold(self, logps: torch.Tensor) -> None:
+        self._logps = logps.detach()
+        if self._then is not None:
+            self._then.copy_(torch.where(self._then.isnan(), self._logps, self._then))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         share = inputs.get("share", 1.0)
@@ -255,10 +305,14 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         beta = self.beta
         if "kl_factor" in inputs:
             self.beta = PerRollout(beta, inputs["kl_factor"])
+        if "old_per_token_logps" in inputs:
+            # TRL leaves them out where they are those of the forward pass of the update, and reads them after it
+            self._then = inputs["old_per_token_logps"].clone()
+            inputs = inputs | {"old_per_token_logps": self._then}
         try:
             loss: torch.Tensor = share * super()._compute_loss(model, inputs)
         finally:
-            self.beta = beta
+            self.beta, self._then = beta, None
         passes = self.args.steps_per_generation
         if "sampling_per_token_logps" in inputs and self._step % (passes * self.num_iterations) < passes:
             self._compare(inputs["sampling_per_token_logps"], inputs["completion_ids"], inputs["completion_mask"])
@@ -286,7 +340,20 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         ids, images, fields = super()._tokenize_prompts([prompts[i] for i in new])
         return [ids[i] for i in owner], [images[i] for i in owner], select_rows(fields, owner)
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, fields: Any, num_generations: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As TRL's. `prompt_ids`, `images`, and the batch that TRL holds, are changed in place where another prompt is asked."""
+        answers, logprobs, self._cut = self._sample(prompt_ids, images, fields, num_generations, *args, **kwargs)
+        if logprobs is not None:  # always, in one process that holds the whole model; `launch.refusals` refuses others
+            if self._objective.max_num_gen_batches > 1:
+                self._ask_others(prompt_ids, images, answers, logprobs)
+            if self._buffer is not None:
+                self._replay(self._buffer, answers, logprobs)
+        return answers, logprobs
+
+    def _sample(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None, list[bool]]:
+        """(tokens, log-probabilities, whether it was cut) of each answer to the prompts that `_asked` names."""
         sampling: AbstractContextManager[list[list[float]] | None] = nullcontext()
         if self._whole and not self.use_vllm:
             policy = self.accelerator.unwrap_model(self.model_wrapped)
@@ -299,7 +366,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         unwanted = frozenset(vision_token_ids(tokenizer))
         # with a vision token in an answer, image tokens and features differ in number when it is scored; that would end the run
         kept = [without_vision_tokens(answer, unwanted, tokenizer.eos_token_id) for answer in answers]
-        self._cut = [short != answer for short, answer in zip(kept, answers, strict=True)]
+        cut = [short != answer for short, answer in zip(kept, answers, strict=True)]
         if logprobs is not None:
             # TRL reads NaN as unknown: an end that replaces a vision token was not sampled
             logprobs = [
@@ -307,14 +374,99 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
                 for of_answer, short, answer in zip(logprobs, kept, answers, strict=True)
             ]
         self._ask_early(dict(enumerate(kept)))  # answers cut at the limit, and all answers of other samplers
-        return kept, logprobs
+        return kept, logprobs, cut
+
+    def _ask_others(
+        self, prompt_ids: list[Any], images: list[Any], answers: list[list[int]], logprobs: list[list[float]]
+    ) -> None:
+        """Asks other prompts in place of those whose groups have no spread, until all have or it has sampled often enough.
+
+        DAPO goes on in the order of the data. Here the others are drawn from all prompts, by seed and step alone: the order of
+        the epoch stays as it is, and a continued run draws the same. A group stays if no other one with spread was found.
+        """
+        size, whole = self.num_generations, self._asked
+        _, spreadless = flatten_spreadless(self._rewards_of(answers, self._cut), size)
+        missing = np.flatnonzero(spreadless).tolist()
+        others, asked_again = self._others(set(whole)), 0
+        lacking = len(missing)
+        for _ in range(self._objective.max_num_gen_batches - 1):
+            rows = [row for row in islice(others, len(missing)) for _ in range(size)]
+            if not rows:
+                break
+            asked_again += len(rows) // size
+            self._asked = _asked(rows)
+            prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
+            ids, shown, fields = self._tokenize_prompts(prompts)
+            new, new_logprobs, cut = self._sample(ids, shown, fields, size)
+            assert new_logprobs is not None
+            _, useless = flatten_spreadless(self._rewards_of(new, cut), size)
+            for group in np.flatnonzero(~useless):
+                there, here = missing.pop(0) * size, int(group) * size
+                both: list[tuple[list[Any], list[Any]]] = [
+                    (self._inputs, rows),
+                    (self._prompts, prompts),
+                    (whole, self._asked),
+                    (prompt_ids, ids),
+                    (images, shown),
+                    (answers, new),
+                    (logprobs, new_logprobs),
+                    (self._cut, cut),
+                ]
+                for held, made in both:
+                    held[there : there + size] = made[here : here + size]
+        self._asked = whole
+        self._log_metric("groups_asked_again", float(asked_again))
+        self._log_metric("groups_resampled", float(lacking - len(missing)))
+
+    def _others(self, without: set[Prompt]) -> Iterator[dict[str, Any]]:
+        """All prompts but those of `without`, in an order that seed and step decide."""
+        order = list(range(len(self.train_dataset)))
+        random.Random(f"{self.args.seed} {self.state.global_step}").shuffle(order)
+        names = self.train_dataset.with_format(None)
+        for place in order:
+            if _asked([names[place]])[0] not in without:
+                yield self.train_dataset[place]
+
+    def _replay(self, buffer: ReplayBuffer, answers: list[list[int]], logprobs: list[list[float]]) -> None:
+        """Puts earlier successes in the place of the first answers of groups that have none, then keeps those of this step."""
+        size, step = self.num_generations, self.state.global_step
+        rewards = self._rewards_of(answers, self._cut).reshape(-1, size)
+        wants = buffer.wants(rewards)
+        sampled = [Success(*made, step) for made in zip(answers, logprobs, strict=True)]
+        for group, first in enumerate(range(0, len(answers), size)):
+            asked = self._asked[first]
+            earlier = buffer.draw(asked, self.args.seed, step, group) if wants[group] else None
+            if earlier is not None:
+                # TRL and the comparison of sampler and trainer read NaN as unknown: another policy sampled it
+                answers[first], logprobs[first] = earlier.tokens, [math.nan] * len(earlier.tokens)
+                self._cut[first], self._replayed[first] = False, earlier
+        for group, first in enumerate(range(0, len(answers), size)):
+            buffer.add(self._asked[first], sampled[first : first + size], rewards[group].tolist())
+        self._log_metric("groups_replayed", float(len(self._replayed)))
+
+    def _rewards_of(self, answers: Sequence[Sequence[int]], cut: Sequence[bool]) -> Floats:
+        """The rewards of answers to the prompts that `_asked` names, shape (B,)."""
+        texts = self.processing_class.batch_decode(answers, skip_special_tokens=True)
+        step_ids, plans = zip(*self._asked, strict=True)
+        rewards = self._reward([[{"content": text}] for text in texts], step_id=step_ids, plan=plans)
+        return np.where(cut, 0.0, rewards)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        if self._buffer is not None:
+            self._buffer.save(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._buffer is not None:
+            self._buffer.load(Path(resume_from_checkpoint))
 
     def _ask_early(self, answers: Mapping[int, list[int]]) -> None:
         """Starts remote grounders, if there are any, on finished answers (row of the batch → tokens)."""
         if self._early:
             # decoded as by TRL; if TRL decodes an answer differently, `score` queries it
             texts = self.processing_class.batch_decode(list(answers.values()), skip_special_tokens=True)
-            self._early.ask(texts, [self._step_ids[row] for row in answers])
+            self._early.ask(texts, [self._asked[row][0] for row in answers])
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         raw = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -330,6 +482,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
         of_eq_10 = advantages(rewards, self.num_generations, self.scale_rewards)
         self._instead = self._of_plugins(rows, flat, of_eq_10)
+        for place, success in self._replayed.items():
+            rows[place]["sampled_in"] = success.sampled_in
         if self.accelerator.is_main_process:
             self._keep(rows, self._instead.get("advantages", of_eq_10))
         return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
@@ -338,9 +492,15 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         """What plug-ins put in the place of TRL's, for the rollouts of all processes, shape (B,): advantages and factors of β."""
         instead, shape = {}, (-1, self.num_generations)
         if self._objective.advantage:
-            areas = np.array([self._areas.get(row["step_id"], 0.0) for row in rows[:: self.num_generations]])
+            asked = [row["step_id"] for row in rows[:: self.num_generations]]
+            areas = np.array([self._facts.areas[step_id] for step_id in asked])
+            names, indices = zip(*(self._facts.places[step_id] for step_id in asked), strict=True)
+            _, episodes = np.unique(names, return_inverse=True)
             instead["advantages"] = estimated(
-                self._objective.advantage, rewards.reshape(shape), of_eq_10.reshape(shape), areas
+                self._objective.advantage,
+                rewards.reshape(shape),
+                of_eq_10.reshape(shape),
+                {"areas": areas, "episodes": episodes, "indices": np.array(indices)},
             ).reshape(-1)
         if self._objective.policy_loss:
             instead["kl_factor"] = kl_factors(self._objective.policy_loss, rewards)
@@ -363,6 +523,10 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
                 out.write_table(pq.read_table(self._part(step)))
 
 
+def _asked(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+    return [(row["step_id"], row.get("plan")) for row in rows]
+
+
 BEST, PROBES = "best", "probe"
 """Folders within the scratch folder: the best weights so far, and the answers to the probe."""
 
@@ -374,9 +538,19 @@ class Policy:
     prompts: Dataset
     screens: Screens
     reward: CdremReward | PointReward
+    steps: pa.Table  # of the prompts, with their labels
     best: KeepBest | None = None
     probe: Probe | None = None
     ordered: bool = False  # the prompts are asked in their order, not shuffled
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a planner is asked: steps, pairs of steps (`transitions`), and whether in this order."""
+
+    steps: Sequence[str]
+    pairs: Sequence[tuple[str, str]]
+    ordered: bool
 
 
 Make = Callable[[Any, tuple[int, int, int]], Policy]
@@ -401,12 +575,20 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
             name: stack.enter_context(opened(member, job, logs=job.out, share=in_vllm, beside_training=True))
             for name, member in members.items()
         }
-        asked, curated = curated_prompts(job, asked_about, job.train_steps(), engines)
+        asked, pairs, curated = curated_prompts(job, asked_about, job.train_steps(), engines)
+        if pairs and not engines:
+            raise Ended(
+                "grpo.curation: transition_pairs is for a planner: an end-to-end agent's point could be on both screens"
+            )
+        pages = stack.enter_context(Environments(job.config.environment)) if job.config.environment else None
 
         def planner(processor: Any, resize: tuple[int, int, int]) -> Policy:
-            return _planner(job, asked, curated.ordered, engines, processor, resize)
+            return _planner(job, Asked(asked, pairs, curated.ordered), engines, pages, processor, resize)
 
         figures = _train(job, planner, report)
+        if pages is not None and is_main():
+            rollouts = pq.read_table(job.out / ROLLOUTS, columns=["parts", "graders"]).to_pylist()
+            figures["page"] = agreement(rollouts) | {"lost": pages.lost, "restarted": pages.restarted}
         return figures | ({"curation": curated.figures} if curated.figures else {})
 
 
@@ -421,7 +603,7 @@ def train_grounder_rl(job: GrounderRlJob, report: Report) -> dict[str, Any]:
         screens = Screens(steps, resize)
         prompts = grounder_prompts(rows, screens, models.prompts)
         reward = PointReward(steps, screens, models.coordinates, job.config.composite, "grounder")
-        return Policy(prompts, screens, reward, ordered=curated.ordered)
+        return Policy(prompts, screens, reward, steps, ordered=curated.ordered)
 
     figures = _train(job, grounder, report)
     return figures | ({"curation": curated.figures} if curated.figures else {})
@@ -429,18 +611,19 @@ def train_grounder_rl(job: GrounderRlJob, report: Report) -> dict[str, Any]:
 
 def _planner(
     job: GrpoJob,
-    asked: Sequence[str],
-    ordered: bool,
+    asked: Asked,
     engines: Mapping[str, Engine],
+    pages: Environments | None,
     processor: Any,
     resize: tuple[int, int, int],
 ) -> Policy:
-    """The prompts of a planner, or of an end-to-end agent where no grounder is open, and its reward."""
-    config, models, steps = job.config, job.models, job.train_steps()
+    """The prompts of a planner, or of an end-to-end agent where no grounder is open, and its reward: by `pages`, if there are."""
+    config, models = job.config, job.models
+    steps, shown, more = with_transitions(job.train_steps(), asked.pairs)
     references = plans_of(job.rows()) if config.terms else {}
 
     def reward_on(
-        labelled: pa.Table, graders: Mapping[str, Engine], config: Grpo
+        labelled: pa.Table, graders: Mapping[str, Engine], config: Grpo, pages: Environments | None = None
     ) -> tuple[Screens, CdremReward | PointReward]:
         screens = Screens(labelled, resize)
         if not graders:
@@ -450,16 +633,20 @@ def _planner(
         for name, engine in graders.items():
             resized = screens if engine.resize == resize else Screens(labelled, engine.resize)
             grounders[name] = Grounder(engine, resized, models.prompts, models.coordinates, job.max_point_tokens)
-        return screens, CdremReward(grounders, priors, labelled, screens, config, references)
+        about = (grounders, priors, labelled, screens, config, references)
+        return screens, CdremReward(*about) if pages is None else PageReward(*about, environments=pages)
 
     agent: Agent = "decoupled" if engines else "end_to_end"
     trained_grounder = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k; empty for an end-to-end agent
     priors = {name: config.own_prior if name in trained_grounder else config.verifier_prior for name in engines}
-    screens, reward = reward_on(steps, engines, config)
-    prompts = grpo_prompts(frozenset(asked), steps, screens, models.prompts, agent)
-    if ordered:
+    screens, reward = reward_on(steps, engines, config, pages)
+    if more:
+        screens = Screens(shown, resize)
+    names = [*asked.steps, *more]
+    prompts = grpo_prompts(frozenset(names), shown, screens, models.prompts, agent)
+    if asked.ordered:
         position = {step_id: i for i, step_id in enumerate(prompts.with_format(None)["step_id"])}
-        prompts = prompts.select([position[step_id] for step_id in asked])
+        prompts = prompts.select([position[step_id] for step_id in names])
 
     def questions_on(labelled: pa.Table) -> tuple[Questions, CdremReward | PointReward]:
         resized, judge = reward_on(labelled, trained_grounder, config.by_labels())
@@ -473,15 +660,15 @@ def _planner(
         print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
     elif config.probe_steps:
         validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
-        probed = probed_steps(steps, prompts.with_format(None)["step_id"], validation, limit)
+        probed = probed_steps(job.train_steps(), prompts.with_format(None)["step_id"], validation, limit)
         questions = questions_on(pa.concat_tables(probed.values()))
         judge = next(iter(trained_grounder), "labels")
         probe = Probe(probed, *questions, judge, config, job.seed, job.scratch / PROBES)
-    return Policy(prompts, screens, reward, best, probe, ordered)
+    return Policy(prompts, screens, reward, steps, best, probe, asked.ordered)
 
 
 def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str, Any]:
-    config, models, steps = job.config, job.models, job.train_steps()
+    config, models = job.config, job.models
     set_seed(job.seed)
     model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
     if job.on_gpu:
@@ -498,6 +685,12 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         policy.prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens
     )
     refuse_few(len(prompts), config)
+    compared = by_episodes(config.advantage)
+    if compared and policy.ordered:
+        raise Ended(
+            f"grpo.advantage: {compared[0]} asks about the steps of an episode together, and one of "
+            f"{', '.join(config.curation)} puts prompts in another order: remove one of them"
+        )
     rollouts = job.scratch / "rollouts"
     beside = {rollouts: 1, job.scratch / BEST: 0, job.scratch / PROBES: 0}
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations, beside=beside)
@@ -522,7 +715,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         core=model,
         whole=not job.placement.sharded,
         objective=config,
-        areas=target_areas(steps) if config.advantage else {},
+        facts=facts_of(policy.steps, prompts.with_format(None)["step_id"] if compared else None),
         train_dataset=prompts,
         callbacks=[
             ReportProgress(report),
@@ -570,7 +763,13 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "frac_reward_zero_std": float(np.mean([e["frac_reward_zero_std"] for e in history])) if history else None,
         **at_the_start(history),
+        **{name: float(np.mean([e[name] for e in history])) for name in REGROUPED if history and name in history[0]},
     }
+
+
+REGROUPED: Final = ("groups_asked_again", "groups_resampled", "groups_replayed")
+"""Figures of `max_num_gen_batches` and `replay`, where they are set, as means of the optimizer steps: groups sampled again,
+groups that another prompt has replaced, groups that got an earlier success."""
 
 
 def at_the_start(history: Sequence[Mapping[str, float]]) -> dict[str, float | None]:

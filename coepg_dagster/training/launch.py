@@ -56,6 +56,15 @@ def refusals(config: Sft | PolicyTraining, placement: Placement, resource: str) 
             f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2` "
             f"(`strategy: zero2` of {resource})"
         )
+    if isinstance(config, PolicyTraining) and (placement.sharded or placement.processes > 1):
+        remedy = "`training_processes: 1`" if placement.processes > 1 else "`strategy: ddp`"
+        again = {"max_num_gen_batches": config.max_num_gen_batches > 1, "replay": config.replay is not None}
+        why += [
+            f"{part}.{name} decides by a step's first rewards what is sampled next, in one process that holds the whole model: "
+            f"set {remedy} of {resource}"
+            for name, chosen in again.items()
+            if chosen
+        ]
     prompts = 0 if isinstance(config, Sft) or not config.terms else config.prompts_per_step
     if prompts % placement.processes:
         fewer = next(n for n in range(placement.processes - 1, 0, -1) if prompts % n == 0 and divides(config, n))

@@ -61,6 +61,16 @@ def test_target_crop_page_and_resize_move_the_box(tmp_path: Path) -> None:
     assert small["boxes"][0][0] == pytest.approx(100 * small["width"] / 1280, abs=1e-3)
 
 
+def test_a_page_to_be_scrolled_is_whole_in_tests_and_a_block_in_training(tmp_path: Path) -> None:
+    """At its own size, also where screenshots are made as small as the model takes them: its blocks are cut in evaluation."""
+    (step,), _, _ = imported(tmp_path / "a", [mind2web_row()], name="test_task-0.parquet", view="scroll", shrink=True)
+    assert (step["view_rule"], step["width"], step["height"]) == ("scroll", 1280, 2600)
+    assert step["boxes"] == [[100, 1700, 300.5, 1740]] and step["screenshot"] == mind2web_row()["screenshot"]["bytes"]
+    (trained,), _, _ = imported(tmp_path / "b", [mind2web_row()], view="scroll")
+    (block,), _, _ = imported(tmp_path / "c", [mind2web_row()], view="target_block")
+    assert trained == block and trained["view_rule"] == "block 1"
+
+
 def test_hover_is_a_click_without_value_and_no_value_has_one_form(tmp_path: Path) -> None:
     rows = [
         mind2web_row(index=0, operation=json.dumps({"op": "CLICK", "original_op": "HOVER", "value": ""})),

@@ -118,12 +118,16 @@ def test_leave_one_out_is_the_mean_without_oneself(groups: list[list[float]]) ->
 def test_plugins_run_in_order_and_keep_signs(groups: list[list[float]]) -> None:
     rewards = np.array(groups)
     start, areas = rewards - rewards.mean(axis=1, keepdims=True), np.full(len(rewards), 0.02)
-    scaled = estimated([{"name": "sngs", "lambda_0": 0.5, "kappa": 1.5, "success": 0.5}], rewards, start, areas)
+    scaled = estimated(
+        [{"name": "sngs", "lambda_0": 0.5, "kappa": 1.5, "success": 0.5}], rewards, start, {"areas": areas}
+    )
     rate = (rewards >= 0.5).mean(axis=1, keepdims=True)
     assert scaled == pytest.approx(np.where(start < 0, start * np.minimum(0.5 + 1.5 * rate, 1), start))
     then = [{"name": "rloo"}, {"name": "gui_g1_difficulty", "reference": 0.01, "gamma": 0.5}]
-    assert estimated(then, rewards, start, areas) == pytest.approx(rloo(rewards)), "one size of target: weight 1"
-    dropped = estimated([{"name": "drop_spreadless"}], rewards, start, areas)
+    assert estimated(then, rewards, start, {"areas": areas}) == pytest.approx(rloo(rewards)), (
+        "one size of target: weight 1"
+    )
+    dropped = estimated([{"name": "drop_spreadless"}], rewards, start, {"areas": areas})
     spread = [len(set(group)) > 1 for group in groups]
     assert dropped == pytest.approx(start * len(groups) / max(1, sum(spread)))
 

@@ -237,3 +237,16 @@ def test_whatever_is_left_out_is_counted(rates: list[float], data: st.DataObject
         return
     assert sorted([*curated.kept, *curated.left_out]) == list(range(len(rates)))
     assert sum(one["left_out"] for one in curated.figures.values()) == len(curated.left_out)
+
+
+def test_pairs_lie_k_steps_apart_in_one_episode() -> None:
+    """Positions are those before any strategy, whatever an earlier one has left out."""
+    places = {"episode_id": list("aabba"), "step_index": [1, 0, 0, 2, 2]}
+    items = prompts([0.5, 0.5, 0.5, 0.5, 1.0], **places)
+    assert curate(items, {"transition_pairs": {"k": 1, "most": 9}}).pairs == [(0, 4), (1, 0)]
+    assert curate(items, {"transition_pairs": {"k": 2, "most": 9}}).pairs == [(1, 4), (2, 3)]
+    assert len(curate(items, {"transition_pairs": {"k": 2, "most": 1}}).pairs) == 1
+    after = curate(items, {"pass_rate": {"at_most": 0.9}, "curriculum": {}, "transition_pairs": {"k": 1, "most": 9}})
+    assert after.pairs == [(1, 0)] and after.figures["transition_pairs"]["pairs"] == 1
+    with pytest.raises(Nothing, match="no episode has two that lie 3 steps apart"):
+        curate(items, {"transition_pairs": {"k": 3, "most": 9}})

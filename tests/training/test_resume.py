@@ -264,6 +264,40 @@ def test_grpo_is_continued_with_every_rollout_once(
     assert logged(tmp_path / "killed" / "out") == logged(tmp_path / "whole" / "out")
 
 
+def test_grpo_with_other_prompts_and_earlier_successes_is_continued(
+    common: dict[str, Any], trained: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """The successes are in the checkpoint; which prompts are asked instead, and which success is drawn, seed and step decide."""
+
+    def make(name: str) -> Job:
+        return GrpoJob(
+            **common,
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            init=str(trained("planner", 0)),
+            grounder=("grounder_1", str(trained("grounder", 0))),
+            verifiers={},
+            validation_split="train",
+            max_point_tokens=8,
+            config=Grpo.model_validate(
+                {"prompts_per_step": 3, "group_size": 2, "micro_batch_size": 2, "max_steps": 6, "learning_rate": 1e-3}
+                | {"max_plan_tokens": 24, "temperature": 0.7, "kl_beta": 0.0, "probe_steps": 0}
+                | {"max_num_gen_batches": 3, "replay": {"below_mean": 2.0, "below_std": 10.0, "size": 3}}
+            ),
+            placement=Placement(save_every=2),
+        )
+
+    printed = compare(make, [("step 3", signal.SIGKILL), ("save 4", signal.SIGKILL)], "model.safetensors")
+    assert "continues from checkpoint-2" in printed[1]
+    whole, killed = (rollouts(tmp_path / name / "out") for name in ("whole", "killed"))
+    assert whole == killed and logged(tmp_path / "killed" / "out") == logged(tmp_path / "whole" / "out")
+    assert any(row["sampled_in"] is not None and row["optimizer_step"] >= 4 for row in killed), (
+        "replayed after it went on"
+    )
+    log = [json.loads(line) for line in (tmp_path / "killed" / "out" / "training_log.jsonl").read_text().splitlines()]
+    assert sum(line.get("groups_resampled", 0) for line in log) > 0
+
+
 def test_a_pool_step_loses_one_chunk_at_most(
     common: dict[str, Any], trained: Callable[[str, int], Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,144 @@
+"""A MiniWoB++ page as an environment: one action at a recorded step, and what the page makes of it.
+
+`python -m coepg_dagster.sandbox.miniwob.environment` reads a Question as JSON from each line of its input and writes an Answer
+as JSON to a line of its output, until its input ends. It has one browser; `training.environments` runs several such processes.
+
+A step is reached by loading the page of its family and seed, and repeating the oracle's earlier moves. An action succeeds
+
+1. if the page then ends the episode with a reward above 0, or
+2. if the page goes on, and rewards the oracle, which plays on from there in no more moves than it needs after its own move.
+
+The page alone decides. Its next screen is not compared with the recorded one: the order of two fields may differ, and both are
+right. Since the oracle gets no move more, an action that does nothing, or that it must first undo, is no success.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from coepg_dagster.processes import end_with_parent
+from coepg_dagster.refusal import Refusal
+from coepg_dagster.sandbox.miniwob.browser import ActionType, Browser
+from coepg_dagster.sandbox.miniwob.elements import Box, Element, element_at
+from coepg_dagster.sandbox.miniwob.episodes import Episode, play
+from coepg_dagster.sandbox.miniwob.oracles import ORACLES, Move, OracleError, look
+
+SAME_PLACE = 4.0
+"""How far, in px, a target may lie from where it was recorded: other fonts move what stands beside a text."""
+
+
+class Question(BaseModel):
+    """An action at a step, with what the step's label says, by which the state is checked. Coordinates are screenshot px."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: str
+    seed: int
+    step_index: int
+    goal: str
+    label_type: str
+    label_value: str
+    label_boxes: list[Box]
+    action_type: ActionType
+    value: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether the action succeeded, and why not."""
+
+    success: bool
+    why: str = ""
+
+
+class OtherPage(Refusal, ValueError):
+    """The page is not the one of the recorded step."""
+
+
+class Environment:
+    """Judges actions in one browser. The same question has the same answer."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._oracles: dict[tuple[str, int], Episode] = {}
+
+    def judge(self, question: Question) -> Answer:
+        """Raises OtherPage if family and seed do not lead to the step that was recorded."""
+        episode = self._oracle(question)
+        moves = [step.move for step in episode.steps[: question.step_index]]
+        self._browser.reset(question.family, question.seed)
+        for move in moves:
+            self._browser.act(move.action_type, move.targets[0].centre, move.value)
+        point = question.x, question.y
+        touched = element_at(self._browser.elements(), point) or Element("page", "", (*point, *point))
+        self._browser.act(question.action_type, point, question.value)
+        moves.append(Move(question.action_type, (touched,), question.value))
+        for _ in range(len(episode.steps) - len(moves)):
+            done, reward = self._browser.outcome()
+            if done:
+                return Answer(reward > 0, "" if reward > 0 else f"reward {reward:g}")
+            try:
+                after = ORACLES[question.family](look(self._browser, episode.goal, moves))
+            except (OracleError, LookupError) as error:
+                return Answer(False, f"the oracle does not understand the page: {error}")
+            if after is None:
+                return Answer(False, "the oracle knows no next move")
+            self._browser.act(after.action_type, after.targets[0].centre, after.value)
+            moves.append(after)
+        done, reward = self._browser.outcome()
+        if done:
+            return Answer(reward > 0, "" if reward > 0 else f"reward {reward:g}")
+        return Answer(False, "more moves are needed than without the action")
+
+    def _oracle(self, question: Question) -> Episode:
+        """The oracle's own episode, whose move at the step must be the label."""
+        game = question.family, question.seed
+        if question.family not in ORACLES:
+            raise OtherPage(f"there is no oracle for the family {question.family!r}, so no state of it can be reached")
+        if game not in self._oracles:
+            self._oracles[game] = play(self._browser, *game)
+        episode = self._oracles[game]
+        move = episode.steps[question.step_index].move if question.step_index < len(episode.steps) else None
+        label = question.label_type, question.label_value
+        there = move is not None and not episode.reason and episode.goal == question.goal
+        if move is None or not there or (move.action_type, move.value) != label or not self._near(question, move):
+            raise OtherPage(
+                f"{question.family}, seed {question.seed}, step {question.step_index}: this page is not the recorded one "
+                f"(goal {episode.goal!r:.80}, {episode.reason or 'another label or place'}): give steps that were collected "
+                "with this version of miniwob, Chromium and the fonts, or collect them again (`coepg collect miniwob`)"
+            )
+        return episode
+
+    @staticmethod
+    def _near(question: Question, move: Move) -> bool:
+        """Whether some target lies where one of the label does."""
+        return any(
+            max(abs(a - b) for a, b in zip(piece, box, strict=True)) <= SAME_PLACE
+            for target in move.targets
+            for piece in target.pieces
+            for box in question.label_boxes
+        )
+
+
+def main() -> None:
+    """Answers questions until the input ends; an error of the browser ends it."""
+    end_with_parent()
+    with Browser() as browser:
+        environment = Environment(browser)
+        for line in sys.stdin:
+            try:
+                answer = environment.judge(Question.model_validate_json(line))
+                said: dict[str, object] = {"success": answer.success, "why": answer.why}
+            except Refusal as error:
+                said = {"refused": str(error)}
+            print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
