@@ -452,7 +452,7 @@ class Watch:
             self._view.tick(time.time())
 
     def _read(self) -> None:
-        if not self._instance.has_run(self._run_id):
+        if self._cursor is None and not self._instance.has_run(self._run_id):
             return
         news = self._instance.get_records_for_run(self._run_id, self._cursor)
         self._cursor = news.cursor

@@ -198,18 +198,17 @@ class Loop:
         for shared in self.shared:
             if (record := self.record(instance, Ref(shared))) is not None:
                 records[Ref(shared)] = record
-        for asset in self.made:
-            latest = instance.event_log_storage.get_latest_storage_id_by_partition(
-                self.key(asset), dg.DagsterEventType.ASSET_MATERIALIZATION
-            )
-            if latest:
-                events = instance.fetch_materializations(
-                    dg.AssetRecordsFilter(self.key(asset), storage_ids=sorted(latest.values())), limit=len(latest)
-                ).records
-                for event in events:
-                    if event.partition_key is not None and int(event.partition_key) <= self.experiment.iterations:
-                        ref = Ref(asset, int(event.partition_key))
-                        records[ref] = _record_of(ref, event)
+        log, kind = instance.event_log_storage, dg.DagsterEventType.ASSET_MATERIALIZATION
+        made = {self.key(asset): asset for asset in self.made}
+        newest = [number for key in made for number in log.get_latest_storage_id_by_partition(key, kind).values()]
+        # one query for all: with one for each asset, these were a third of the time of a step without a model
+        events = log.get_event_records(dg.EventRecordsFilter(kind, storage_ids=newest)) if newest else []
+        for asset, event in (
+            (asset, event) for key, asset in made.items() for event in events if event.asset_key == key
+        ):
+            if event.partition_key is not None and int(event.partition_key) <= self.experiment.iterations:
+                ref = Ref(asset, int(event.partition_key))
+                records[ref] = _record_of(ref, event)
         records.note_lost(Store(store or Project(self.root).store))
         if "dataset" in self.made:
             records.note_vetoes(self.marks(store))

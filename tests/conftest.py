@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pyarrow as pa
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from PIL import Image, ImageDraw
 
@@ -51,6 +53,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests start first."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """`folder`, made by the first test of any worker that asks for it."""
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            draft = folder.with_name(f"{folder.name}-draft")
+            make(draft)
+            draft.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run of pytest have in common."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 WIDTH, HEIGHT = 84, 112
@@ -142,19 +169,18 @@ CORPUS = [f"Click {word}. Enter red into {word}." for word in WORDS]
 
 
 @pytest.fixture(scope="session")
-def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def random_checkpoint(shared: Path) -> Callable[[int], Path]:
     """Checkpoints with random weights, by seed; made once each."""
-    root = tmp_path_factory.mktemp("random")
 
     def checkpoint(seed: int) -> Path:
-        import torch
+        def make(folder: Path) -> None:
+            import torch
 
-        from coepg_dagster.sandbox.pretraining import tiny_models, tokenizer
+            from coepg_dagster.sandbox.pretraining import tiny_models, tokenizer
 
-        folder = root / str(seed)
-        if not folder.exists():
             tiny_models.save(*tiny_models.build("small", tokenizer.fit(CORPUS), seed), folder, torch.float32)
-        return folder
+
+        return made_once(shared / f"random-{seed}", make)
 
     return checkpoint
 
@@ -244,20 +270,19 @@ def trained(
     models: Models,
     steps: pa.Table,
     dataset: pa.Table,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared: Path,
 ) -> Callable[[str, int], Path]:
     """A planner or grounder that learnt the answers of `dataset` by heart, by role and seed; made once each."""
-    from coepg_dagster.training.sft import train_sft
-
-    root = tmp_path_factory.mktemp("trained")
 
     def checkpoint(role: Any, seed: int) -> Path:
-        out = root / f"{role}-{seed}"
-        if not out.exists():
+        def make(out: Path) -> None:
+            from coepg_dagster.training.sft import train_sft
+
             config = Sft(epochs=LESSONS, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
             data = (dataset, steps, models)
             train_sft(sft_job(out, data, role, random_checkpoint(seed), config, seed=seed), quiet)
-        return out
+
+        return made_once(shared / f"{role}-{seed}", make)
 
     return checkpoint
 

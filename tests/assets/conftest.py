@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 from coepg_dagster.assets.automation import WEBHOOK
 from coepg_dagster.assets.ledger import Loop
 
+from coepg_dagster.experiment import CODE
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
 from tests.assets.light import automate, light_definitions, light_project
@@ -25,6 +30,7 @@ class InProcess:
     project: Project
     instance: dg.DagsterInstance
     settings: dict[str, Any] = field(default_factory=dict)
+    _built: tuple[Any, dg.Definitions] | None = None
 
     @property
     def loop(self) -> Loop:
@@ -33,7 +39,24 @@ class InProcess:
 
     @property
     def defs(self) -> dg.Definitions:
-        return light_definitions(self.project, **self.settings)
+        """Loaded anew where files, settings or code have changed since; a daemon too goes on with what it has loaded."""
+        files = self.project.experiments()
+        used = {name: self.project.seeds_in_use(one) for name, one in files.items()}
+        read = {path: path.read_text() for path in (self.project.root / "experiments").rglob("*.yaml")}
+        now = self.project.root, read, used, dict(self.settings), dict(CODE)
+        if self._built is None or self._built[0] != now:
+            self._built = now, light_definitions(self.project, **self.settings)
+        return self._built[1]
+
+    def make(self, through: int) -> None:
+        """Makes the inputs and the iterations 0..`through` of this fresh project: a copy of one in which they were made."""
+        folder, databases = _made((self.project.root / "experiments" / "light.yaml").read_text(), through)
+        shutil.copytree(Path(folder.name) / "project", self.project.root, symlinks=True, dirs_exist_ok=True)
+        for content, database in zip(databases, _databases(self.instance), strict=True):
+            copy = sqlite3.connect(":memory:")
+            copy.deserialize(content)
+            copy.backup(database)
+            copy.close()
 
     def run(
         self, iteration: int | None, *assets: Asset, loop: Loop | None = None, config: dict[str, Any] | None = None
@@ -62,6 +85,24 @@ class InProcess:
             return data.user_failure_data.description
         assert data.error is not None
         return (data.error.cause or data.error).message
+
+
+@cache
+def _made(experiment: str, through: int) -> tuple[tempfile.TemporaryDirectory[str], list[bytes]]:
+    """A light project with this experiment in which iterations were made, and the databases of its instance."""
+    folder = tempfile.TemporaryDirectory()
+    with dg.DagsterInstance.ephemeral() as instance:
+        light = InProcess(light_project(Path(folder.name) / "project"), instance)
+        (light.project.root / "experiments" / "light.yaml").write_text(experiment)
+        for iteration in (None, *range(through + 1)):
+            assert light.run(iteration).success
+        return folder, [database.serialize() for database in _databases(instance)]
+
+
+def _databases(instance: dg.DagsterInstance) -> list[sqlite3.Connection]:
+    """Of its runs and of its events."""
+    storages: list[Any] = [instance.run_storage, instance.event_log_storage]
+    return [storage._held_conn.connection.driver_connection for storage in storages]
 
 
 @pytest.fixture

@@ -240,8 +240,7 @@ def test_what_decides_together_stays_in_one_sensor(light: InProcess) -> None:
 
 def test_the_command_line_makes_the_same_runs_as_refresh(light: InProcess) -> None:
     assert next_todo(light.instance, light.loop, 0) == Todo(None, SHARED)
-    light.run(None)
-    light.run(0)
+    light.make(0)
     assert next_todo(light.instance, light.loop, 0) == Todo(None, ("evolution_report",))
     assert next_todo(light.instance, light.loop, 1) == Todo(1, LOOP)
 

@@ -105,8 +105,7 @@ def newest(light: InProcess, asset: str) -> set[str]:
 
 
 def test_a_failed_iteration_leaves_the_checks_of_others_as_they_are(light: InProcess) -> None:
-    light.run(None)
-    assert light.run(0).success
+    light.make(0)
     planted = plant(light.project, "fail", "light/s1", Ref("verdicts", 1))
     assert not light.run(1).success
     for asset in LOOP:
@@ -122,9 +121,7 @@ def test_a_failed_iteration_leaves_the_checks_of_others_as_they_are(light: InPro
 
 
 def test_a_new_version_fails_the_checks_of_what_read_the_old_one(light: InProcess) -> None:
-    light.run(None)
-    for k in range(3):
-        assert light.run(k).success
+    light.make(2)
     plant(light.project, "salt", "light/s1", Ref("dataset", 0))
     assert light.run(0, "dataset", "data_quality").success
     states = {asset: {k: of["inputs_current"] for k, of in shown(light, asset).items()} for asset in LOOP}
@@ -137,8 +134,7 @@ def test_a_new_version_fails_the_checks_of_what_read_the_old_one(light: InProces
 
 
 def test_checks_that_a_killed_run_never_evaluated_are_evaluated_on_resume(light: InProcess) -> None:
-    light.run(None)
-    assert light.run(0).success
+    light.make(0)
     keys = {light.loop.key(asset) for asset in ("dataset", "evaluation")}
     job = light.defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=keys)
     run = light.instance.create_run_for_job(job, asset_selection=keys, tags={"dagster/partition": "0"})
@@ -150,8 +146,7 @@ def test_checks_that_a_killed_run_never_evaluated_are_evaluated_on_resume(light:
 
 
 def test_the_reason_of_a_failed_check_is_told_and_those_behind_it_are_not_failed(light: InProcess) -> None:
-    light.run(None)
-    assert light.run(0).success
+    light.make(0)
     plant(light.project, "check", "light/s1", Ref("planner_sft", 0))
     assert not light.run(0).success
     assert shown(light, "planner_sft")["0"] == {

@@ -83,7 +83,7 @@ def test_iterations_run_in_process_and_say_what_they_are_made_from(light: InProc
 
 
 def test_the_twin_says_what_it_stands_for(light: InProcess) -> None:
-    light.run(None), light.run(0)
+    light.make(0)
     observations = light.instance.fetch_observations(light.loop.twin("dataset"), limit=5).records
     assert [record.partition_key for record in observations] == ["1"]
     event = observations[0].event_log_entry.asset_observation
@@ -95,9 +95,7 @@ def test_the_twin_says_what_it_stands_for(light: InProcess) -> None:
 
 
 def test_the_same_content_marks_nothing_and_other_content_marks_its_readers(light: InProcess) -> None:
-    light.run(None)
-    for k in range(3):
-        light.run(k)
+    light.make(2)
     assert light.run(1).success
     assert stale_in_dagster(light) == {} and light.loop.stale(light.loop.records(light.instance)) == {}
     plant(light.project, "salt", "light/s1", Ref("dataset", 1))

@@ -85,8 +85,7 @@ def test_a_failed_blocking_check_keeps_the_next_iteration_from_training(light: I
 
 
 def test_a_stale_input_is_refused_unless_it_is_accepted(light: InProcess) -> None:
-    light.run(None)
-    light.run(0)
+    light.make(0)
     plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
     light.run(0, "verdicts")
     result = light.run(1)
@@ -99,9 +98,7 @@ def test_a_stale_input_is_refused_unless_it_is_accepted(light: InProcess) -> Non
 
 
 def test_raising_k_keeps_what_is_there(light: InProcess) -> None:
-    light.run(None)
-    for k in range(3):
-        light.run(k)
+    light.make(2)
     before = light.loop.records(light.instance)
     (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT.replace("iterations: 2", "iterations: 3"))
     after = light.loop.records(light.instance)
@@ -117,8 +114,7 @@ def test_raising_k_keeps_what_is_there(light: InProcess) -> None:
 
 
 def test_another_seed_or_experiment_leaves_the_first_alone(light: InProcess) -> None:
-    light.run(None)
-    light.run(0)
+    light.make(0)
     before = light.loop.records(light.instance)
     (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT.replace("[1, 2]", "[1, 2, 3]"))
     (light.project.root / "experiments" / "more.yaml").write_text(EXPERIMENT)
@@ -128,9 +124,7 @@ def test_another_seed_or_experiment_leaves_the_first_alone(light: InProcess) -> 
 
 
 def test_a_changed_configuration_marks_what_reads_it(light: InProcess) -> None:
-    light.run(None)
-    for k in range(2):
-        light.run(k)
+    light.make(1)
     (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT + "grpo: {kl_beta: 0.5}\n")
     stale = light.loop.stale(light.loop.records(light.instance))
     assert "code or configuration changed" in stale[Ref("planner", 0)].cause
@@ -139,8 +133,7 @@ def test_a_changed_configuration_marks_what_reads_it(light: InProcess) -> None:
 
 
 def test_the_archive_has_every_version(light: InProcess) -> None:
-    light.run(None)
-    light.run(0)
+    light.make(0)
     first = light.loop.record(light.instance, Ref("verdicts", 0))
     plant(light.project, "salt", "light/s1", Ref("verdicts", 0))
     light.run(0, "verdicts", "dataset")
@@ -159,8 +152,7 @@ def test_the_archive_has_every_version(light: InProcess) -> None:
 
 
 def test_a_job_is_finished_when_its_artifact_is_current(light: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    light.run(None)
-    light.run(0)
+    light.make(0)
     assert finished_jobs(light.project, light.instance) == set()  # there is no scratch folder
     (light.project.store / ".scratch" / "light-s1-verdicts-0-0123456789ab").mkdir(parents=True)
     read: list[str] = []

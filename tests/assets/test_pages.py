@@ -18,7 +18,7 @@ from tests.deployment import free_port
 
 
 def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
-    assert light.run(None).success and light.run(0).success
+    light.make(0)
     result = light.defs.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=light.instance, asset_selection=[light.loop.key("evolution_report")]
     )

@@ -38,7 +38,7 @@ def folder(light: InProcess, ref: Ref) -> Path:
 @pytest.mark.faults
 def test_a_flipped_bit_in_any_input_stops_the_step_that_would_read_it(light: InProcess) -> None:
     """Its size and times are the same: only its hash tells."""
-    evolve(light, 0)
+    light.make(0)
     for asset in LOOP:
         light.run(1, asset)
     before, steps = versions(light), len(steps_log(light.project))
@@ -62,7 +62,7 @@ def test_a_flipped_bit_in_any_input_stops_the_step_that_would_read_it(light: InP
 
 
 def test_what_is_damaged_is_made_again_alone(light: InProcess) -> None:
-    evolve(light, 0)
+    light.make(0)
     before, steps = versions(light), len(steps_log(light.project))
     flip_a_bit(folder(light, Ref("dataset", 0)) / CONTENT)
     assert "dataset[0] " in light.why(light.run(1, "planner_sft"))

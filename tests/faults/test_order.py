@@ -106,7 +106,7 @@ def test_a_partition_out_of_order_is_refused_with_what_it_lacks(light: InProcess
 @pytest.mark.faults
 def test_an_iteration_made_again_while_its_successor_trains(light: InProcess, undisturbed: dict[str, str]) -> None:
     """π_1 was trained on the first D_0; with another D_0 meanwhile, nothing goes on from it until it is made again."""
-    evolve(light, 0)
+    light.make(0)
     others = InProcess(light.project, light.instance)
 
     def while_training(work: StageContext) -> Outcome:
@@ -146,7 +146,7 @@ def test_a_change_of_code_between_two_tries_starts_the_job_afresh(
         raise AssertionError("never")
 
     monkeypatch.setattr(RegenerationResource, "launch", killed)
-    evolve(light, 0)
+    light.make(0)
     light.settings["makers"] = LIGHT_MAKERS | {"candidate_plans": job}
     light.run(0, "candidate_plans")
     light.run(0, "candidate_plans")
@@ -164,7 +164,7 @@ def test_a_clock_that_jumps_changes_nothing(
     light: InProcess, undisturbed: dict[str, str], jump: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By forty days, back or forth, between two iterations."""
-    evolve(light, 0)
+    light.make(0)
     true = time.time
     monkeypatch.setattr(time, "time", lambda: true() + jump)
     evolve(light, 1)
@@ -223,8 +223,7 @@ def old(record: dict[str, object]) -> dict[str, object]:
 def test_a_store_of_the_version_before_is_read_and_one_of_a_later_version_is_refused(
     light: InProcess, undisturbed: dict[str, str]
 ) -> None:
-    light.run(None)
-    light.run(0)
+    light.make(0)
     for ref in [Ref("benchmark_steps"), *(Ref(asset, 0) for asset in LOOP)]:
         record = light.loop.record(light.instance, ref)
         assert record is not None
@@ -250,7 +249,7 @@ def report(light: InProcess, ref: Ref, record: dict[str, object]) -> None:
 
 
 def test_a_damaged_claim_says_which_file_to_delete(light: InProcess) -> None:
-    evolve(light, 0)
+    light.make(0)
     claim = light.project.store / ".claims" / "light" / "s1" / "0.json"
     plant(light.project, "salt", "light/s1", Ref("dataset", 0))
     for content in ("", '{"run', "[]", '"x"', json.dumps({"run": "x"})):

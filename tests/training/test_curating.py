@@ -86,7 +86,7 @@ def test_measures_of_a_model_that_knows_the_answers(
     """Perplexity is near 1 for what was learnt and high for what was not; maps have a cell per visual token, largest 1."""
     knows, does_not = (
         RowMeasures(sft_job(tmp_path / name, (dataset, steps, models), "grounder", init, Sft(**SFT)), dataset, steps)
-        for name, init in (("knows", trained("grounder", 1)), ("random", random_checkpoint(1)))
+        for name, init in (("knows", trained("grounder", 0)), ("random", random_checkpoint(0)))
     )
     low, high = knows.perplexities(range(3)), does_not.perplexities(range(3))
     assert max(low) < 1.5 < 3 < min(high)
@@ -132,9 +132,9 @@ def test_a_checker_is_asked_for_boxes(
         tmp_path / "out",
         (dataset, steps, models),
         "planner",
-        trained("grounder", 1),
+        trained("grounder", 0),
         Sft(**SFT, curation={"label_check": {"by": "open", "side": 8.0}}),
-        checkers={"open": Member(model=str(trained("grounder", 1)))},
+        checkers={"open": Member(model=str(trained("grounder", 0)))},
     )
     places = RowMeasures(job, dataset, steps).boxes(range(6), "open")
     assert all(isinstance(place, Point) for place in places)
@@ -195,7 +195,7 @@ def test_grpo_asks_about_what_stays_in_the_order_of_the_curriculum(
         temperature=0.9,
         curation={"mixed_results": {"samples": 4}, "curriculum": {"samples": 4}},
     )
-    graders = trained("planner", 1), trained("grounder", 1)
+    graders = trained("planner", 0), trained("grounder", 0)
     figures = train_grpo(grpo_job(tmp_path / "out", (dataset, steps, models), *graders, config), quiet)
     mixed, curriculum = figures["curation"]["mixed_results"], figures["curation"]["curriculum"]
     left_out = pq.read_table(tmp_path / "out" / CURATION).to_pylist()
