@@ -181,10 +181,11 @@ The table is beside the weights of π'_k and not part of their data version, sin
 """
 
 
-def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = None) -> pa.Table:
-    """At most `limit` steps, in the order of the table: whole episodes, drawn by a hash of their names.
+def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = None, draw: str = "") -> pa.Table:
+    """At most `limit` steps, in the order of the table: whole episodes, drawn by a hash of their names and of `draw`.
 
-    The same steps are drawn each time, and every family keeps its share. `among`: only steps with these ids.
+    The same steps are drawn each time, and every family keeps its share. `among`: only steps with these ids. Steps that
+    are left over from one draw need another `draw`: by the same hash the episodes of the first come first again.
     """
     rows: dict[str, list[int]] = {}
     for row, (step_id, episode) in enumerate(
@@ -193,7 +194,7 @@ def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = 
         if among is None or step_id in among:
             rows.setdefault(episode, []).append(row)
     chosen: list[int] = []
-    for episode in sorted(rows, key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for episode in sorted(rows, key=lambda name: hashlib.sha256((draw + name).encode()).digest()):
         if len(chosen) + len(rows[episode]) <= limit:
             chosen += rows[episode]
     return steps.take(pa.array(sorted(chosen), pa.int64()))

@@ -43,8 +43,11 @@ Row = TypeVar("Row")
 
 
 def probed_steps(steps: pa.Table, trained_on: Sequence[str], validation: pa.Table, limit: int) -> dict[str, pa.Table]:
-    """The steps of each split of PROBED: whole episodes, at most `limit` steps, of those trained on and of validation."""
-    drawn = whole_episodes(steps, limit, frozenset(trained_on)), whole_episodes(validation, limit)
+    """The steps of each split of PROBED: whole episodes, at most `limit` steps, of those trained on and of validation.
+
+    Those trained on are drawn anew: of steps that `max_train_steps` left over, only what D_k failed to cover would be probed.
+    """
+    drawn = whole_episodes(steps, limit, frozenset(trained_on), "probe/"), whole_episodes(validation, limit)
     return dict(zip(PROBED, drawn, strict=True))
 
 

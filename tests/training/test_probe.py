@@ -218,6 +218,17 @@ def test_probes_between_are_spread_and_never_at_the_ends(steps: int, probes: int
         assert max(gaps) - min(gaps) <= 1
 
 
+def test_what_an_earlier_draw_left_over_is_probed_evenly() -> None:
+    """D_k covers 190 of the 200 steps that `max_train_steps` drew: the 10 others are no more likely to be probed than the rest."""
+    table = step_table(*(step(f"s{i}", episode_id=f"e{i}") for i in range(400)))
+    drawn = whole_episodes(table, 200)["step_id"].to_pylist()
+    missed = set(drawn[::20])
+    asked = [name for name in table["step_id"].to_pylist() if name not in set(drawn) - missed]
+    probed = probed_steps(table, asked, table, 42)["train"]["step_id"].to_pylist()
+    assert len(asked) == 210 and len(probed) == 42
+    assert 0 < len(missed & set(probed)) <= 5, "2 of 10 are expected"
+
+
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 20), st.sets(st.integers(0, 29)))
 def test_probed_steps_are_whole_episodes_of_what_is_trained_on(
     episodes: list[int], limit: int, trained_on: set[int]
