@@ -31,6 +31,8 @@ REWARD_LEFT: Final = 0.5
 """Smallest allowed share of the best window's reward."""
 LOSS_OVER_START: Final = 1.5
 """Largest allowed ratio of SFT's loss to that of its first window."""
+LOSS_RISE: Final = 0.5
+"""… if it also grew by so many nats a token: a model that trains on from an earlier iteration begins near 0."""
 MEMORY_WINDOW: Final = 20
 MEMORY_WINDOWS: Final = 4
 """Memory counts as growing if it rose from each of so many windows to the next; caches fill up and then stop."""
@@ -176,7 +178,7 @@ def find_anomaly(log: Log) -> str | None:
 
 def _diverging(log: Log) -> str | None:
     first, last = _mean(log[:WINDOW], "loss"), _mean(log[-WINDOW:], "loss")
-    if last <= LOSS_OVER_START * first:
+    if last <= LOSS_OVER_START * first or last - first <= LOSS_RISE:
         return None
     return (
         f"loss grows: {last:.3g} over {WINDOW} steps, it began at {first:.3g}. Lower `sft.learning_rate`, or raise "

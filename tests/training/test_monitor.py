@@ -94,6 +94,14 @@ def test_what_runs_away_is_reported_once_it_lasts(log: list[Line], message: str)
     assert anomaly is not None and anomaly.startswith(message) and "learning_rate" in anomaly
 
 
+def test_a_model_that_trains_on_may_lose_a_little_at_first() -> None:
+    """The sandbox's ϕ_2, of ϕ_1: 0.09 nats a token, 0.14 while the learning rate is high, less than 0.09 at the end."""
+    begins = [{"loss": 0.0888}] * 20
+    assert find_anomaly([*begins, *[{"loss": 0.136}] * WINDOW]) is None
+    assert find_anomaly([*begins, *[{"loss": 0.58}] * WINDOW]) is None
+    assert "loss grows: 0.7 over 10 steps, it began at 0.0888" in str(find_anomaly([*begins, *[{"loss": 0.7}] * WINDOW]))
+
+
 @given(rewards=st.lists(st.floats(0.5, 0.9), max_size=40), losses=st.lists(st.floats(0.01, 0.9), max_size=40))
 def test_training_that_wavers_or_learns_is_left_alone(rewards: list[float], losses: list[float]) -> None:
     assert find_anomaly([grpo(reward, spreadless=0.5, kl=0.1) for reward in rewards]) is None
