@@ -6,6 +6,7 @@ Each function says what it is for, and so why nothing public does: a public way,
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,9 @@ from dagster._core.storage.asset_check_execution_record import (
     AssetCheckExecutionRecord,
     AssetCheckExecutionRecordStatus,
 )
+from dagster._core.storage.event_log.schema import SqlEventLogStorageTable
 from dagster._core.workspace.load import location_origin_from_module_name
+from sqlalchemy import select
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -60,6 +63,26 @@ def materialization(
     time; ours does not (`provenance.staleness`).
     """
     return dg.AssetMaterialization(key, partition=partition, tags={DATA_VERSION_TAG: version}, metadata=metadata)
+
+
+# the event log
+
+
+def json_metadata(instance: dg.DagsterInstance, ids: Sequence[int], name: str) -> Iterator[tuple[str | None, Any]]:
+    """(partition, value of the JSON metadata `name`, None without it) of the materializations with these storage ids.
+
+    `fetch_materializations` makes objects of each value in them and takes ten times as long: a third of a second for 800 records.
+    """
+    events = SqlEventLogStorageTable.c
+    with instance.event_log_storage.index_connection() as connection:  # type: ignore[attr-defined]
+        for start in range(0, len(ids), 1000):  # SQLite takes so many variables at least
+            wanted = events.id.in_(ids[start : start + 1000])
+            for partition, event in connection.execute(
+                select(events.partition, events.event).where(wanted).order_by(events.id)
+            ):
+                made = json.loads(event)["dagster_event"]["event_specific_data"]["materialization"]
+                entries = {entry["label"]: entry["entry_data"] for entry in made["metadata_entries"]}
+                yield partition, entries.get(name, {}).get("data")
 
 
 # runs of the command line

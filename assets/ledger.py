@@ -19,6 +19,7 @@ from typing import Final
 
 import dagster as dg
 import psutil
+from coepg_dagster.assets.internals import json_metadata
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
@@ -28,7 +29,6 @@ from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import BOARDS, whole
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
-from coepg_dagster.benchmark import SOURCE, benchmark_version, board_version, files_version
 from coepg_dagster.experiment import Experiment, code_version
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
@@ -145,7 +145,7 @@ class Loop:
         """The loop with the same seed from which artifacts are taken; None where none are."""
         if not self.experiment.take:
             return None
-        parent = Project(self.root).all_experiments().named(str(self.experiment.parent))
+        parent = Project(self.root).experiment(str(self.experiment.parent))
         return Loop(parent, self.seed, self.root)
 
     def owner(self, asset: Asset) -> str:
@@ -198,17 +198,14 @@ class Loop:
         for shared in self.shared:
             if (record := self.record(instance, Ref(shared))) is not None:
                 records[Ref(shared)] = record
-        log, kind = instance.event_log_storage, dg.DagsterEventType.ASSET_MATERIALIZATION
-        made = {self.key(asset): asset for asset in self.made}
-        newest = [number for key in made for number in log.get_latest_storage_id_by_partition(key, kind).values()]
-        # one query for all: with one for each asset, these were a third of the time of a step without a model
-        events = log.get_event_records(dg.EventRecordsFilter(kind, storage_ids=newest)) if newest else []
-        for asset, event in (
-            (asset, event) for key, asset in made.items() for event in events if event.asset_key == key
-        ):
-            if event.partition_key is not None and int(event.partition_key) <= self.experiment.iterations:
-                ref = Ref(asset, int(event.partition_key))
-                records[ref] = _record_of(ref, event)
+        for asset in self.made:
+            latest = instance.event_log_storage.get_latest_storage_id_by_partition(
+                self.key(asset), dg.DagsterEventType.ASSET_MATERIALIZATION
+            )
+            wanted = [number for k, number in latest.items() if k is not None and int(k) <= self.experiment.iterations]
+            for partition, value in json_metadata(instance, wanted, RECORD):
+                ref = Ref(asset, int(str(partition)))
+                records[ref] = _checked(ref, value)
         records.note_lost(Store(store or Project(self.root).store))
         if "dataset" in self.made:
             records.note_vetoes(self.marks(store))
@@ -248,18 +245,24 @@ class Loop:
 
     def source(self, asset: Asset) -> str:
         """Fingerprint of the files that an unpartitioned asset is made from; those of hub models do not count."""
+        from coepg_dagster import benchmark  # its readers take a tenth of a second, and most commands need none
+
         experiment = self.experiment
         if asset == "benchmark_steps":
-            return benchmark_version(experiment.benchmark, self.root, self.imports, experiment.models.prompts)
-        return files_version(self.root, [Path(name) for name in experiment.models.checkpoints()])
+            return benchmark.benchmark_version(experiment.benchmark, self.root, self.imports, experiment.models.prompts)
+        return benchmark.files_version(self.root, [Path(name) for name in experiment.models.checkpoints()])
 
     def board_source(self, name: str) -> str | None:
         """Version of the present files of a grounding board; None where the experiment names it no longer."""
+        from coepg_dagster import benchmark
+
         config = self.experiment.evaluation.boards.get(name)
-        return None if config is None else board_version(config, self.root, self.imports)
+        return None if config is None else benchmark.board_version(config, self.root, self.imports)
 
     def source_changed(self, record: Record) -> bool:
         """Whether the files that an unpartitioned asset was made from have changed since."""
+        from coepg_dagster.benchmark import SOURCE
+
         return bool(record.figures.get(SOURCE) != self.source(record.asset))
 
     def stale(self, records: Records) -> dict[Ref, Stale]:
@@ -467,9 +470,13 @@ def finished_jobs(project: Project, instance: dg.DagsterInstance) -> set[str]:
 def _record_of(ref: Ref, event: dg.EventLogRecord) -> Record:
     materialization = event.asset_materialization
     value = materialization.metadata.get(RECORD) if materialization else None
-    if not isinstance(value, dg.JsonMetadataValue):
+    return _checked(ref, value.value if isinstance(value, dg.JsonMetadataValue) else None)
+
+
+def _checked(ref: Ref, value: object) -> Record:
+    if value is None:
         raise NotUsable(f"{ref} was not made by this project (its metadata has no `{RECORD}`): materialize {ref} again")
-    return _parsed(str(ref), value.value)
+    return _parsed(str(ref), value)
 
 
 def _parsed(what: str, value: object) -> Record:

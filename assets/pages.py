@@ -170,8 +170,9 @@ class OwnPagesOnly:
     """Refuses what another web site could make a user's browser write to Dagster, which executes it without asking who sends it.
 
     Refused are requests other than GET and HEAD, and websockets, that a browser sends for another origin; and GraphQL by GET,
-    since a mutation could stand in the address of an image. A browser names the origin in all of them. Programs name none and
-    are let through.
+    since a mutation could stand in the address of an image. A browser names the origin in all of them. So are pages and files
+    that another site loads into itself, each of which may take this server minutes to make; its links may be followed. Programs
+    name nothing and are let through.
     """
 
     def __init__(self, app: ASGIApp, public_url: str | None = None) -> None:
@@ -183,12 +184,15 @@ class OwnPagesOnly:
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = Headers(scope=scope)
+        crossing = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+            followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+            if crossing and not followed:
+                return PlainTextResponse("another site loads this: open it directly", 403)
             if scope["path"].rstrip("/").endswith("/graphql") and "text/html" not in headers.get("accept", ""):
                 return PlainTextResponse("send GraphQL by POST", 405, {"Allow": "POST"})
             return None
         origin = headers.get("origin")
-        crossing = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         if not crossing and (origin is None or _is_own(headers, self._public_url)):
             return None
         if scope["type"] == "websocket":
@@ -205,7 +209,9 @@ def _is_own(headers: Headers, public_url: str | None) -> bool:
 
 def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | None = None) -> Starlette:
     """The project's pages, with links to Dagster's web UI on the same address; `public_url` as for `ui_server`."""
-    one_at_a_time = threading.Lock()  # one request makes a page, the others wait
+    one_at_a_time = (
+        threading.Lock()
+    )  # one request makes a page or a trace, which takes up to gigabytes; the others wait
 
     def loops(request: Request) -> Response:
         experiments = project.all_experiments()
@@ -218,10 +224,12 @@ def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | N
     def page(request: Request) -> Response:
         wanted = request.path_params
         reference = wanted["name"] + (f"/{wanted['seed']}" if wanted.get("seed") else "")
-        loop = Loop(*split_reference(reference, project.all_experiments()), project.root)
+        loop = Loop(*split_reference(reference, project.experiment), project.root)
         name = wanted.get("page") or INDEX
         if name == TRACE:
-            return HTMLResponse(_trace(archive(project, instance), loop, request.query_params), headers=_HEADERS)
+            with one_at_a_time:
+                text = _trace(archive(project, instance), loop, request.query_params)
+            return HTMLResponse(text, headers=_HEADERS)
         if name.endswith(".html"):
             with one_at_a_time:
                 text = site_of(project, loop, instance, dagster="").make(name).read_text("utf-8")
@@ -284,7 +292,7 @@ def _mark(project: Project, instance: dg.DagsterInstance, reference: str, conten
     k, what = (sent.pop("k", None), sent.pop("what", None)) if isinstance(sent, dict) else (None, None)
     if type(k) is not int or not isinstance(what, str):
         raise NotMarked("the mark is refused: it names D_k by `k`, a whole number, and a row or candidate by `what`")
-    loop = Loop(*split_reference(reference, project.all_experiments()), project.root)
+    loop = Loop(*split_reference(reference, project.experiment), project.root)
     owner, versions = f"{loop.owner('dataset')}/s{loop.seed}", archive(project, instance)
     said, named = marking(sent), what_to_mark(versions, owner, k, what)
     add_mark(loop.marks(), said, k, *named)

@@ -3,9 +3,9 @@
     python -m benchmarks.load
 
 The store and the records are made by the project's own writers, in a temporary folder, without models. Then each command runs in
-a process of its own: seconds of CPU time and peak memory, beside how long ten million additions took before and after it (0.5 s
-on a machine that is not throttled). The web server is asked what its pages of assets ask for. `COEPG_CANDIDATES` makes the
-tables smaller.
+a process of its own: seconds of CPU time and peak memory, beside how long ten million additions took before and after it, since
+the speed of a throttled machine changes. The web server is asked what its pages of assets ask for. `COEPG_CANDIDATES` makes
+the tables smaller.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ PER_STEP, VERIFIED, VERIFIERS = 20, 10, ("verifier_a", "verifier_b")  # one cand
 EXPERIMENT, SEED, LAST = "load", 13, 99
 OTHERS = 19
 LIMITS = {"definitions": 5.0, "results": 2.0}
-"""Seconds where ten million additions take USUAL."""
-USUAL = 0.5
+"""Seconds of CPU time."""
 DEFINITIONS = """
 from coepg_dagster.definitions import defs
 defs().get_repository_def().load_all_definitions()
@@ -183,6 +182,11 @@ def make_records(root: Path) -> None:
     value = {"macro": 40.0, "micro": 41.0, "ci95": [35.0, 60.0], "ci95_micro": None, "n": 10}
     metrics = dict.fromkeys(("ele_acc", "op_f1", "step_sr"), value)
     scores = {"protocol": "miniwob/point", "rows": 10, "metrics": metrics, "notes": {}}
+    configs = {
+        "benchmark_steps": loop.experiment.benchmark,
+        "open_models": loop.experiment.models,
+        "evaluation": loop.experiment.benchmark,
+    }
     records: dict[Ref, Record] = {}
 
     def figures(ref: Ref) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def make_records(root: Path) -> None:
             folder=str(artifact.folder.relative_to(project.store)),
             inputs=[records[used].as_input() for used in loop.inputs_of(ref)],
             code_version=code_version(loop.experiment, ref.asset),
-            config=loop.experiment.regeneration.model_dump(mode="json"),
+            config=configs.get(ref.asset, loop.experiment.regeneration).model_dump(mode="json"),
             seed=SEED,
             seconds=60.0,
             device="cpu",
@@ -270,11 +274,9 @@ def measured(command: Sequence[str | Path], project: Path) -> dict[str, Any]:
         printed = out.read().decode(errors="replace")
     if process.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}: {printed[-2000:]}")
-    cpu, speed = usage.ru_utime + usage.ru_stime, (before + additions()) / 2
     return {
-        "cpu_seconds": cpu,
-        "additions_seconds": speed,
-        "usual_cpu_seconds": cpu * USUAL / speed,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "additions_seconds": (before + additions()) / 2,
         "seconds": seconds,
         "peak_gib": usage.ru_maxrss / 2**20,
         "printed": printed[-200:],
@@ -288,8 +290,9 @@ def environment(project: Path) -> dict[str, str]:
 
 
 def asked(project: Path) -> dict[str, Any]:
-    """Seconds until the web server answers, and of its answers to what its pages of assets ask for."""
+    """CPU seconds of the web server until it answers, and of its answers to what its pages of assets ask for."""
     import httpx
+    import psutil
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -301,6 +304,11 @@ def asked(project: Path) -> dict[str, Any]:
     process = subprocess.Popen(
         command, cwd=project, env=environment(project) | home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+
+    def spent() -> float:
+        """Seconds of CPU time of the server and its code server."""
+        of = psutil.Process(process.pid)
+        return sum(one.cpu_times().user + one.cpu_times().system for one in (of, *of.children(recursive=True)))
 
     def ask(query: str, **variables: Any) -> Any:
         sent = {"query": query, "variables": variables}
@@ -315,18 +323,18 @@ def asked(project: Path) -> dict[str, Any]:
                 if process.poll() is not None or time.monotonic() - started > 300:
                     raise
                 time.sleep(0.5)
-        times["started_seconds"] = time.monotonic() - started
+        times["start"] = {"cpu_seconds": spent(), "seconds": time.monotonic() - started}
         key = {"path": [EXPERIMENT, f"s{SEED}", "evaluation"]}
         for name, query, variables in (("assets", ASSETS, {}), ("asset_history", HISTORY, {"key": key})):
-            seconds = []
+            each = []
             for _ in range(3):
-                begin = time.monotonic()
+                begin, before = time.monotonic(), spent()
                 answer = ask(query, **variables)
-                seconds.append(time.monotonic() - begin)
+                each.append({"cpu_seconds": spent() - before, "seconds": time.monotonic() - begin})
                 if "errors" in answer:
                     raise RuntimeError(f"{name}: {answer['errors']}")
-            times[f"{name}_seconds"] = sorted(seconds)[1]
-            times[f"{name}_bytes"] = len(json.dumps(answer))
+            times[name] = {"first": each[0]} | min(each, key=lambda one: one["cpu_seconds"])
+            times[name] |= {"bytes": len(json.dumps(answer)), "assets": len(answer["data"].get("assetNodes", [key]))}
         times["additions_seconds"] = additions()
     finally:
         process.terminate()
@@ -351,9 +359,7 @@ def main() -> None:
         for name, command in commands.items():
             times = 3 if name in LIMITS else 1  # the speed of a throttled machine changes while a command runs
             each = [measured(command, root) for _ in range(times)]
-            runs[name] = min(each, key=lambda run: run["usual_cpu_seconds"]) | {
-                "of": [run["cpu_seconds"] for run in each]
-            }
+            runs[name] = min(each, key=lambda run: run["cpu_seconds"]) | {"of": [run["cpu_seconds"] for run in each]}
             print(name, json.dumps(runs[name]), flush=True)
         runs["web_server"] = asked(root)
         print("web_server", json.dumps(runs["web_server"]), flush=True)
@@ -364,18 +370,18 @@ def main() -> None:
     log = baseline.Log(NAME)
     for name, run in runs.items():
         log(f"{name}: {json.dumps(run)}")
-    value = runs["results"]["usual_cpu_seconds"]
+    value = runs["results"]["cpu_seconds"]
     baseline.write(
         NAME,
         command=baseline.command_line(),
         value=value,
-        unit="seconds of CPU time of `coepg results`, where ten million additions take 0.5 s",
+        unit="seconds of CPU time of `coepg results`",
         against=LIMITS["results"],
         ratio=LIMITS["results"] / value,
         repetitions=runs,
         device=baseline.cpu_name(),
         limits=LIMITS,
-        within=all(runs[name]["usual_cpu_seconds"] <= limit for name, limit in LIMITS.items()),
+        within=all(runs[name]["cpu_seconds"] <= limit for name, limit in LIMITS.items()),
         candidates=CANDIDATES,
         verdicts=CANDIDATES // VERIFIED * len(VERIFIERS),
         iterations=LAST + 1,

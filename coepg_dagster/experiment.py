@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
@@ -1167,13 +1167,17 @@ class Experiments(dict[str, Experiment]):
 def find_experiments(folder: Path) -> Experiments:
     """The experiments in `folder`. A file that cannot be used is left out with the reason; hidden files are ignored."""
     experiments, left_out = {}, {}
-    for path in sorted(folder.glob("*.yaml")):
-        if not path.name.startswith("."):
-            try:
-                experiments[path.stem] = load_experiment(path)
-            except ExperimentError as error:
-                left_out[_printable(path.stem)] = _printable(str(error))
+    for path in experiment_files(folder):
+        try:
+            experiments[path.stem] = load_experiment(path)
+        except ExperimentError as error:
+            left_out[_printable(path.stem)] = _printable(str(error))
     return Experiments(experiments, left_out)
+
+
+def experiment_files(folder: Path) -> list[Path]:
+    """The files of the experiments in `folder`, in alphabetical order."""
+    return sorted(path for path in folder.glob("*.yaml") if not path.name.startswith("."))
 
 
 def _printable(text: str) -> str:
@@ -1181,10 +1185,10 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def split_reference(reference: str, experiments: Experiments) -> tuple[Experiment, int]:
-    """(experiment, seed) of `NAME` (its first seed) or `NAME/sSEED`. Raises ExperimentError."""
+def split_reference(reference: str, named: Callable[[str], Experiment]) -> tuple[Experiment, int]:
+    """(experiment, seed) of `NAME` (its first seed) or `NAME/sSEED`; `named` finds NAME. Raises ExperimentError."""
     name, stroke, seed_part = reference.partition("/")
-    experiment = experiments.named(name)
+    experiment = named(name)
     if not stroke:
         return experiment, experiment.seeds[0]
     seeds = {f"s{seed}": seed for seed in experiment.seeds}
@@ -1194,12 +1198,12 @@ def split_reference(reference: str, experiments: Experiments) -> tuple[Experimen
     return experiment, seeds[seed_part]
 
 
-def split_iteration(reference: str, experiments: Experiments) -> tuple[Experiment, int, int]:
-    """(experiment, seed, k) of `NAME@k` or `NAME/sSEED@k`. Raises ExperimentError."""
+def split_iteration(reference: str, named: Callable[[str], Experiment]) -> tuple[Experiment, int, int]:
+    """(experiment, seed, k) of `NAME@k` or `NAME/sSEED@k`; `named` finds NAME. Raises ExperimentError."""
     name, _, k = reference.rpartition("@")
     if not (name and k.isascii() and k.isdecimal()):
         raise ExperimentError(f"{reference!r:.80} names no iteration: write EXPERIMENT@k, e.g. sandbox@1")
-    experiment, seed = split_reference(name, experiments)
+    experiment, seed = split_reference(name, named)
     if k.lstrip("0")[4:] or int(k) > experiment.iterations:
         raise ExperimentError(f"{reference:.80}: {experiment.name} has the iterations 0..{experiment.iterations}")
     return experiment, seed, int(k)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from coepg_dagster.experiment import ABLATIONS, PLUGINS, Experiment, ExperimentError, Experiments, find_experiments
+from coepg_dagster.experiment import (
+    ABLATIONS,
+    PLUGINS,
+    Experiment,
+    ExperimentError,
+    Experiments,
+    experiment_files,
+    find_experiments,
+    load_experiment,
+)
 from coepg_dagster.provenance import SHARED
 
 LOCATIONS: Final = {
@@ -53,6 +63,15 @@ class Project:
             of_folder = self.experiments(folder)
             found, left_out = {**of_folder, **found}, {**of_folder.left_out, **left_out}
         return Experiments(found, left_out)
+
+    def experiment(self, name: str) -> Experiment:
+        """The experiment `name`, as `all_experiments` has it; other files than it needs are not read. Raises ExperimentError."""
+        folders = [self.root / "experiments" / folder for folder in LOCATIONS]
+        files = [path for folder in folders for path in experiment_files(folder) if path.stem == name]
+        if files:
+            with suppress(ExperimentError):
+                return load_experiment(files[0])
+        return self.all_experiments().named(name)  # raises, with what is wrong or what there is
 
     def location_of(self, name: str) -> tuple[str, str]:
         """(name, module) of the code location that holds an experiment (LOCATIONS)."""

@@ -7,12 +7,12 @@ and docs/results.json are views of it.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from coepg_dagster.artifacts import BOARDS, BY, PAIRS, THIRD_PARTY
@@ -21,9 +21,6 @@ from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.evaluation.tables import Cell, Table, half_up, one_protocol, table_of
 from coepg_dagster.experiment import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FULL, AVERAGE, TRAIN = "full", "average", "train"
 """The variant that is Co-EPG; the mean of the test splits; the split of rows about D_k and about training."""
@@ -68,15 +65,6 @@ class Row(BaseModel):
         place = {"experiment": self.experiment, "variant": self.variant, "seed": self.seed, "iteration": self.k}
         number = {"value": known[0], "ci95": None if self.low is None else known[1:]}
         return {**place, "split": self.split, "metric": self.metric, **number, "n": self.n, "protocol": self.protocol}
-
-
-def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """The rows as a table whose columns are the fields of Row; NaN or NA for None."""
-    import pandas as pd  # every run of Dagster imports this module
-
-    kinds = dict.fromkeys(Row.model_fields, "str") | dict.fromkeys(("seed", "k", "n"), "Int64")
-    kinds |= dict.fromkeys(("value", "low", "high"), "float64")
-    return pd.DataFrame([row.model_dump() for row in rows], columns=list(Row.model_fields)).astype(kinds)
 
 
 def rows_of(experiment: Experiment, seed: int, records: Mapping[Ref, Record], name: str | None = None) -> Iterator[Row]:
@@ -137,63 +125,63 @@ def _changes(at: Mapping[str, Any], training: str, change: Mapping[str, Any]) ->
         yield Row(**at, metric=f"{training}_{part}", value=change[part], **ends, protocol="greedy answers")
 
 
-def _with_average(table: pd.DataFrame, splits: Sequence[str]) -> pd.DataFrame:
-    """The table with more rows: for each run and iteration with all splits, the mean of its headline over them (`average`).
+def _averages(table: Iterable[Row], splits: Sequence[str]) -> list[Row]:
+    """For each run and iteration with all splits, the mean of its headline over them, as split `average`.
 
     The splits have different episodes, so the errors of one pair of models are independent.
     """
-    known = table[table["split"].isin(splits) & table["metric"].isin(HEADLINES)].dropna(subset=["value", "seed"])
-    rows = []
-    place = ("experiment", "variant", "seed", "k", "metric")
-    runs: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-    for row in known.itertuples(index=False):
-        runs[tuple(getattr(row, name) for name in place)].append(row)
-    for of, each in sorted(runs.items()):
+    runs: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in table:
+        if row.split in splits and row.metric in HEADLINES and row.value is not None and row.seed is not None:
+            runs[row.experiment, row.variant, row.seed, row.k, row.metric].append(row)
+    averages = []
+    for (experiment, variant, seed, k, metric), each in sorted(runs.items()):
         if len(each) == len(splits):
-            at: dict[str, Any] = dict(zip(place, of, strict=True)) | {"split": AVERAGE}
-            value, n = fmean(row.value for row in each), len(each)
-            if not any(math.isnan(row.low) for row in each):
-                at["low"] = value - math.hypot(*(row.value - row.low for row in each)) / n
-                at["high"] = value + math.hypot(*(row.high - row.value for row in each)) / n
-            rows.append(Row(**at, value=value, protocol=one_protocol(at["metric"], [row.protocol for row in each])))
-    import pandas as pd
+            n, value, ends = len(each), fmean(_value(row) for row in each), dict[str, Any]()
+            known = [(_value(row), row.low, row.high) for row in each if row.low is not None and row.high is not None]
+            if len(known) == n:
+                ends["low"] = value - math.hypot(*(of - low for of, low, _ in known)) / n
+                ends["high"] = value + math.hypot(*(high - of for of, _, high in known)) / n
+            at = {"experiment": experiment, "variant": variant, "seed": seed, "k": k, "split": AVERAGE}
+            protocol = one_protocol(metric, [row.protocol for row in each])
+            averages.append(Row(**at, metric=metric, value=value, **ends, protocol=protocol))
+    return averages
 
-    return pd.concat([table, frame(rows)], ignore_index=True) if rows else table
+
+def _value(row: Row) -> float:
+    assert row.value is not None
+    return row.value
 
 
-def comparable(table: pd.DataFrame, experiment: Experiment) -> tuple[pd.DataFrame, list[str]]:
+_AVERAGED: Final = re.compile(r", (?:macro|micro)\b")
+
+
+def comparable(table: Iterable[Row], experiment: Experiment) -> tuple[list[Row], list[str]]:
     """The rows with the protocol and the rule of `experiment`, and a line for each iteration with other rows, left out.
 
     A changed protocol or rule makes artifacts stale. Until they are made again, their numbers are not comparable.
     """
-    scored = table["protocol"].str.contains(r", (?:macro|micro)\b")
-    by = table["protocol"].str.replace(r", (?:macro|micro)\b.*", "", regex=True)
     of_boards = {name: board.protocol for name, board in experiment.evaluation.boards.items()}
-    protocols = [of_boards.get(split, experiment.benchmark.protocol) for split in table["split"]]
-    wanted = np.where(scored, protocols, rule_of(experiment.regeneration.model_dump()))
-    other = (scored | table["metric"].isin(QUALITY)) & (by != wanted)
-    left = table.assign(by=by, wanted=wanted)[other].drop_duplicates(["experiment", "variant", "k", "by"])
+    rule = rule_of(experiment.regeneration.model_dump())
+    kept: list[Row] = []
+    left: dict[tuple[Any, ...], str] = {}
+    for row in table:
+        by, *scored = _AVERAGED.split(row.protocol, maxsplit=1)
+        wanted = of_boards.get(row.split, experiment.benchmark.protocol) if scored else rule
+        if (scored or row.metric in QUALITY) and by != wanted:
+            left.setdefault((row.experiment, row.variant, row.k, by), wanted)
+        else:
+            kept.append(row)
     lines = [
-        f"left out: {of.experiment}{'' if of.variant == FULL else f' {of.variant}'}, k = {of.k}: by {of.by}, not by "
-        f"{of.wanted}, until it is made again"
-        for of in left.itertuples()
+        f"left out: {of}{'' if variant == FULL else f' {variant}'}, k = {k}: by {by}, not by {wanted}, until it is made again"
+        for (of, variant, k, by), wanted in left.items()
     ]
-    return table[~other], lines
+    return kept, lines
 
 
 def rule_of(config: Mapping[str, Any]) -> str:
     """The rule by which the plans of D_k were verified, as text, from the settings of its pools."""
     return f"rule {config['rule']}" + (f" with k = {config['k']}" if config["rule"] == "k_of_n" else "")
-
-
-class _Number(NamedTuple):
-    """A measured number of a cell; `seed` None: of all seeds; `low` and `high` NaN: no interval."""
-
-    seed: int | None
-    value: float
-    low: float
-    high: float
-    protocol: str
 
 
 class Cells:
@@ -203,20 +191,14 @@ class Cells:
         splits: the test splits, in the order of the tables; `average` is over all of them.
     """
 
-    def __init__(self, table: pd.DataFrame, splits: Sequence[str]) -> None:
-        self.splits = list(splits)
-        known = _with_average(table, splits).dropna(subset=["value"]).sort_values(["k", "seed"], kind="stable")
-        # plain rows: looking up one of thousands of cells in a table of pandas takes milliseconds
-        self._of: dict[tuple[str, ...], dict[int, list[_Number]]] = defaultdict(lambda: defaultdict(list))
-        columns = ("experiment", "variant", "split", "metric", "k", "seed", "value", "low", "high", "protocol")
-        joint = known["seed"].isna()
-        for all_seeds, (*of, k, seed, value, low, high, protocol) in zip(
-            joint, known[list(columns)].itertuples(index=False, name=None), strict=True
-        ):
-            number = _Number(None if all_seeds else int(seed), float(value), float(low), float(high), protocol)
-            self._of[tuple(of)][int(k)].append(number)
+    def __init__(self, table: Iterable[Row], splits: Sequence[str]) -> None:
+        self.splits, rows = list(splits), list(table)
+        known = [row for row in (*rows, *_averages(rows, splits)) if row.value is not None]
+        self._of: dict[tuple[str, ...], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        for row in sorted(known, key=lambda row: (row.k, row.seed is None, row.seed or 0)):
+            self._of[row.experiment, row.variant, row.split, row.metric][row.k].append(row)
 
-    def _rows(self, *of: str) -> Mapping[int, list[_Number]]:
+    def _rows(self, *of: str) -> Mapping[int, list[Row]]:
         return self._of.get(of, {})
 
     def cell(self, experiment: str, variant: str, k: int, split: str, metric: str) -> Cell | None:
@@ -226,9 +208,9 @@ class Cells:
         if not rows:
             return None
         shown = (joint or single)[0]
-        value = shown.value if joint else fmean(row.value for row in single)
-        sure = (joint or len(single) == 1) and not math.isnan(shown.low)
-        ends = (shown.low, shown.high) if sure else None
+        value = _value(shown) if joint else fmean(_value(row) for row in single)
+        alone = joint or len(single) == 1
+        ends = (shown.low, shown.high) if alone and shown.low is not None and shown.high is not None else None
         return Cell(metric, value, ends, one_protocol(metric, [row.protocol for row in rows]))
 
     def series(self, experiment: str, variant: str, split: str, metric: str) -> list[tuple[int, Cell]]:
@@ -243,7 +225,7 @@ class Cells:
         for k, rows in self._rows(experiment, variant, split, metric).items():
             for row in rows:
                 if row.seed is not None:
-                    values.setdefault(row.seed, []).append((k, row.value))
+                    values.setdefault(row.seed, []).append((k, _value(row)))
         return values
 
 
@@ -328,7 +310,7 @@ def results(
 def overview(experiment: Experiment, seed: int, records: Mapping[Ref, Record]) -> tuple[Table, list[str]]:
     """The overview table with a row per iteration, and a line for each iteration left out for another protocol or rule."""
     name, splits = experiment.name, experiment.benchmark.test
-    table, left_out = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
+    table, left_out = comparable(rows_of(experiment, seed, records, name), experiment)
     cells, metric = Cells(table, splits), headline_of(table)
     rows: list[list[str | Cell | None]] = []
     for k, seconds in cells.series(name, FULL, TRAIN, "seconds"):
@@ -349,7 +331,7 @@ def board_tables(experiment: Experiment, seed: int, records: Mapping[Ref, Record
     if not experiment.evaluation.boards:
         return []
     name = experiment.name
-    table, _ = comparable(frame(rows_of(experiment, seed, records, name)), experiment)
+    table, _ = comparable(rows_of(experiment, seed, records, name), experiment)
     return tables_of_boards(
         f"{name}/s{seed}", Cells(table, experiment.benchmark.test), name, experiment.evaluation.boards
     )
@@ -381,9 +363,10 @@ def board_notes(evaluation: Record) -> list[str]:
     return notes
 
 
-def headline_of(table: pd.DataFrame) -> str:
+def headline_of(table: Iterable[Row]) -> str:
     """The headline of the protocol by which these rows were scored."""
-    return next((metric for metric in HEADLINES if (table["metric"] == metric).any()), "step_sr")
+    metrics = {row.metric for row in table}
+    return next((metric for metric in HEADLINES if metric in metrics), "step_sr")
 
 
 def learned_text(iteration: Mapping[str, Any]) -> list[str]:

@@ -300,17 +300,13 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
     try:
         code, out, err = tell(project, "plan", "sandbox")
         assert code == 0 and out.startswith("sandbox/s13 on this_machine") and "would run first: benchmark_steps" in out
-        assert [line.split(":")[0] for line in err.splitlines()] == ["left out", "left out"]
-        assert "draft.yaml: key `iterations`: Input should be a valid integer (got 'yes') (and 1 more)" in err
+        assert "left out" not in err  # it reads the file that it was told
         code, out, err = tell(project, "plan", "draft")
         assert code == 1 and not out and "key `seeds`" in err and "left out" not in err
-        for command in (
-            ["results", "sandbox"],
-            ["trace", "r" + "0" * 16],
-            ["gc", "--dry-run"],
-            ["ui", "--host", "10.0.0.1"],
-        ):
-            assert tell(project, *command)[2].count("left out") == 2, command
+        for command in (["trace", "r" + "0" * 16], ["gc", "--dry-run"], ["ui", "--host", "10.0.0.1"]):
+            err = tell(project, *command)[2]
+            assert [line for line in err.splitlines() if line.startswith("left out")] == err.splitlines()[:2], command
+            assert "draft.yaml: key `iterations`: Input should be a valid integer (got 'yes') (and 1 more)" in err
     finally:
         for file in others:
             file.unlink()

@@ -340,13 +340,13 @@ def test_references(tmp_path: Path) -> None:
     write(tmp_path, content(seeds=[5]), "two")
     experiments = find_experiments(tmp_path)
     assert list(experiments) == ["one", "two"]
-    assert split_reference("one", experiments) == (experiments["one"], 1)
-    assert split_reference("one/s2", experiments) == (experiments["one"], 2)
+    assert split_reference("one", experiments.named) == (experiments["one"], 1)
+    assert split_reference("one/s2", experiments.named) == (experiments["one"], 2)
     with pytest.raises(ExperimentError, match="no experiment 'three'; known: one, two"):
-        split_reference("three", experiments)
+        split_reference("three", experiments.named)
     for wrong in ("two/s1", "two/5", "two/s", "two/s5x", "two/s5/s5", "two/", "two/s²", "two/s٥", "two/s05"):
         with pytest.raises(ExperimentError, match="two/s5"):
-            split_reference(wrong, experiments)
+            split_reference(wrong, experiments.named)
 
 
 # code versions
@@ -559,9 +559,9 @@ def test_a_bad_file_costs_only_its_experiment_and_what_builds_on_it(tmp_path: Pa
     for name, why in reasons.items():
         assert why in experiments.left_out[name]
         with pytest.raises(ExperimentError, match=re.escape(why)):
-            split_reference(name, experiments)
+            split_reference(name, experiments.named)
     with pytest.raises(ExperimentError, match="no experiment 'other'; known: child, good"):
-        split_reference("other", experiments)
+        split_reference("other", experiments.named)
 
 
 VALUES = st.recursive(
@@ -594,6 +594,30 @@ def test_an_ablation_has_a_unique_name(tmp_path: Path) -> None:
         "two": str(folder / "ablations" / "two"),
     }
     assert "has the same name: rename one" in experiments.left_out["one"]
+
+
+def test_an_experiment_that_is_named_is_found_as_among_all_and_no_other_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, actually = tmp_path / "experiments", list[str](), yaml_files.read
+    (folder / "ablations").mkdir(parents=True)
+    for place, name in ((folder, "one"), (folder, "bad"), (folder / "ablations", "one"), (folder / "ablations", "bad")):
+        write(place, content(description=str(place)), name)
+    write(folder / "ablations", {"parent": "one", "description": "its child"}, "child")
+    (folder / "bad.yaml").write_text("seeds: none")
+    (folder / ".hidden.yaml").write_bytes((folder / "one.yaml").read_bytes())
+    project = Project(tmp_path)
+    known = project.all_experiments()
+    for name in ("one", "child"):
+        with monkeypatch.context() as patch:
+            patch.setattr("coepg_dagster.yaml_files.read", lambda path: (read.append(path.stem), actually(path))[1])
+            assert project.experiment(name) == known.named(name)
+    assert read == ["one", "child", "one"]
+    for name in ("bad", ".hidden", "../experiments/one", "none", "", "\udcff"):
+        with pytest.raises(ExperimentError) as among_all:
+            known.named(name)
+        with pytest.raises(ExperimentError, match=re.escape(str(among_all.value))):
+            project.experiment(name)
 
 
 @pytest.mark.parametrize("parent", ["../exp", "/etc/passwd", "x" * 5000, ["exp"], 3, True, "Exp", ""])

@@ -29,7 +29,6 @@ class Commands(typer.core.TyperGroup):
     """Ends a command that cannot do its work with one message and exit status 1; usage errors end with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        _reported.clear()
         try:
             return super().invoke(ctx)
         except Refusal as error:
@@ -52,8 +51,6 @@ class Commands(typer.core.TyperGroup):
             refuse(why)
 
 
-_reported: set[str] = set()
-"""Experiment files that cannot be used and that this command has named."""
 _EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", "ray": "ray", "vllm": "vllm"}
 """Optional packages, and the extras that bring them."""
 
@@ -63,29 +60,22 @@ Device = Literal["cpu", "cuda"]
 
 
 def open_experiment(reference: str) -> tuple[Project, Experiment, int]:
-    """The project, experiment and seed that the user named; warns of files that cannot be used. Raises ExperimentError."""
+    """The project, experiment and seed that the user named. Raises ExperimentError."""
     project = find_project()
-    known = project.all_experiments()
-    opened = split_reference(reference, known)
-    name_left_out(known)
-    return project, *opened
+    return project, *split_reference(reference, project.experiment)
 
 
 def open_iteration(reference: str) -> tuple[Project, Experiment, int, int]:
     """The project, experiment, seed and k of `EXPERIMENT@k`. Raises ExperimentError."""
     project = find_project()
-    known = project.all_experiments()
-    opened = split_iteration(reference, known)
-    name_left_out(known)
-    return project, *opened
+    return project, *split_iteration(reference, project.experiment)
 
 
 def name_left_out(known: Experiments) -> None:
-    """Warns of each experiment file that cannot be used, once per command."""
-    for name in sorted(known.left_out.keys() - _reported):
-        first, *more = known.left_out[name].splitlines()
+    """Warns of each experiment file that cannot be used."""
+    for _, why in sorted(known.left_out.items()):
+        first, *more = why.splitlines()
         say(f"left out: {first}{f' (and {len(more)} more)' if more else ''}", "yellow")
-        _reported.add(name)
 
 
 def require_device(*devices: Device | None) -> None:

@@ -19,6 +19,8 @@ from coepg_dagster.readers.boards import Label
 
 QUESTION: Final = "question"
 """Fact: what is asked on which kind of device, for boards without ids (`question`)."""
+ITEM_ID: Final = "item_id"
+"""Fact: the id of a row in its log, where the step's id adds what tells its versions apart."""
 SAME_BOX: Final = 2.0
 """Pixels by which copies of a label differ on each side, since some hold parts of the screen."""
 
@@ -38,11 +40,8 @@ class Exclusions:
     boxes: Mapping[str, tuple[BoxTuple, ...]] = field(default_factory=dict)  # by question
 
     def covers(self, case: Case) -> bool:
-        """Whether the list has the item of a case.
-
-        An item of a `mai_ui` log goes by its `id`, to which the step's id adds what tells its versions apart.
-        """
-        if case.step_id in self.items or case.step_id.rpartition("-")[0] in self.items:
+        """Whether the list has the item of a case: its whole id, or in a log whose ids have several versions the log's id."""
+        if case.step_id in self.items or case.facts.get(ITEM_ID) in self.items:
             return True
         listed = self.boxes.get(case.facts.get(QUESTION, ""), ())
         return any(same_box(one, other) for one in listed for other in case.boxes)

@@ -33,7 +33,7 @@ from coepg_dagster.evaluation.case import (
     Unread,
     point_of,
 )
-from coepg_dagster.evaluation.exclusions import QUESTION, question
+from coepg_dagster.evaluation.exclusions import ITEM_ID, QUESTION, question
 from coepg_dagster.evaluation.grounding import REFUSAL, TARGET
 from coepg_dagster.evaluation.labels import NO_ITEM, BoardLabels, case_of, instruction_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
@@ -274,7 +274,7 @@ class _Log:
         )
         written = repr(label).encode(errors="backslashreplace")
         step_id = f"{name}-{crc32(written):08x}" if name else hashlib.blake2b(written, digest_size=6).hexdigest()
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {ITEM_ID: name} if name else {}
         for key, other in _CLASSES:
             value = data.get(key) or data.get(other)
             if value.__class__ is str and value:

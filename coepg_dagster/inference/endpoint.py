@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
+from coepg_dagster import jsonlines
 from coepg_dagster.experiment import Member, fingerprint
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.refusal import without_credentials
 
 SECRET_LENGTH = 12  # characters of the shortest key that is looked for in a server's text
+MAX_BYTES: Final = 1 << 26
+"""Of an answer; a long one with all its log-probabilities has a thousandth of it."""
+
+
+class AnswerTooLarge(httpx.HTTPError):
+    """An answer of more than MAX_BYTES, which is not read to its end."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered."""
+
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The content as UTF-8, whatever the server calls it: a charset may name any codec of Python."""
+        return self.content.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -34,13 +57,29 @@ class Endpoint:
 
     def client(self) -> httpx.Client:
         """A client that speaks to this endpoint only: no proxies or credentials from the environment, no redirects."""
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return httpx.Client(
             base_url=self.base_url.rstrip("/") + "/",
-            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            headers={"Accept-Encoding": "identity"} | key,
             timeout=httpx.Timeout(self.timeout_seconds, connect=min(10.0, self.timeout_seconds)),
             limits=httpx.Limits(max_connections=self.in_flight, max_keepalive_connections=self.in_flight),
             trust_env=False,
         )
+
+    def ask(self, client: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Answer:
+        """The answer to a request with `body` as JSON. Nothing that a server compresses is unpacked.
+
+        Raises httpx.ReadTimeout also where the whole answer takes `timeout_seconds` after its beginning, and AnswerTooLarge.
+        """
+        with client.stream(method, path, json=body) as answer:
+            content, ends = bytearray(), time.monotonic() + self.timeout_seconds
+            for part in answer.iter_raw():
+                content += part
+                if len(content) > MAX_BYTES:
+                    raise AnswerTooLarge(f"the answer has more than {MAX_BYTES:,} bytes")
+                if time.monotonic() > ends:
+                    raise httpx.ReadTimeout(f"the answer does not end within {self.timeout_seconds:g} s")
+            return Answer(answer.status_code, answer.headers, bytes(content))
 
 
 def endpoint_of(member: Member) -> Endpoint:
@@ -64,30 +103,32 @@ def served_model(endpoint: Endpoint) -> dict[str, Any]:
     """
     with endpoint.client() as client:
         try:
-            answer = client.get("models")
+            answer = endpoint.ask(client, "GET", "models")
         except httpx.HTTPError as error:
             raise EngineRefused(
                 f"{endpoint.base_url} cannot be reached ({short(error)}): start the server, or correct `base_url`"
             ) from None
-    if answer.status_code in (401, 403):
+    if answer.status in (401, 403):
         raise EngineRefused(
-            f"{endpoint.base_url} refused the key (status {answer.status_code}): set `api_key_env` to the name of the "
+            f"{endpoint.base_url} refused the key (status {answer.status}): set `api_key_env` to the name of the "
             "environment variable that holds it"
         )
-    if answer.status_code == 404:  # not every server lists its models
+    if answer.status == 404:  # not every server lists its models
         return {"id": endpoint.model}
-    if endpoint.repeats_key(answer.text):
-        raise EngineRefused(f"{endpoint.base_url}/models repeats the key that it was given: use another server")
     try:
-        models = {str(model["id"]): dict(model) for model in answer.json()["data"]}
+        read = jsonlines.parse(answer.content)
+        models = {str(model["id"]): dict(model) for model in read["data"]}
     except (ValueError, KeyError, TypeError):
         raise EngineRefused(
-            f"{endpoint.base_url}/models answered with status {answer.status_code} and no list of models: is it an "
+            f"{endpoint.base_url}/models answered with status {answer.status} and no list of models: is it an "
             "OpenAI-compatible server, and does `base_url` end with /v1?"
         ) from None
+    # JSON can spell each letter in another way
+    if endpoint.repeats_key(answer.text) or endpoint.repeats_key(json.dumps(read)):
+        raise EngineRefused(f"{endpoint.base_url}/models repeats the key that it was given: use another server")
     if endpoint.model not in models:
         raise EngineRefused(
-            f"{endpoint.base_url} does not serve {endpoint.model!r} but {', '.join(sorted(models)) or 'nothing'}: "
+            f"{endpoint.base_url} does not serve {endpoint.model!r} but {', '.join(sorted(models)) or 'nothing':.500}: "
             "correct `model`"
         )
     reported = models[endpoint.model]

@@ -21,7 +21,7 @@ import httpx
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coepg_dagster.inference.endpoint import Endpoint, served_model, served_version, short
+from coepg_dagster.inference.endpoint import Answer, AnswerTooLarge, Endpoint, served_model, served_version, short
 from coepg_dagster.inference.engine import EngineChanged, EngineRefused, Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.processing import probe, prompt_of, vision_token_ids
@@ -205,13 +205,13 @@ class OpenAIEngine:
                 answers[i] = each
         return answers
 
-    def _post(self, body: dict[str, Any]) -> httpx.Response | Failure:
+    def _post(self, body: dict[str, Any]) -> Answer | Failure:
         for attempt in range(1, ATTEMPTS + 1):
             if self._closed.is_set():
                 return Failure("the engine was closed")
             pause = PAUSE_SECONDS * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1)
             try:
-                answer = self._client.post("chat/completions", json=body)
+                answer = self._endpoint.ask(self._client, "POST", "chat/completions", body)
             except httpx.PoolTimeout:
                 raise  # cannot happen: there are as many connections as threads
             except (httpx.ReadTimeout, httpx.WriteTimeout):
@@ -219,6 +219,8 @@ class OpenAIEngine:
                 return Failure(
                     f"no answer within {self._endpoint.timeout_seconds:g} s (`timeout_seconds`)", passing=True
                 )
+            except AnswerTooLarge as error:
+                return Failure(str(error))
             except httpx.TransportError as error:
                 if attempt == ATTEMPTS:
                     raise _Unreachable(
@@ -226,12 +228,12 @@ class OpenAIEngine:
                         f"{self._exit_report()}"
                     ) from None
             else:
-                if answer.status_code not in MAY_PASS:
+                if answer.status not in MAY_PASS:
                     return answer
                 retry_after = _retry_after(answer)
                 if attempt == ATTEMPTS or (retry_after or 0) > LONGEST_PAUSE_SECONDS:
                     tried = f"after {attempt} attempts" + (f", wait {retry_after:g} s" if retry_after else "")
-                    return Failure(f"status {answer.status_code} {tried}: {self._quote(answer)}", passing=True)
+                    return Failure(f"status {answer.status} {tried}: {self._quote(answer)}", passing=True)
                 pause = max(pause, retry_after or 0)
             self._wait(pause)
         raise AssertionError("every attempt returns, raises or is followed by another")
@@ -239,18 +241,17 @@ class OpenAIEngine:
     def _wait(self, seconds: float) -> None:
         self._closed.wait(seconds)
 
-    def _read(
-        self, answer: httpx.Response | Failure, tokens: int, samples: int
-    ) -> list[Generation | Failure] | Failure:
+    def _read(self, answer: Answer | Failure, tokens: int, samples: int) -> list[Generation | Failure] | Failure:
         if isinstance(answer, Failure):
             return answer
-        if answer.status_code != 200:
-            return Failure(f"status {answer.status_code}: {self._quote(answer)}")
-        if self._endpoint.repeats_key(answer.text):
-            return Failure("the answer repeats the key")
+        if answer.status != 200:
+            return Failure(f"status {answer.status}: {self._quote(answer)}")
         read = read_answer(answer.content)
         if isinstance(read, str):
             return Failure(f"malformed answer: {read}", passing=True)
+        # JSON can spell each letter in another way
+        if self._endpoint.repeats_key(answer.text) or self._endpoint.repeats_key(read.model_dump_json()):
+            return Failure("the answer repeats the key")
         if len(read.choices) != samples:
             return Failure(f"{len(read.choices)} answers instead of {samples}: does the server support `n`?")
         if read.usage.prompt_tokens != tokens:
@@ -289,7 +290,7 @@ class OpenAIEngine:
             return b""
         return token.token.encode() if token.bytes is None else bytes(token.bytes)
 
-    def _quote(self, answer: httpx.Response) -> str:
+    def _quote(self, answer: Answer) -> str:
         """The beginning of the server's answer, without the key that some servers repeat."""
         text = answer.text.replace(self._endpoint.api_key, "…") if self._endpoint.api_key else answer.text
         return text[:300].strip() or "no text"
@@ -310,14 +311,14 @@ def _ascii(text: bytes) -> bytes:
     return bytes(byte for byte in text if byte < 128)
 
 
-def _retry_after(answer: httpx.Response) -> float | None:
+def _retry_after(answer: Answer) -> float | None:
     """The pause, in seconds, that the server asks for in the header Retry-After."""
     value = answer.headers.get("Retry-After", "")
-    if value.replace(".", "", 1).isdigit():
-        return float(value)
     try:
+        if value.isascii() and value.replace(".", "", 1).isdigit():
+            return float(value)
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError, OSError):  # a year that no clock can show
         return None
 
 

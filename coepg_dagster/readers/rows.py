@@ -47,6 +47,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bad_image": "the screenshot cannot be decoded, or is cut short",
     "image_too_large": "the screenshot has more pixels than are ever decoded, or its file more bytes than are read",
     "extreme_aspect": "no model sees a screenshot of that shape",
+    "too_long": "the texts and boxes of a step are longer than what any model reads",
     "bad_candidates": "candidates are malformed",
     "box_outside_image": "a target box does not lie in the image",
     "box_without_area": "a target box has no area",
@@ -137,12 +138,17 @@ Item = Step | Reject
 
 
 _STORED: Final = [field for field in READER_SCHEMA if field.name != "screenshot"]
+MAX_BYTES: Final = 1 << 18
+"""Of the texts and boxes of a step: some 60,000 tokens, of which a hundredth is usual. One longer prompt would end all work."""
 
 
 def assert_storable(values: Mapping[str, Any], fields: list[pa.Field] = _STORED) -> None:
-    """Raises RejectedRow where READER_SCHEMA cannot hold a value: a lone surrogate, a number that is too large."""
+    """Raises RejectedRow where READER_SCHEMA cannot hold a value (half a surrogate pair, a number that is too large), or a step
+    takes more than MAX_BYTES beside its screenshot."""
     try:
-        pa.array([values], pa.struct(fields))
+        size = pa.array([values], pa.struct(fields)).nbytes
+        if size > MAX_BYTES:
+            raise RejectedRow("too_long", f"{size:,} bytes of texts and boxes; at most {MAX_BYTES:,} are read")
         if missing := [field.name for field in fields if not field.nullable and values[field.name] is None]:
             raise RejectedRow("bad_field", f"{missing[0]!r} is null")
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:

@@ -32,7 +32,6 @@ from coepg_dagster.results import (
     Row,
     board_tables,
     comparable,
-    frame,
     headline,
     headline_of,
     overview,
@@ -84,7 +83,7 @@ class Evolution:
         for loop in self.loops:
             name = self.experiment.name if loop.experiment.name == self.experiment.name else None
             rows += rows_of(loop.experiment, self.seed, loop.records, name)
-        table, left_out = comparable(frame(rows), self.experiment)
+        table, left_out = comparable(rows, self.experiment)
         return Cells(table, self.experiment.benchmark.test), headline_of(table), left_out
 
     @property

@@ -12,7 +12,7 @@ from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.findings import Finding
 from coepg_dagster.reports.html import render
 from coepg_dagster.reports.study import BY_JUDGE, MEASURES, STEP_SR, Study, played_by
-from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, frame, tables_of_boards
+from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, tables_of_boards
 from coepg_dagster.training.learned import FEW_ROLLOUTS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def write_page(
     """Writes results.md and its figures into `out`; returns the page's path."""
     root, large = study.root, f"{study.root}_large"
     reached = study.reached((root, FULL)) or study.last  # by every seed of the main experiment
-    cells = Cells(frame([*study.rows(), *study.joint_rows()]), study.splits)
+    cells = Cells([*study.rows(), *study.joint_rows()], study.splits)
     in_table_1 = {root: study.last}
     if (by_large := study.reached((large, FULL))) is not None:
         in_table_1[large] = by_large

@@ -107,6 +107,23 @@ def test_no_mutation_stands_in_an_address(client: TestClient, instance: dg.Dagst
     assert client.post("/graphql", params={"query": WIPE}, headers=crossing).status_code == 403 and is_there(instance)
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("path", ["/pages/", "/server_info", "/pages/x/s1/audit-1.html"])
+def test_no_other_site_loads_a_page_into_itself_and_its_links_work(client: TestClient, site: str, path: str) -> None:
+    own = client.get(path).status_code
+    assert own in (200, 404)
+    for mode, kind in (("no-cors", "image"), ("no-cors", "script"), ("cors", "empty"), ("navigate", "iframe"),
+                       ("navigate", "object"), ("same-origin", "document"), ("", "")):  # fmt: skip
+        crossing = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": kind}
+        assert client.get(path, headers=crossing).status_code == 403
+        assert client.head(path, headers=crossing).status_code == 403
+        here = crossing | {"Sec-Fetch-Site": "same-origin"}
+        assert client.get(path, headers=here).status_code == own
+    link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert client.get(path, headers=link).status_code == own
+    assert client.get(path, headers=link | {"Sec-Fetch-Site": "none"}).status_code == own
+
+
 def test_no_other_host_name_is_answered(client: TestClient, instance: dg.DagsterInstance) -> None:
     """DNS rebinding: the page's own origin, with a name that now leads here."""
     for host in ("evil.example", "evil.example:3000", "127.0.0.1.evil.example", "127.0.0.1@evil.example", ""):

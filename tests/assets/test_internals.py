@@ -14,6 +14,8 @@ from dagster._core.storage.event_log.base import EventLogStorage
 from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import WorkspaceFileTarget
 from dagster_webserver.app import create_app_from_workspace_process_context
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.project import REPOSITORY
 
@@ -62,6 +64,39 @@ def test_what_is_not_public_takes_what_it_is_given(name: str) -> None:
     if known == ["args", "kwargs"]:  # Dagster's records are made from their fields
         known = list(used.__annotations__)
     assert [argument for argument in known if argument in arguments] == arguments, f"{name}: it takes {known}"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(), below, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.dictionaries(st.text(), JSON, max_size=3) | st.lists(JSON, max_size=3), min_size=1, max_size=5))
+def test_json_metadata_is_what_dagster_reads(values: list[Any]) -> None:
+    with dg.DagsterInstance.ephemeral() as instance:
+        for k, value in enumerate(values):
+            metadata = {"other": dg.MetadataValue.text("x"), "record": dg.MetadataValue.json(value)}
+            instance.report_runless_asset_event(internals.materialization(dg.AssetKey("a"), str(k), "v", metadata))
+        instance.report_runless_asset_event(dg.AssetMaterialization("a", metadata={"record": "a text"}))
+        instance.report_runless_asset_event(dg.AssetMaterialization("a"))
+        events = instance.fetch_materializations(dg.AssetKey("a"), limit=9, ascending=True).records
+        by_dagster = [(e.partition_key, e.asset_materialization.metadata["record"].value) for e in events[:-2]]
+        assert [value for _, value in by_dagster] == values
+        found = list(internals.json_metadata(instance, [event.storage_id for event in reversed(events)], "record"))
+        assert found == [*by_dagster, (None, None), (None, None)]
+
+
+def test_json_metadata_of_more_records_than_a_database_takes_at_once() -> None:
+    with dg.DagsterInstance.ephemeral() as instance:
+        for k in range(3):
+            made = internals.materialization(dg.AssetKey("a"), str(k), "v", {"record": dg.MetadataValue.json({"k": k})})
+            instance.report_runless_asset_event(made)
+        ids = [event.storage_id for event in instance.fetch_materializations(dg.AssetKey("a"), limit=9).records]
+        many = [*range(10**6, 10**6 + 40_000), *ids]
+        assert sorted(internals.json_metadata(instance, many, "record")) == [(str(k), {"k": k}) for k in range(3)]
 
 
 def test_names_that_are_kept_in_databases_are_the_same() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from coepg_dagster.cli import app
 from coepg_dagster.evaluation import statistics
 from coepg_dagster.evaluation.case import UNREADABLE, Action, Case, ScoringError
+from coepg_dagster.evaluation.exclusions import Exclusions
 from coepg_dagster.evaluation.grounding import BOARDS, in_polygon
 from coepg_dagster.evaluation.grounding_logs import board_of
 from coepg_dagster.evaluation.protocols import PROTOCOLS
@@ -336,8 +337,21 @@ def test_items_with_wrong_labels_are_left_out_beside_the_whole_score_and_never_s
     for broken in ({"items": ["x"]}, {"name": "n", "version": "1", "source": "", "items": ["vscode-0"]}):
         wrong.write_text(json.dumps(broken))
         assert CliRunner().invoke(app, command).exit_code == 1
-    wrong.write_text(json.dumps({"name": "noise", "version": "1", "source": "a paper", "items": ["another"]}))
-    assert "none of the 2 items" in " ".join(CliRunner().invoke(app, command).output.split())
+    for other_item in ("another", "vscode", "vscode-", "scode-0", "vscode-0-1", "VSCODE-0"):
+        wrong.write_text(json.dumps({"name": "noise", "version": "1", "source": "a paper", "items": [other_item]}))
+        assert "none of the 2 items" in " ".join(CliRunner().invoke(app, command).output.split())
+
+
+def test_a_list_of_wrong_labels_has_whole_ids() -> None:
+    """`X` is not `X-1`: both are items of ScreenSpot-Pro."""
+    listed, click = Exclusions("noise 1", "a paper", frozenset({"vscode_1"})), Action("click")
+
+    def covers(step_id: str, **facts: str) -> bool:
+        return listed.covers(Case(step_id, None, click, None, facts=facts))
+
+    assert covers("vscode_1") and covers("vscode_1-0a1b2c3d", item_id="vscode_1")
+    assert not covers("vscode_1-1") and not covers("vscode_1-1-0a1b2c3d", item_id="vscode_1-1")
+    assert not covers("vscode_12") and not covers("vscode")
 
 
 @given(

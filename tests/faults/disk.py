@@ -23,18 +23,24 @@ class Disk:
         about = os.statvfs(self.path)
         (self.path / "ballast").write_bytes(bytes(max(0, about.f_bavail * about.f_frsize - leave)))
 
+    def fill_with_files(self) -> None:
+        """Leaves room for bytes, but for no file."""
+        for i in range(os.statvfs(self.path).f_favail):
+            (self.path / f"ballast{i}").touch()
+
     def free(self) -> None:
-        (self.path / "ballast").unlink(missing_ok=True)
+        for file in self.path.glob("ballast*"):
+            file.unlink()
 
     def read_only(self, yes: bool) -> None:
         subprocess.run(["mount", "-o", "remount,ro" if yes else "remount,rw", str(self.path)], check=True)
 
 
 @contextlib.contextmanager
-def small_disk(path: Path, megabytes: float) -> Iterator[Disk]:
-    """A disk on the empty folder `path`. Skips the test where nothing can be mounted."""
+def small_disk(path: Path, megabytes: float, files: int = 10_000) -> Iterator[Disk]:
+    """A disk on the empty folder `path`, for so many `files` and folders. Skips the test where nothing can be mounted."""
     path.mkdir(parents=True, exist_ok=True)
-    size = f"size={int(megabytes * (1 << 20))}"
+    size = f"size={int(megabytes * (1 << 20))},nr_inodes={files}"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(path)], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no disk can be mounted ({mounted.stderr.strip()}): run as root, or `unshare -rm make faults`")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from coepg_dagster.assets.evolve import evolve_through
-from coepg_dagster.assets.ledger import open_instance
+from coepg_dagster.assets.ledger import EVOLVE_TAG, IN_PROCESS, claim, end_dead_runs, living_run, open_instance
 from rich.console import Console
 from safetensors import SafetensorError
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,9 +25,11 @@ from coepg_dagster.artifacts import write_steps, write_table
 from coepg_dagster.experiment import Models, Regeneration, Sft
 from coepg_dagster.inference.visual import POOLED, VisualStore
 from coepg_dagster.jobs import CandidatesJob, Job, Placement, SftJob
+from coepg_dagster.provenance import NotUsable
 from coepg_dagster.refusal import Refusal, machine_trouble
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_project
+from tests.assets.test_ledger import Running, begin
 from tests.faults.disk import Disk, small_disk
 from tests.faults.evolving import left_over, versions
 from tests.training.test_resume import hashes, run
@@ -152,6 +154,69 @@ def test_a_loop_on_a_disk_that_fails_goes_on_when_it_is_well(
             made = versions(project, instance=instance)
         assert made == undisturbed
         assert left_over(project) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (full(0), "free space"),
+        ((lambda disk: disk.fill_with_files(), lambda disk: disk.free()), "free space"),
+        (read_only(), "make it writable"),
+    ],
+)
+def test_a_claim_that_does_not_fit_leaves_the_old_one_and_no_half(
+    fault: tuple[Callable[[Disk], None], Callable[[Disk], None]], says: str, light: InProcess, tmp_path: Path
+) -> None:
+    """Neither a claim that is new nor one that replaces that of an ended run; who holds one keeps it."""
+    before, after = fault
+    with small_disk(tmp_path / "disk", 3, files=100) as disk:
+        folder = disk.path / ".claims" / "light" / "s1"
+        first, second, third = (Running(light.instance, begin(light, dg.DagsterRunStatus.STARTED)) for _ in range(3))
+        for k in (1, 2):
+            claim(first, folder, k)
+        claim(second, folder, 3)
+        light.instance.report_run_canceled(first.run)
+        written = {file.name: file.read_text() for file in folder.glob("*.json")}
+        before(disk)
+        for k in (0, 1):
+            with pytest.raises(OSError) as failed:
+                claim(third, folder, k)
+            assert says in (machine_trouble(failed.value) or "")
+        assert {file.name: file.read_text() for file in folder.glob("*.json")} == written
+        assert not [file for file in folder.iterdir() if file.suffix not in (".json", ".lock")]
+        after(disk)
+        with pytest.raises(NotUsable, match="iteration 3 is being written by run"):
+            claim(third, folder, 3)
+        for k in (0, 1, 2):
+            claim(third, folder, k)
+            with pytest.raises(NotUsable, match="is being written by run"):
+                claim(second, folder, k)
+
+
+def test_a_run_on_a_full_disk_is_not_taken_for_dead(light: InProcess, tmp_path: Path) -> None:
+    alive, dead = (begin(light, dg.DagsterRunStatus.STARTED, **{EVOLVE_TAG: IN_PROCESS}) for _ in range(2))
+
+    def statuses() -> list[str]:
+        return [light.instance.get_run_by_id(run.run_id).status.value for run in (alive, dead)]
+
+    with small_disk(tmp_path / "disk", 3, files=100) as disk, living_run(disk.path, alive.run_id):
+        disk.fill()
+        disk.fill_with_files()
+
+        def begins() -> None:
+            with living_run(disk.path, "another"):
+                pass
+
+        for needs_a_file in (begins, lambda: end_dead_runs(light.instance, disk.path)):
+            with pytest.raises(OSError) as failed:
+                needs_a_file()
+            assert "free space" in (machine_trouble(failed.value) or "")
+        assert statuses() == ["STARTED", "STARTED"]
+        disk.free()
+        disk.fill()  # the locks have no content
+        begins()
+        assert end_dead_runs(light.instance, disk.path) == [dead.run_id]
+        assert statuses() == ["STARTED", "FAILURE"]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ In a test's process: `OpenAIServer(engine)`. As a process of its own: `python -m
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import sys
@@ -162,11 +163,28 @@ def after(seconds: float) -> Fault:
     return fault
 
 
-def says(raw: bytes) -> Fault:
+def says(raw: bytes, **headers: str) -> Fault:
     """The next answer is 200 with this text."""
 
     def fault(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> bool:
-        reply(handler, 200, None, raw=raw)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        reply(handler, 200, None, named, raw)
+        return True
+
+    return fault
+
+
+def endless(part: bytes, pause: float) -> Fault:
+    """The next answer has no end: `part` again and again, with a pause in between."""
+
+    def fault(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> bool:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.close_connection = True
+        with contextlib.suppress(OSError):  # nobody reads on
+            while True:
+                handler.wfile.write(part)
+                time.sleep(pause)
         return True
 
     return fault

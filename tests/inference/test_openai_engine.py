@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.prompts import grounder_messages, planner_answer
 from coepg_dagster.training.grpo import CdremReward
-from tests.inference.openai_server import OpenAIServer, after, hang_up, says, status
+from tests.inference.openai_server import OpenAIServer, after, endless, hang_up, reply, says, status
 from tests.inference.scripted import untimed
 
 SCREEN = Image.linear_gradient("L").resize((84, 112)).convert("RGB")
@@ -78,6 +81,12 @@ def request(plan: str = "click OK", image: Image.Image = SCREEN) -> Request:
 
 def ask(engine: OpenAIEngine) -> Generation | Failure:
     return engine.generate([request()], Sampling(6))[0][0]
+
+
+def asked(engine: OpenAIEngine, server: OpenAIServer) -> dict[str, Any]:
+    """The body of the request that `ask` sends."""
+    assert isinstance(ask(engine), Generation)
+    return server.requests.pop()
 
 
 def reason(engine: OpenAIEngine) -> str:
@@ -272,6 +281,85 @@ def test_a_late_answer_is_a_failure_and_the_request_is_not_sent_again(
     with contextlib.closing(OpenAIEngine(endpoint, load_processor(str(trained("grounder", 0))))) as engine:
         assert "no answer within 0.2 s" in reason(engine)
     assert len(server.requests) == 1
+
+
+def test_an_answer_that_trickles_is_late(server: OpenAIServer, trained: Callable[[str, int], Path]) -> None:
+    endpoint = Endpoint(server.url, "tiny", KEY, timeout_seconds=0.5)
+    with contextlib.closing(OpenAIEngine(endpoint, load_processor(str(trained("grounder", 0))))) as engine:
+        server.faults = [endless(b" ", 0.05)]
+        assert "no answer within 0.5 s" in reason(engine)
+    assert len(server.requests) == 1
+
+
+def test_an_endless_answer_is_not_read(engine: OpenAIEngine, server: OpenAIServer) -> None:
+    server.faults = [endless(bytes(1 << 20), 0)]
+    assert reason(engine) == "the answer has more than 67,108,864 bytes"
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip"])
+def test_nothing_that_is_compressed_is_unpacked(engine: OpenAIEngine, server: OpenAIServer, encoding: str) -> None:
+    server.faults = [says(gzip.compress(bytes(1 << 28), 1), Content_Encoding=encoding)]
+    tracemalloc.start()
+    try:
+        assert "malformed answer" in reason(engine)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("charset", ["hex", "zlib_codec", "undefined", "rot13", "utf-16", "punycode", "idna"])
+def test_an_answer_is_utf_8_whatever_it_calls_itself(engine: OpenAIEngine, server: OpenAIServer, charset: str) -> None:
+    whole = json.dumps(server.answer(asked(engine, server))).encode()
+    server.faults = [says(whole, Content_Type=f"application/json; charset={charset}")]
+    assert isinstance(ask(engine), Generation)
+    server.faults = [status(400, Content_Type=f"text/plain; charset={charset}")]
+    assert "status 400: {" in reason(engine)
+
+
+@pytest.mark.parametrize(
+    "pause",
+    ["\xb2", "-1", "nan", "1e9", "Mon, 01 Jan 0001 00:00:00 -0000", "Fri, 31 Dec 9999 23:59:59 GMT", ".", "9" * 400],
+)
+def test_any_pause_that_a_server_may_ask_for(engine: OpenAIEngine, server: OpenAIServer, pause: str) -> None:
+    server.faults = [status(429, Retry_After=pause)]
+    answer = ask(engine)
+    assert isinstance(answer, Generation) or "status 429 after 1 attempts, wait" in answer.reason
+
+
+def test_a_key_that_json_spells_in_another_way_is_found(engine: OpenAIEngine, server: OpenAIServer) -> None:
+    answer = server.answer(asked(engine, server))
+    [choice] = answer["choices"]
+    choice["message"]["content"] = "KEY"
+    choice["logprobs"]["content"] = [{"token": "KEY", "logprob": -1.0}]
+    choice["finish_reason"] = "length"
+    spelt = "".join(f"\\u{ord(letter):04x}" for letter in KEY)
+    server.faults = [says(json.dumps(answer).replace("KEY", spelt).encode())]
+    assert reason(engine) == "the answer repeats the key"
+
+
+@pytest.mark.parametrize(
+    ("content", "says_why"),
+    [
+        (b"[" * 100_000, "no list of models"),
+        (b'{"data": ' + b"[" * 100_000, "no list of models"),
+        (json.dumps({"data": [{"id": "x" * 1_000_000}]}).encode(), "does not serve 'tiny' but xxx"),
+        (json.dumps({"data": [{"id": "KEY"}]}).replace("KEY", "".join(f"\\u{ord(c):04x}" for c in KEY)).encode(),
+         "repeats the key"),
+        (gzip.compress(bytes(1 << 28), 1), "no list of models"),
+    ],
+)  # fmt: skip
+def test_a_list_of_models_of_any_form(server: OpenAIServer, content: bytes, says_why: str) -> None:
+    def answers(handler: BaseHTTPRequestHandler) -> None:
+        reply(handler, 200, None, {"Content-Encoding": "gzip"} if content[:2] == b"\x1f\x8b" else {}, content)
+
+    handler = type("Handler", (BaseHTTPRequestHandler,), {"do_GET": answers, "log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(EngineRefused, match=says_why) as refused:
+            served_model(Endpoint(f"http://127.0.0.1:{http.server_address[1]}/v1", "tiny", KEY))
+        http.shutdown()
+    assert len(str(refused.value)) < 1000 and KEY not in str(refused.value)
 
 
 def test_no_reason_holds_the_key(engine: OpenAIEngine, server: OpenAIServer) -> None:

@@ -24,7 +24,7 @@ from coepg_dagster.readers.images import Resize
 from coepg_dagster.readers.importing import Counts, Options, import_dataset, lost_of, rejects
 from coepg_dagster.readers.rows import Reject, RejectedRow, Step, target_boxes
 from coepg_dagster.reports.paper import table_2
-from coepg_dagster.results import Cells, frame, rows_of
+from coepg_dagster.results import Cells, rows_of
 from coepg_dagster.running import AGENT, chunked, of_pair
 from tests.project import REPOSITORY
 
@@ -315,7 +315,7 @@ def test_the_tables_name_a_short_denominator(tmp_path: Path) -> None:
     for k, lost in enumerate(({}, {"bad_image": 2})):
         scored = score_steps("android_control/os_atlas", steps, predictions_of(steps), lost=lost)
         records[Ref("evaluation", k)] = evaluated(k, {"test": json.loads(scored.to_json())})
-    cells = Cells(frame(rows_of(experiment, 13, records)), ["test"])
+    cells = Cells(rows_of(experiment, 13, records), ["test"])
     rows = table_2(cells, {"high": "mobile_3b"}, 1).rows[-2:]
     assert [row[1] for row in rows] == [
         "android_control/os_atlas, macro",

@@ -193,6 +193,30 @@ def test_an_entry_of_a_json_list_costs_itself(tmp_path: Path, folder: Path) -> N
     assert table["step_id"].to_pylist() == ["a", "e"] and counts.rejected == {"bad_field": 3}
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"goal": "x" * 300_000},
+        {"goal": "\U0001f600" * 70_000},
+        {"value": "x" * 300_000, "action_type": "TYPE"},
+        {"history": ["a"] * 100_000},
+        {"history": ["x" * 100_000] * 3},
+        {"boxes": [[1, 2, 3, 4 + i / 10_000] for i in range(20_000)]},
+        {"family": "x" * 300_000},
+        {"step_id": "x" * 300_000},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_step_that_no_model_could_read_to_its_end_costs_its_row(folder: Path, split: str, change: Any) -> None:
+    whole = user_row(image="1.png", split=split)
+    usual = {"goal": "x" * 10_000, "history": ["clicked the button that says Submit"] * 300}
+    lines = [json.dumps(whole | {"step_id": "long"} | change), json.dumps(whole | usual | {"step_id": "usual"})]
+    ids, [left_out] = imported("jsonl", folder, [line.encode() for line in lines])
+    assert ids == ["usual"] and left_out["reason"] == "too_long" and left_out["split"] == split
+    assert len(left_out["detail"]) < 200
+
+
 @pytest.mark.parametrize("image", ["wide.png", "no.png", "a\0b", "x" * 5000, "1.png/x", ".", "", "t_a"])
 def test_an_image_that_cannot_be_seen_costs_its_row(folder: Path, image: str) -> None:
     lines = [

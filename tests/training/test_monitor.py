@@ -99,7 +99,9 @@ def test_a_model_that_trains_on_may_lose_a_little_at_first() -> None:
     begins = [{"loss": 0.0888}] * 20
     assert find_anomaly([*begins, *[{"loss": 0.136}] * WINDOW]) is None
     assert find_anomaly([*begins, *[{"loss": 0.58}] * WINDOW]) is None
-    assert "loss grows: 0.7 over 10 steps, it began at 0.0888" in str(find_anomaly([*begins, *[{"loss": 0.7}] * WINDOW]))
+    assert "loss grows: 0.7 over 10 steps, it began at 0.0888" in str(
+        find_anomaly([*begins, *[{"loss": 0.7}] * WINDOW])
+    )
 
 
 @given(rewards=st.lists(st.floats(0.5, 0.9), max_size=40), losses=st.lists(st.floats(0.01, 0.9), max_size=40))
