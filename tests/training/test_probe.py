@@ -219,7 +219,7 @@ def test_probes_between_are_spread_and_never_at_the_ends(steps: int, probes: int
 
 
 def test_what_an_earlier_draw_left_over_is_probed_evenly() -> None:
-    """D_k covers 190 of the 200 steps that `max_train_steps` drew: the 10 others are no more likely to be probed than the rest."""
+    """D_k covers 190 of the 200 steps that `max_train_steps` drew: the 10 others are as likely to be probed as the rest."""
     table = step_table(*(step(f"s{i}", episode_id=f"e{i}") for i in range(400)))
     drawn = whole_episodes(table, 200)["step_id"].to_pylist()
     missed = set(drawn[::20])
