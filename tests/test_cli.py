@@ -320,12 +320,12 @@ def test_a_file_that_cannot_be_used_is_named_and_costs_no_other(project: Path) -
         ("benchmark: {reader: mind2web, test: [test_task]}", "is no file of Multimodal-Mind2Web"),
         ("benchmark: {reader: jsonl, test: [test]}", "holds no files of a jsonl dataset"),
         (
-            "benchmark: {max_train_steps: 7}",
+            "benchmark: {max_train_steps: 7}\ngrpo: {prompts: dataset}",
             "`grpo.prompts_per_step`: it is 64, and split 'train', with `max_train_steps`",
         ),
         (
             "grpo: {prompts: dataset, prompts_per_step: 2401, micro_batch_size: 8}",
-            "has 2401 training steps: lower it",
+            "has 2400 training steps: lower it",
         ),
     ],
 )
@@ -344,7 +344,16 @@ def test_the_resolved_file_is_printed_alone(project: Path) -> None:
     assert code == 0 and yaml_files.parse(out)["name"] == "sandbox"
 
 
-INTERNAL = {"BadPicture", "NotJson", "OracleError", "RejectedRow", "SpaceMismatch", "SplitError", "_Unreachable"}
+INTERNAL = {
+    "BadPicture",
+    "Died",
+    "NotJson",
+    "OracleError",
+    "RejectedRow",
+    "SpaceMismatch",
+    "SplitError",
+    "_Unreachable",
+}
 """Errors that the code handles itself, or that only a fault of the code raises."""
 
 
