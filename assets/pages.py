@@ -209,9 +209,8 @@ def _is_own(headers: Headers, public_url: str | None) -> bool:
 
 def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | None = None) -> Starlette:
     """The project's pages, with links to Dagster's web UI on the same address; `public_url` as for `ui_server`."""
-    one_at_a_time = (
-        threading.Lock()
-    )  # one request makes a page or a trace, which takes up to gigabytes; the others wait
+    # one request makes a page or a trace, which takes up to gigabytes; the others wait
+    one_at_a_time = threading.Lock()
 
     def loops(request: Request) -> Response:
         experiments = project.all_experiments()
