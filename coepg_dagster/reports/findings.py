@@ -139,44 +139,34 @@ def _difference(
     about: About = About(),
     test: str = SUPERIORITY,
 ) -> Finding:
+    """The difference of Step SR of two sides, by the judge where both have it, with that by ϕ_k beside."""
     seeds = _common_seeds(study, one, other)
     if not seeds:
         return replace(_missing(claim, [side for side in (one, other) if not study.seeds_with(*side)]), test=test)
-    return _compared(study, claim, ((1.0, one), (-1.0, other)), seeds, words, about, test)
-
-
-def _common_seeds(study: Study, *sides: Side) -> list[int]:
-    return sorted(set.intersection(*(set(study.seeds_with(*side)) for side in sides)))
-
-
-def _compared(
-    study: Study,
-    claim: str,
-    terms: Sequence[tuple[float, Side]],
-    seeds: Sequence[int],
-    words: str,
-    about: About,
-    test: str = SUPERIORITY,
-) -> Finding:
-    """A sum of Step SR over sides, by the judge where all of them have it, with that by ϕ_k beside."""
-    used = _used(study, [side for _, side in terms], seeds, "evaluation")
+    used = _used(study, (one, other), seeds, "evaluation")
     stale = _stale(used)
     if apart := _differing(used, about):
         return _not_comparable(claim, apart, test, stale)
-    judged = all(study.is_judged(side, seeds) for _, side in terms)
+    judged = all(study.is_judged(side, seeds) for side in (one, other))
     measures = [BY_JUDGE, STEP_SR] if judged else [STEP_SR]
     estimates = {
         measure: over_seeds(
-            weighted_sum(*((weight, study.success(side, seeds, None, measure)) for weight, side in terms))
+            weighted_sum(
+                (1.0, study.success(one, seeds, None, measure)), (-1.0, study.success(other, seeds, None, measure))
+            )
         )
         for measure in measures
     }
     measure, *others = measures
     beside = {name: estimates[name] for name in others}
     unit = f"points of mean {MEASURES[measure]}"
-    words += "".join(f"; {MEASURES[name]}: {_text(one)}" for name, one in beside.items())
+    words += "".join(f"; {MEASURES[name]}: {_text(estimate)}" for name, estimate in beside.items())
     finding = _verdict(claim, estimates[measure], words, unit, stale, test)
     return replace(finding, measure=measure, beside=beside)
+
+
+def _common_seeds(study: Study, *sides: Side) -> list[int]:
+    return sorted(set.intersection(*(set(study.seeds_with(*side)) for side in sides)))
 
 
 Used = Mapping[Side, Mapping[int, tuple[Run, tuple[Ref, ...]]]]

@@ -74,9 +74,7 @@ class PageReward(CdremReward):
     def _question(self, action: tuple[Any, ...]) -> dict[str, Any]:
         step_id, action_type, value, x, y = action
         step = self._steps[step_id]
-        label = {
-            f"label_{name}": step[of] for name, of in (("type", "action_type"), ("value", "value"), ("boxes", "boxes"))
-        }
+        label = {"label_type": step["action_type"], "label_value": step["value"], "label_boxes": step["boxes"]}
         about = {name: step[name] for name in ("family", "seed", "step_index", "goal")}
         return {**about, **label, "action_type": action_type, "value": value, "x": x, "y": y}
 

@@ -79,10 +79,12 @@ class Environment:
         touched = element_at(self._browser.elements(), point) or Element("page", "", (*point, *point))
         self._browser.act(question.action_type, point, question.value)
         moves.append(Move(question.action_type, (touched,), question.value))
-        for _ in range(len(episode.steps) - len(moves)):
+        while True:
             done, reward = self._browser.outcome()
             if done:
                 return Answer(reward > 0, "" if reward > 0 else f"reward {reward:g}")
+            if len(moves) >= len(episode.steps):
+                return Answer(False, "more moves are needed than without the action")
             try:
                 after = ORACLES[question.family](look(self._browser, episode.goal, moves))
             except (OracleError, LookupError) as error:
@@ -91,10 +93,6 @@ class Environment:
                 return Answer(False, "the oracle knows no next move")
             self._browser.act(after.action_type, after.targets[0].centre, after.value)
             moves.append(after)
-        done, reward = self._browser.outcome()
-        if done:
-            return Answer(reward > 0, "" if reward > 0 else f"reward {reward:g}")
-        return Answer(False, "more moves are needed than without the action")
 
     def _oracle(self, question: Question) -> Episode:
         """The oracle's own episode, whose move at the step must be the label."""
