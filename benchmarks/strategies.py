@@ -4,8 +4,7 @@ Every run is the job that Dagster starts (`coepg_dagster.resources.worker`), wit
 give it: SFT of the sandbox's planner, which sees the same rows in every placement, and GRPO of it, whose rollouts each process
 samples differently. Each run ends after `--limit` seconds at the latest. `value` is the largest relative difference of an
 SFT loss from that of one process; weights are compared by their change in training. `--quick` runs DDP on a CPU, where
-accelerate does not support DeepSpeed and FSDP. A run that fails is recorded, and the others are tried. On two H200, SFT by DDP
-finished; the run of one process, which saw two GPUs then, did not start, and ZeRO and FSDP were not reached.
+accelerate does not support DeepSpeed and FSDP. A run that fails is recorded, and the others are tried.
 """
 
 from __future__ import annotations

@@ -54,6 +54,9 @@ END_TO_END: Final[tuple[Asset, ...]] = ("end_to_end", "evaluation")
 ORDER: Final[tuple[Asset, ...]] = ("end_to_end", *LOOP_RL)
 """Every partitioned asset, in an order in which one iteration can be made."""
 
+MODELS_OF_LOOP: Final[frozenset[Asset]] = frozenset({"planner_sft", "grounder", "grounder_rl", "planner", "end_to_end"})
+"""The models. In iteration 0 they are the base models, whatever the settings of training."""
+
 Agent = Literal["decoupled", "end_to_end"]
 """The agent that is evaluated: planner and grounder, or one model that answers type, value and point."""
 
@@ -227,10 +230,10 @@ def staleness(
 ) -> dict[Ref, Stale]:
     """The stale artifacts among `records` (the current ones), with root causes; what is made from a stale one is stale too.
 
-    `code_versions` holds the present version of each asset's code and configuration. The report is checked as the rest is: its
-    inputs are those in its record. For assets `taken` from a parent, `stale_where_taken` has the result of the parent. `lost`
-    has the artifacts whose files are lost, and `changed` those of which something else that was read has changed, with the
-    message.
+    `code_versions` holds the present version of each asset's code and configuration; the models of iteration 0 were not
+    trained and do not depend on it. The report is checked as the rest is: its inputs are those in its record. For assets
+    `taken` from a parent, `stale_where_taken` has the result of the parent. `lost` has the artifacts whose files are lost, and
+    `changed` those of which something else that was read has changed, with the message.
     """
     stale: dict[Ref, Stale] = {}
     for ref in sorted(records, key=_order):
@@ -239,7 +242,8 @@ def staleness(
             if stale_where_taken and ref in stale_where_taken:
                 stale[ref] = stale_where_taken[ref]
             continue
-        cause = _direct_cause(record, records, code_versions.get(ref.asset)) or (changed or {}).get(ref)
+        code = None if ref.iteration == 0 and ref.asset in MODELS_OF_LOOP else code_versions.get(ref.asset)
+        cause = _direct_cause(record, records, code) or (changed or {}).get(ref)
         if cause is not None:
             stale[ref] = Stale(ref, ref, cause)
             continue

@@ -794,6 +794,8 @@ def _arguments(
     config = job.config
     return GRPOConfig(
         output_dir=str(folder),
+        # TRL would spread the reference over all visible GPUs ("auto"), in each process anew
+        model_init_kwargs={"device_map": None} if job.placement.strategy == "fsdp" else None,
         num_train_epochs=config.num_train_epochs,
         max_steps=config.max_steps or -1,
         num_generations=config.group_size,

@@ -127,9 +127,9 @@ def test_a_changed_configuration_marks_what_reads_it(light: InProcess) -> None:
     light.make(1)
     (light.project.root / "experiments" / "light.yaml").write_text(EXPERIMENT + "grpo: {kl_beta: 0.5}\n")
     stale = light.loop.stale(light.loop.records(light.instance))
-    assert "code or configuration changed" in stale[Ref("planner", 0)].cause
-    # the pools of iteration 0 hold open models only: D_0 and what was trained on it stay
-    assert Ref("dataset", 0) not in stale and Ref("planner_sft", 1) not in stale and Ref("dataset", 1) in stale
+    assert "code or configuration changed" in stale[Ref("planner", 1)].cause
+    # the base pair was not trained, and the pools of iteration 0 hold open models only: M_0, D_0 and π_1 stay
+    assert {ref.iteration for ref in stale} == {1} and Ref("planner_sft", 1) not in stale and Ref("dataset", 1) in stale
 
 
 def test_the_archive_has_every_version(light: InProcess) -> None:
