@@ -72,8 +72,10 @@ def fuzz(name: str, seconds: int) -> None:
 
 
 def worker(name: str, number: int, seconds: int) -> dict[str, Any]:
-    """Fuzzes a target until the time is over, also where an input ends the process that does: CPU seconds, executions, covered edges,
-    findings (file: place)."""
+    """Fuzzes a target until the time is over, in another process where an input ended the one before.
+
+    Its CPU seconds, executions, covered edges and findings (file: place).
+    """
     end, cpu, runs, edges = time.monotonic() + seconds, 0.0, 0, 0
     findings: dict[str, str] = {}
     while (left := round(end - time.monotonic())) > 0:
