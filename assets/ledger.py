@@ -578,12 +578,23 @@ def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
             dead = run.tags.get(HOST_TAG) == socket.gethostname() and not _has_worker(instance, run.run_id)
         if dead:
             instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
-            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
             ended.append(run.run_id)
+    _free_slots(instance)
     locks = {path.name for path in (store / _EVOLVING).glob("*")}
     for run_id in locks - {run.run_id for run in unfinished}:  # killed before its run began, or after it had ended
         _let_go(store / _EVOLVING / run_id)
     return ended
+
+
+def _free_slots(instance: dg.DagsterInstance) -> None:
+    """Frees the pool slots of runs that are over: who wrote that a run is over can be killed before it frees them."""
+    events = instance.event_log_storage
+    for pool in events.get_concurrency_keys():
+        slots = events.get_concurrency_info(pool)
+        for run_id in slots.active_run_ids | slots.assigned_run_ids | slots.pending_run_ids:
+            run = instance.get_run_by_id(run_id)
+            if run is None or run.is_finished:
+                events.free_concurrency_slots_for_run(run_id)
 
 
 def _let_go(file: Path) -> bool:
