@@ -24,7 +24,6 @@ from operator import or_
 from typing import Final, TypeAlias
 
 import dagster as dg
-import httpx
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop, Records
 
 from coepg_dagster.experiment import code_version, fingerprint
@@ -434,6 +433,8 @@ class AlertFailed(Refusal, RuntimeError):
 
 def post(message: dict[str, object]) -> None:
     """Posts `message` as JSON to the webhook. Raises AlertFailed."""
+    import httpx  # here, since it takes a tenth of a second and few projects alert
+
     address = os.environ.get(WEBHOOK)
     if not address:
         raise AlertFailed(f"{WEBHOOK} is not set: set it where the daemon and the code server run, or turn `alert` off")

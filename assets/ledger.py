@@ -22,7 +22,6 @@ import psutil
 from coepg_dagster.assets.internals import json_metadata
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
-from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
 from coepg_dagster import jsonlines
@@ -66,8 +65,13 @@ UNFINISHED: Final = [
     if status not in (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 ]
 """Statuses of runs that are queued or go on."""
-CANNOT_OPEN: Final = (dg.DagsterError, SQLAlchemyError, YAMLError)
-"""Errors that Dagster raises for an instance that it cannot open."""
+
+
+def _cannot_open() -> tuple[type[Exception], ...]:
+    """Errors that Dagster raises for an instance that it cannot open."""
+    from sqlalchemy.exc import SQLAlchemyError  # here: definitions alone do without SQLAlchemy
+
+    return dg.DagsterError, SQLAlchemyError, YAMLError
 
 
 def open_instance(project: Project) -> dg.DagsterInstance:
@@ -85,7 +89,7 @@ def open_instance(project: Project) -> dg.DagsterInstance:
         with FileLock(home / ".opening.lock"):  # two processes would race to create the databases of a fresh instance
             instance = dg.DagsterInstance.get()
             make_databases(instance)
-    except (OSError, *CANNOT_OPEN) as error:
+    except (OSError, *_cannot_open()) as error:
         why = " ".join(str(error).split())
         if trouble := machine_trouble(error):
             raise NotUsable(f"{home}: the Dagster instance there cannot be opened: {trouble}") from None
@@ -335,7 +339,7 @@ class Loop:
             with dg.DagsterInstance.from_config(str(home)) as of_project:
                 if self.record(of_project, ref) is not None:
                     hints.append(f"the project's own, {home}, has it: set DAGSTER_HOME={home}")
-        except (NotUsable, *CANNOT_OPEN):
+        except (NotUsable, *_cannot_open()):
             hints.append(f"the project's own, {home}, cannot be opened")
         return hints
 
@@ -574,12 +578,23 @@ def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
             dead = run.tags.get(HOST_TAG) == socket.gethostname() and not _has_worker(instance, run.run_id)
         if dead:
             instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
-            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
             ended.append(run.run_id)
+    _free_slots(instance)
     locks = {path.name for path in (store / _EVOLVING).glob("*")}
     for run_id in locks - {run.run_id for run in unfinished}:  # killed before its run began, or after it had ended
         _let_go(store / _EVOLVING / run_id)
     return ended
+
+
+def _free_slots(instance: dg.DagsterInstance) -> None:
+    """Frees the pool slots of runs that are over: who wrote that a run is over can be killed before it frees them."""
+    events = instance.event_log_storage
+    for pool in events.get_concurrency_keys():
+        slots = events.get_concurrency_info(pool)
+        for run_id in slots.active_run_ids | slots.assigned_run_ids | slots.pending_run_ids:
+            run = instance.get_run_by_id(run_id)
+            if run is None or run.is_finished:
+                events.free_concurrency_slots_for_run(run_id)
 
 
 def _let_go(file: Path) -> bool:

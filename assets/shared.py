@@ -15,7 +15,6 @@ from coepg_dagster.artifacts import STEPS, write_steps
 from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.benchmark import read_benchmark, refuse_steps, wanted_splits
 from coepg_dagster.experiment import Benchmark, Member, Models, Strict
-from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
 from coepg_dagster.provenance import Asset, NotUsable
@@ -109,8 +108,8 @@ def identity(root: Path, member: Member) -> dict[str, Any]:
     Raises IncompleteCheckpoint if files are missing or damaged.
     """
     if member.engine == "openai":
-        server = served_model(endpoint_of(member))
-        entry = {"checkpoint": member.model, "version": served_version(server), "server": server}
+        server, version = _served(member)
+        entry = {"checkpoint": member.model, "version": version, "server": server}
         processor = identify(root, member.checkpoint, weights=False)
         return entry | {"engine": member.engine, "processor": pinned(processor)}
     entry = dict[str, Any](identify(root, member.model))
@@ -119,13 +118,21 @@ def identity(root: Path, member: Member) -> dict[str, Any]:
     return entry if member.engine is None else entry | {"engine": member.engine}
 
 
+def _served(member: Member) -> tuple[dict[str, Any], str]:
+    """What a member's endpoint reports of its model, and the version of that. Raises EngineRefused where it cannot be reached."""
+    from coepg_dagster.inference.endpoint import endpoint_of, served_model, served_version  # here: it takes httpx
+
+    server = served_model(endpoint_of(member))
+    return server, served_version(server)
+
+
 def as_recorded(root: Path, member: Member, entry: dict[str, Any]) -> Member:
     """A member as jobs load it: pinned to the commit in `entry`, its entry of `open_models`.
 
     Raises NotUsable where its files or its server are other ones now, EngineRefused where the server cannot be reached.
     """
     if member.engine == "openai":
-        now = served_version(served_model(endpoint_of(member)))
+        _, now = _served(member)
         if now != entry["version"]:
             raise NotUsable(
                 f"{member.base_url} serves {now}, open_models recorded {entry['version']}: serve that again, or materialize "

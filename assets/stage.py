@@ -20,7 +20,6 @@ from coepg_dagster.assets.ledger import RECORD, Loop, assert_unchanged, claim, t
 from coepg_dagster.assets.recovery import handed_over, keep_record
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
-from sqlalchemy.exc import SQLAlchemyError
 
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
@@ -230,6 +229,8 @@ def materialize(
             return _materialize(context, resources, loop, asset, make)
     except Exception:
         if asset not in SHARED:
+            from sqlalchemy.exc import SQLAlchemyError  # here: definitions alone do without SQLAlchemy
+
             store = resources.store.store(loop.root).root
             unevaluated = (context.run.run_id, with_readers(loop, asset))
             with suppress(SQLAlchemyError):  # the event log itself may be what fails; the next run evaluates them

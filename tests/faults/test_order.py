@@ -266,3 +266,18 @@ def test_locks_of_processes_that_were_killed_before_their_run_began_go(light: In
     with ledger.living_run(light.project.store, "of-the-living"):
         ledger.end_dead_runs(light.instance, light.project.store)
         assert [path.name for path in folder.iterdir()] == ["of-the-living"]
+
+
+def test_a_slot_of_a_run_whose_end_was_written_before_it_was_freed_comes_back(light: InProcess) -> None:
+    """Who wrote that it is over was killed in between; a run that goes on keeps its slot."""
+    slots, store = light.instance.event_log_storage, light.project.store
+    job = light.defs.resolve_implicit_global_asset_job_def()
+    run = light.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+    slots.set_concurrency_slots("gpu", 1)
+    assert slots.claim_concurrency_slot("gpu", run.run_id, "a step").is_claimed
+    ledger.end_dead_runs(light.instance, store)
+    assert slots.get_concurrency_info("gpu").active_run_ids == {run.run_id}
+    light.instance.report_run_failed(run)
+    assert slots.get_concurrency_info("gpu").active_run_ids == {run.run_id}
+    ledger.end_dead_runs(light.instance, store)
+    assert slots.get_concurrency_info("gpu").active_run_ids == set()

@@ -17,9 +17,11 @@ import psutil
 import pytest
 import yaml
 
+from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import SHARED, Ref
 from tests.assets.light import light_project, plant
 from tests.deployment import LOCATION, Deployment, free_port
+from tests.faults.evolving import evolving, left_over, output_of, versions
 from tests.project import REPOSITORY
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -177,3 +179,26 @@ def test_what_is_killed_leaves_nothing_behind_and_the_next_run_goes_on(
     ui.wait_run(ui.wait(launched, "a run to be accepted"), "SUCCESS")
     drafts = ui.project.store / ".drafts"
     assert not drafts.exists() or list(drafts.iterdir()) == []
+
+
+def test_evolve_beside_a_run_of_the_ui_waits_for_its_slot_and_then_makes_what_is_missing(
+    ui: Ui, tmp_path: Path
+) -> None:
+    """Of the same iteration. The run of the UI is left alone until the user cancels it."""
+    ui.wait_run(ui.launch([key(asset) for asset in SHARED], None), "SUCCESS")
+    planted = plant(ui.project, "worker", "light/s1", Ref("planner_sft", 0))
+    run = ui.launch([key("s1", "planner_sft")], "0")
+    pids = ui.project.store / ".scratch" / "hanging" / "pids.json"
+    ui.wait(pids.exists, "the worker of the run")
+    worker, child = json.loads(pids.read_text())
+    evolve = evolving(ui.project)
+    ui.wait(lambda: "waits for" in " ".join(left_over(ui.project)), "a step of evolve to wait for the slot")
+    assert is_alive(worker) and is_alive(child) and ui.recorded(run) == "STARTED"
+    planted.unlink()
+    ui.terminate(run)
+    assert evolve.wait(300) == 0, output_of(ui.project)
+    whole = light_project(tmp_path / "whole")
+    undisturbed = evolving(whole)
+    assert undisturbed.wait(300) == 0, output_of(whole)
+    assert versions(ui.project) == versions(whole)
+    assert not is_alive(worker) and not is_alive(child) and left_over(ui.project) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any, Final
@@ -17,29 +18,30 @@ _HERE: Final = "@here@"
 
 
 def changed(text: str, rng: random.Random) -> str:
-    """`text` with another value in one to three places of one of its lines; as it is where that line is no JSON."""
+    """`text` with another value in one to three places of one of its lines.
+
+    As it is where that line is no JSON, or nested too deeply.
+    """
     lines = text.split("\n")
     at = rng.randrange(len(lines))
-    for _ in range(rng.randint(1, 3)):
-        try:
+    with contextlib.suppress(ValueError, RecursionError):  # no JSON, or nested too deeply to be walked through
+        for _ in range(rng.randint(1, 3)):
             value = json.loads(lines[at])
-        except (ValueError, RecursionError):
-            break
-        places = list(_places(value))
-        outer, key = rng.choice(places) if places else (None, None)
-        action = rng.random()
-        if outer is None:
-            lines[at] = rng.choice(STRANGE)
-        elif action < 0.1:
-            del outer[key]
-            lines[at] = json.dumps(value)
-        elif action < 0.2 and len(places) > 1:
-            other, of = rng.choice(places)
-            outer[key] = json.loads(json.dumps(other[of]))
-            lines[at] = json.dumps(value)
-        else:
-            outer[key] = _HERE
-            lines[at] = json.dumps(value).replace(f'"{_HERE}"', rng.choice(STRANGE))
+            places = list(_places(value))
+            outer, key = rng.choice(places) if places else (None, None)
+            action = rng.random()
+            if outer is None:
+                lines[at] = rng.choice(STRANGE)
+            elif action < 0.1:
+                del outer[key]
+                lines[at] = json.dumps(value)
+            elif action < 0.2 and len(places) > 1:
+                other, of = rng.choice(places)
+                outer[key] = json.loads(json.dumps(other[of]))
+                lines[at] = json.dumps(value)
+            else:
+                outer[key] = _HERE
+                lines[at] = json.dumps(value).replace(f'"{_HERE}"', rng.choice(STRANGE))
     if rng.random() < 0.1:
         lines.insert(at, lines[at])
     return "\n".join(lines)

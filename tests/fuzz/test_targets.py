@@ -33,3 +33,10 @@ def test_seeds_changed_seeds_and_findings(name: str) -> None:
             at = rng.randrange(len(seed))
             seed = seed[:at] + rng.randbytes(rng.randint(0, 3)) + seed[at + rng.randint(0, 3) :]
         target.run(seed)
+
+
+def test_a_line_that_is_nested_too_deeply_is_left_as_it_is() -> None:
+    """The mutator must not raise: libFuzzer would end there."""
+    deep = "[" * 1200 + "]" * 1200  # json reads it since Python 3.12, whose code cannot walk through it
+    for seed in range(20):
+        assert changed(deep, random.Random(seed)).startswith(deep)
