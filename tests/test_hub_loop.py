@@ -27,6 +27,7 @@ models:
   judge: acme/base-grounder
 sft: {max_steps: 1}
 grpo: {max_steps: 1}
+evaluation: {base_planner: false, attempts: null}
 """
 
 

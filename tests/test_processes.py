@@ -58,3 +58,16 @@ def test_a_process_that_ended_and_was_not_waited_for_is_not_alive() -> None:
     wait(lambda: not is_alive(process.pid), "a zombie is not alive")
     assert process.wait() == 0 and not is_alive(process.pid)
     assert is_alive(os.getpid())
+
+
+HOW = "import signal; print('ignored' if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else 'taken')"
+
+
+def test_a_command_takes_interrupts_also_where_a_script_has_them_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in `coepg ui &` of a script
+    try:
+        command = [sys.executable, "-m", "coepg_dagster.processes", sys.executable, "-c", HOW]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == "taken\n"

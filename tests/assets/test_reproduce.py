@@ -97,6 +97,9 @@ def test_two_variants_from_nothing_to_the_page(tmp_path: Path) -> None:
         "iterations: 3": "iterations: 1",
         "max_train_steps: 24": "max_train_steps: 12",
         "max_eval_steps: 12": "max_eval_steps: 4",
+        "max_steps: 3": "max_steps: 1",
+        "max_steps: 2": "max_steps: 1",
+        "{base_planner: true, attempts: 2}": "{}",
     }
     for old, new in smaller.items():
         file.write_text(file.read_text().replace(old, new))
