@@ -33,8 +33,10 @@ from dagster._core.storage.asset_check_execution_record import (
     AssetCheckExecutionRecord,
     AssetCheckExecutionRecordStatus,
 )
-from dagster._core.storage.event_log.schema import SqlEventLogStorageTable
+from dagster._core.storage.event_log.schema import ConcurrencySlotsTable, SqlEventLogStorageTable
+from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
 from dagster._core.workspace.load import location_origin_from_module_name
+from dagster._utils.concurrency import ConcurrencySlotStatus
 from sqlalchemy import select
 
 if TYPE_CHECKING:
@@ -83,6 +85,27 @@ def json_metadata(instance: dg.DagsterInstance, ids: Sequence[int], name: str) -
                 made = json.loads(event)["dagster_event"]["event_specific_data"]["materialization"]
                 entries = {entry["label"]: entry["entry_data"] for entry in made["metadata_entries"]}
                 yield partition, entries.get(name, {}).get("data")
+
+
+# pools
+
+
+def _claim_slot(self: SqlEventLogStorage, concurrency_key: str, run_id: str, step_key: str) -> ConcurrencySlotStatus:
+    """Claims a free slot of a pool for a step, in one statement.
+
+    Dagster reads which slot is free, then takes it. SQLite locks no rows between the two: of two steps that ask at the same
+    moment, both take the same slot and run at once.
+    """
+    slots = ConcurrencySlotsTable.c
+    free = select(slots.id).where(slots.concurrency_key == concurrency_key, slots.step_key.is_(None), ~slots.deleted)
+    take = ConcurrencySlotsTable.update().values(run_id=run_id, step_key=step_key)
+    with self.index_connection() as connection:
+        # on other databases two may still find the same one: the second then sees that it is taken
+        taken = connection.execute(take.where(slots.id == free.limit(1).scalar_subquery(), slots.step_key.is_(None)))
+    return ConcurrencySlotStatus.CLAIMED if taken.rowcount else ConcurrencySlotStatus.BLOCKED
+
+
+SqlEventLogStorage._claim_concurrency_slot = _claim_slot  # type: ignore[method-assign]
 
 
 # runs of the command line

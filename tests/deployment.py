@@ -1,8 +1,9 @@
 """A Dagster deployment for tests: real daemon and web server over one project, driven through GraphQL.
 
-The daemon looks oftener, so that tests wait less: for backfills every 2 seconds (of 30), for sensors every 2 (of 5), for queued
-runs every second (of 5), for runs that failed every second (of 5), for runs that are gone every 3 (of 20). It starts a new code
-server every two minutes in place of every minute. Of the light project, runs are forks of a server that has imported Dagster (`assets/light_location.py`).
+The daemon looks oftener, so that tests wait less: for backfills every 3 seconds (of 30), for what conditions ask for every 3
+(of 5), for queued runs every second (of 5), for runs to try again every second (of 5), for runs that are gone every 5 (of 20).
+It starts a new code server every four minutes in place of every minute. Of the light project, runs are forks of a server that
+has imported Dagster (`assets/light_location.py`).
 Nothing else differs from `make ui`.
 """
 
@@ -33,12 +34,10 @@ from tests.project import REPOSITORY
 
 LOCATION: Final = "coepg"
 _DAEMON: Final = (
-    "import dagster as dg, dagster._daemon.asset_daemon as assets, dagster._daemon.sensor as sensor; "
-    "import dagster._daemon.controller as controller; "
-    "from dagster._core.run_coordinator import QueuedRunCoordinator; "
-    "assets.MIN_INTERVAL_LOOP_SECONDS = sensor.MIN_INTERVAL_LOOP_TIME = controller.DEFAULT_DAEMON_INTERVAL_SECONDS = 2; "
-    "QueuedRunCoordinator.dequeue_interval_seconds = 1; dg.DagsterInstance.run_monitoring_poll_interval_seconds = 3; "
-    "controller.RELOAD_WORKSPACE_INTERVAL = 120; "
+    "import dagster as dg, dagster._daemon.asset_daemon as assets, dagster._daemon.controller as controller; "
+    "controller.DEFAULT_DAEMON_INTERVAL_SECONDS = assets.MIN_INTERVAL_LOOP_SECONDS = 3; "
+    "controller.RELOAD_WORKSPACE_INTERVAL = 240; "
+    "dg.QueuedRunCoordinator.dequeue_interval_seconds = 1; dg.DagsterInstance.run_monitoring_poll_interval_seconds = 5; "
     "from dagster._daemon.cli import main; main()"
 )
 _WEB: Final = """

@@ -1,6 +1,6 @@
 """The code location of tests with a real daemon and web server; COEPG_ROOT names the project.
 
-Sensors look every two seconds once they are turned on, and cron ticks pass every second minute. Runs are processes forked
+Sensors look every three seconds once they are turned on, and cron ticks pass every second minute. Runs are processes forked
 from one that has Dagster imported, where Dagster's code server starts each from nothing: the half of what a light run costs.
 """
 
@@ -17,4 +17,4 @@ SpawnContext.Process = ForkServerProcess  # type: ignore[assignment,misc]
 
 warm.IMPORTED.clear()  # workers here hang, and need nothing for that
 
-defs = light_definitions(find_project(), nightly="*/2 * * * *", weekly="*/2 * * * *", seconds=2)
+defs = light_definitions(find_project(), nightly="*/2 * * * *", weekly="*/2 * * * *", seconds=3)
