@@ -243,7 +243,8 @@ def run(
         for descriptor, path in ((1, output), (2, errors)):
             with Path(path).open("ab") as log:
                 os.dup2(log.fileno(), descriptor)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that runs us in the background has it ignored
+        # a script that runs us in the background has interrupts ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         faulthandler.enable()  # a crash in native code leaves its stack in the log
         os.environ.clear()
         os.environ.update(env)
