@@ -20,7 +20,7 @@ while not Path(sys.argv[2]).exists():  # libraries are imported
     time.sleep(0.05)
 from coepg_dagster.processes import end_with_parent
 end_with_parent()
-time.sleep(60)
+time.sleep(600)
 """
 STARTER = """
 import os, subprocess, sys
@@ -30,7 +30,7 @@ subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=os.environ | started
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.05)
