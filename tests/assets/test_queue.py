@@ -36,6 +36,13 @@ def evolve(deployment: Deployment, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.PIPE, text=True)
 
 
+def steps_take(deployment: Deployment, seconds: float) -> None:
+    """From now on, and for those that go on: in one piece, since steps look at any time."""
+    control = deployment.project.root / "control"
+    (control / "new").write_text(str(seconds))
+    (control / "new").rename(control / "seconds")
+
+
 def groups(deployment: Deployment) -> set[str]:
     """The groups of the assets that the web UI shows."""
     nodes: list[dict[str, Any]] = deployment.graphql("{ assetNodes { groupName } }")["assetNodes"]
@@ -85,16 +92,21 @@ def test_what_the_command_line_makes_appears_after_a_reload(mine: Deployment) ->
 def test_a_run_that_another_evolve_left_behind_is_awaited(mine: Deployment) -> None:
     """As after a lost connection: the daemon's run goes on, and the next call does not make the same again."""
     shutil.rmtree(mine.project.store / "mine" / "s1" / "evaluation")
-    (mine.project.root / "control" / "seconds").write_text("8")
+    steps_take(mine, 600)
     first = evolve(mine)
     runs = mine.wait(
         lambda: [run for run in mine.runs(coepg__evolve=QUEUED) if run["status"] not in ("SUCCESS", "CANCELED")],
         "a run",
     )
     first.kill()
-    (mine.project.root / "control" / "seconds").write_text("0.3")
-    _, said = evolve(mine).communicate(timeout=400)
     first.communicate()
+    second, said = evolve(mine), ""
+    assert second.stderr is not None
+    for line in second.stderr:
+        said += line
+        if "goes on in the queue" in line:
+            steps_take(mine, 0.1)
+    second.wait()
     assert f"run {runs[0]['runId'][:8]} goes on in the queue" in said, said
     again = [run for run in mine.runs(coepg__evolve=QUEUED) if run["assetSelection"] == runs[0]["assetSelection"]]
     assert [run["status"] for run in again] == ["SUCCESS"]
