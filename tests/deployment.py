@@ -125,7 +125,7 @@ class Deployment:
         assert "errors" not in answer, answer["errors"]
         return answer["data"]
 
-    def wait(self, ready: Callable[[], Any], what: str, seconds: float = 500) -> Any:
+    def wait(self, ready: Callable[[], Any], what: str, seconds: float = 1500) -> Any:
         """What `ready` returns as soon as that is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -153,7 +153,7 @@ class Deployment:
         )
         return str(data["partitionBackfillOrError"]["status"])
 
-    def wait_backfill(self, backfill_id: str, seconds: float = 900) -> str:
+    def wait_backfill(self, backfill_id: str, seconds: float = 1500) -> str:
         """The status of a backfill when it is done."""
 
         def done() -> str | None:
@@ -206,7 +206,7 @@ class Deployment:
         data = self.graphql("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
         return str(data["runOrError"]["status"])
 
-    def wait_run(self, run_id: str, *statuses: str, seconds: float = 500) -> str:
+    def wait_run(self, run_id: str, *statuses: str, seconds: float = 1500) -> str:
         """The status of a run when it is one of `statuses` (none named: when it is finished)."""
         wanted = set(statuses) or FINISHED
 

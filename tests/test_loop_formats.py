@@ -105,7 +105,7 @@ def test_the_loop_runs_on_both_formats(tmp_path: Path) -> None:
         make(project / "sample")
         running[name] = project, Forked(project, "evolve", name, "--through", "1", "--processes", "1")
     for name, (project, process) in running.items():
-        out, err = process.communicate(timeout=900)
+        out, err = process.communicate(timeout=3000)
         assert process.returncode == 0, f"{name}\n{out}\n{err}"
         table = json.loads(run(project, "results", name, "--json"))
         assert [row["iteration"] for row in table["iterations"]] == [0, 1]

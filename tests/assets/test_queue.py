@@ -61,21 +61,21 @@ def test_an_interrupt_cancels_the_queued_run(mine: Deployment, number: signal.Si
         worker, child = json.loads(pids.read_text())
         [run] = [run for run in mine.runs(coepg__evolve=QUEUED, coepg__iteration="0") if run["status"] == "STARTED"]
         process.send_signal(number)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=600)
     finally:
         process.kill()
         planted.unlink()
     assert process.returncode == code, said
     assert "in the queue of the Dagster daemon" in said and f"ended by {number.name}; what was finished is kept" in said
     assert mine.status(run["runId"]) == "CANCELED"
-    mine.wait(lambda: not is_alive(worker) and not is_alive(child), "the worker and its child to be gone", 30)
+    mine.wait(lambda: not is_alive(worker) and not is_alive(child), "the worker and its child to be gone", 300)
     assert [path for path in (mine.project.store / ".drafts").iterdir() if path.name.startswith("mine-s1")] == []
 
 
 def test_what_the_command_line_makes_appears_after_a_reload(mine: Deployment) -> None:
     assert not any(group.startswith("mine") for group in groups(mine))
     process = evolve(mine)
-    _, said = process.communicate(timeout=400)
+    _, said = process.communicate(timeout=1500)
     assert process.returncode == 0, said
     assert "runs are made in this process" not in said
     made = [run for run in mine.runs(coepg__experiment="mine/s1") if run["status"] == "SUCCESS"]
@@ -85,7 +85,7 @@ def test_what_the_command_line_makes_appears_after_a_reload(mine: Deployment) ->
         "mutation($name: String!) { reloadRepositoryLocation(repositoryLocationName: $name) { __typename } }",
         name=LOCATION,
     )
-    mine.wait(lambda: {"mine_inputs", "mine_s1_iteration", "mine_s1_evaluation"} <= groups(mine), "it to appear", 60)
+    mine.wait(lambda: {"mine_inputs", "mine_s1_iteration", "mine_s1_evaluation"} <= groups(mine), "it to appear", 300)
     assert not any(group.startswith("mine_s2") for group in groups(mine))  # a seed that was never used
 
 
