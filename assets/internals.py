@@ -87,6 +87,38 @@ def json_metadata(instance: dg.DagsterInstance, ids: Sequence[int], name: str) -
                 yield partition, entries.get(name, {}).get("data")
 
 
+# pools
+
+
+def claim_slots_in_one_statement() -> None:
+    """Makes steps of this process claim a free slot of a pool in one statement.
+
+    Dagster reads which slot is free, then takes it. SQLite locks no rows between the two: of two steps that ask at the same
+    moment, both take the same slot and run at once. Does nothing in a process that has no event log, and so runs no step.
+    """
+    if "sqlalchemy" not in sys.modules:
+        return
+    from dagster._core.storage.event_log.schema import ConcurrencySlotsTable
+    from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
+    from dagster._utils.concurrency import ConcurrencySlotStatus
+    from sqlalchemy import select
+
+    def claim(self: SqlEventLogStorage, concurrency_key: str, run_id: str, step_key: str) -> ConcurrencySlotStatus:
+        slots = ConcurrencySlotsTable.c
+        free = select(slots.id).where(
+            slots.concurrency_key == concurrency_key, slots.step_key.is_(None), ~slots.deleted
+        )
+        take = ConcurrencySlotsTable.update().values(run_id=run_id, step_key=step_key)
+        with self.index_connection() as connection:
+            # on other databases two may still find the same one: the second then sees that it is taken
+            taken = connection.execute(
+                take.where(slots.id == free.limit(1).scalar_subquery(), slots.step_key.is_(None))
+            )
+        return ConcurrencySlotStatus.CLAIMED if taken.rowcount else ConcurrencySlotStatus.BLOCKED
+
+    SqlEventLogStorage._claim_concurrency_slot = claim  # type: ignore[method-assign]
+
+
 # runs of the command line
 
 

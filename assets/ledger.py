@@ -19,7 +19,7 @@ from typing import Final
 
 import dagster as dg
 import psutil
-from coepg_dagster.assets.internals import json_metadata
+from coepg_dagster.assets.internals import claim_slots_in_one_statement, json_metadata
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from yaml import YAMLError
@@ -89,6 +89,7 @@ def open_instance(project: Project) -> dg.DagsterInstance:
         with FileLock(home / ".opening.lock"):  # two processes would race to create the databases of a fresh instance
             instance = dg.DagsterInstance.get()
             make_databases(instance)
+        claim_slots_in_one_statement()
     except (OSError, *_cannot_open()) as error:
         why = " ".join(str(error).split())
         if trouble := machine_trouble(error):

@@ -11,6 +11,7 @@ import dagster as dg
 
 from coepg_dagster.assets.automation import alert, automated
 from coepg_dagster.assets.build import left_out, loop_assets, shared_assets
+from coepg_dagster.assets.internals import claim_slots_in_one_statement
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.loop import MAKERS
 from coepg_dagster.assets.stage import StageFunction
@@ -64,6 +65,7 @@ def build(
         nightly, weekly: when agents are evaluated again and D_k is regenerated (cron, UTC), where a file asks for it.
         seconds: between two ticks of a sensor, once it is turned on.
     """
+    claim_slots_in_one_statement()
     files = project.experiments(folder)
     loops = [Loop(one, seed, project.root) for one in files.values() for seed in project.seeds_in_use(one)]
     found = dg.Definitions.merge(

@@ -180,8 +180,9 @@ def is_alive(pid: int) -> bool:
 def keep(command: list[str]) -> int:
     """Runs a command until it ends. Returns its exit code, 128 + N if signal N ended it."""
     end_with_parent()
+    # before the command starts: it would inherit that a script which runs us in the background has interrupts ignored
+    signal.signal(signal.SIGINT, lambda *_: None)  # the command, of the same group, gets it too and ends by itself
     process = subprocess.Popen(command)
-    signal.signal(signal.SIGINT, lambda *_: None)  # the command, of the same group, got it too and ends by itself
     code = process.wait()
     return code if code >= 0 else 128 - code
 

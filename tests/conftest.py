@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models, and wait for each other on few cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 import pyarrow as pa
 import pytest
@@ -27,6 +29,10 @@ from tests.jobs import quiet, sft_job
 # The same examples on every machine, and no failure because a machine is busy.
 settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("coepg")
+
+gc.disable()  # until all tests are imported and collected: that stays to the end
+# A script that runs `make test` in the background has interrupts ignored: what tests start, to interrupt it, would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,6 +65,7 @@ def pytest_collection_finish() -> None:
     """What was collected stays to the end: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:

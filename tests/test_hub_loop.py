@@ -27,6 +27,7 @@ models:
   judge: acme/base-grounder
 sft: {max_steps: 1}
 grpo: {max_steps: 1}
+evaluation: {base_planner: false, attempts: null}
 """
 
 
@@ -43,7 +44,7 @@ def test_the_loop_runs_on_one_commit_of_each_model_online_and_offline(tmp_path: 
         }
         hub.cuts["model.safetensors"] = [500_000]
         online = coepg(project, "evolve", "named", "--through", "0", **hub.environment(tmp_path / "home"))
-        out, err = online.communicate(timeout=600)
+        out, err = online.communicate(timeout=3000)
         assert online.returncode == 0, f"{out}\n{err}"
         downloads = [line for line in hub.requests if line.startswith("GET") and line.endswith(".safetensors")]
         assert len(downloads) == len(folders) + 1, "each once, and one again after the cut"
@@ -51,7 +52,7 @@ def test_the_loop_runs_on_one_commit_of_each_model_online_and_offline(tmp_path: 
     checkpoints = json.loads(listed.read_text())
     assert {entry["checkpoint"]: entry["version"] for entry in checkpoints.values()} == commits
     offline = coepg(project, "evolve", "named", "--through", "1", **hub.environment(tmp_path / "home", offline=True))
-    out, err = offline.communicate(timeout=600)
+    out, err = offline.communicate(timeout=3000)
     assert offline.returncode == 0, f"{out}\n{err}"
     home = project / "store" / "named" / "s7"
     [card] = (home / "planner_sft" / "1").glob("*/README.md")

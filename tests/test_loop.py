@@ -52,7 +52,7 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     first = coepg(both[0], "evolve", "tiny", "--through", str(THROUGH), "--on", "mine", PYTHONHASHSEED="1")
     second = Forked(both[1], "evolve", "tiny", "--through", str(SECOND_THROUGH), "--processes", "1")
     for process in (first, second):
-        out, err = process.communicate(timeout=900)
+        out, err = process.communicate(timeout=3000)
         assert process.returncode == 0, f"{out}\n{err}"
     return both
 
@@ -128,7 +128,7 @@ def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: lis
 
 def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
     process = Forked(projects[0], "evolve", "tiny", "--through", str(THROUGH))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0 and "everything is there and current" in err
 
 

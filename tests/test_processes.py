@@ -20,7 +20,7 @@ while not Path(sys.argv[2]).exists():  # libraries are imported
     time.sleep(0.05)
 from coepg_dagster.processes import end_with_parent
 end_with_parent()
-time.sleep(60)
+time.sleep(600)
 """
 STARTER = """
 import os, subprocess, sys
@@ -30,7 +30,7 @@ subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=os.environ | started
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.05)
@@ -58,3 +58,16 @@ def test_a_process_that_ended_and_was_not_waited_for_is_not_alive() -> None:
     wait(lambda: not is_alive(process.pid), "a zombie is not alive")
     assert process.wait() == 0 and not is_alive(process.pid)
     assert is_alive(os.getpid())
+
+
+HOW = "import signal; print('ignored' if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else 'taken')"
+
+
+def test_a_command_takes_interrupts_also_where_a_script_has_them_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in `coepg ui &` of a script
+    try:
+        command = [sys.executable, "-m", "coepg_dagster.processes", sys.executable, "-c", HOW]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == "taken\n"

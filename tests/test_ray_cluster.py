@@ -32,14 +32,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while b"Ray runtime started" not in (folder / "log").read_bytes():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.2)
         yield f"127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)  # `--block` stops all that it started
-        process.wait(30)
+        process.wait(120)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ ray.get([a.sleep.remote() for a in actors])
     assert len(workers) == 2
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "Ray kept the actors of a driver that is gone"
         time.sleep(0.2)

@@ -68,7 +68,7 @@ def test_own_data_are_checked_planned_imported_and_used_and_the_store_moves(
     assert code == 0 and "would run first: benchmark_steps" in out and re.search(r"^takes: .*iteration", out, re.M), err
 
     process = Forked(project, *imported)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1500)
     assert process.returncode == 0, err
     assert re.match(r"reads up to 19 files with \S+ GB in data-of-mine; .* GB are free", err), err
     assert "mine benchmark_steps" not in err and "benchmark_steps: done in" in err
@@ -79,7 +79,7 @@ def test_own_data_are_checked_planned_imported_and_used_and_the_store_moves(
     assert code == 0 and "would run first: open_models" in out and "benchmark_steps" not in out
 
     process = Forked(project, *evolve)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=3000)
     assert process.returncode == 0, err
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     for step in ("candidate_plans", "verdicts", "dataset", "evaluation"):

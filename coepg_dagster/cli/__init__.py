@@ -12,7 +12,9 @@ import typer
 from coepg_dagster.cli import files, loop, sandbox
 from coepg_dagster.cli.common import Commands
 
-atexit.register(gc.freeze)  # collecting what ends with the process takes a fifth of a short command
+# what a command imports stays: looking for garbage in it takes a fifth of a short command, and collecting it at the end another
+gc.set_threshold(100_000, 50, 100)
+atexit.register(gc.freeze)
 
 app = typer.Typer(
     cls=Commands,

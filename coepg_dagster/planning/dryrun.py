@@ -17,7 +17,6 @@ from coepg_dagster.benchmark import board_size
 from coepg_dagster.experiment import Experiment, Lora, Models, PolicyTraining, Serving, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, read
 from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
-from coepg_dagster.inference.hub import described, split
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.jobs import ALONE, Placement
 from coepg_dagster.planning.estimates import (
@@ -139,6 +138,8 @@ def size_of(model: str, root: Path) -> Sized:
     """The size of a checkpoint. Raises UnknownModel with what to do."""
     if is_local(root, model):
         return Sized(read(root / model), "config.json")
+    from coepg_dagster.inference.hub import described, split  # a third of a second, needed for models of the hub alone
+
     name, _ = split(model)
     if name in KNOWN:
         return Sized(Architecture.of(KNOWN[name]), "built-in table")
@@ -161,8 +162,11 @@ def broken(models: Models, root: Path) -> list[str]:
                 check(root / checkpoint, weights=weights)
                 if weights:
                     check_size(root / checkpoint)
-            elif split(checkpoint)[0] not in KNOWN:
-                described(checkpoint, weights=weights)
+            else:
+                from coepg_dagster.inference.hub import described, split  # as above
+
+                if split(checkpoint)[0] not in KNOWN:
+                    described(checkpoint, weights=weights)
         except IncompleteCheckpoint as error:
             wrong.setdefault(str(error), []).append(name)
     return [f"models: {', '.join(names)}: {why}" for why, names in wrong.items()]

@@ -123,7 +123,7 @@ def webhook() -> Iterator[Webhook]:
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> Iterator[Deployment]:
     """A running daemon and web server over four light experiments, each with a pool of its own."""
-    project = light_project(tmp_path_factory.mktemp("deployment") / "project", "other", "driven", "timed", seconds=0.3)
+    project = light_project(tmp_path_factory.mktemp("deployment") / "project", "other", "driven", "timed", seconds=0.1)
     automate(project, "driven", "refresh")
     automate(project, "timed", "refresh", "evaluate_nightly", "regenerate_weekly")
     timed = project.root / "experiments" / "timed.yaml"

@@ -4,7 +4,7 @@ The graph, twins, ledger, claims, checks, pools, conditions and sensors are the 
 `control/` plant what a test needs, each named KIND-LOOP-ASSET-PARTITION: `salt` changes the content, `fail` fails the step,
 `check` fails its blocking checks, `progress` reports that all is done, `worker` runs a real worker process that has a child and
 hangs, `meet` waits until the loop that the file names has made something of the same iteration. `control/seconds` is how long
-each step takes.
+each step takes, also of those that go on.
 """
 
 import json
@@ -88,7 +88,8 @@ def _maker(asset: Asset) -> StageFunction:
             hang(work)
         if (meets := _planted(root, "meet", loop, ref)).exists():
             _meet(work, meets.read_text())
-        time.sleep(float((root / "control" / "seconds").read_text()))
+        while time.time() < start + float((root / "control" / "seconds").read_text()):
+            time.sleep(0.02)
         if _planted(root, "progress", loop, ref).exists():
             work.context.log.info("3/3")
         if _planted(root, "fail", loop, ref).exists():

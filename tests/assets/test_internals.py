@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,32 @@ def test_json_metadata_of_more_records_than_a_database_takes_at_once() -> None:
         ids = [event.storage_id for event in instance.fetch_materializations(dg.AssetKey("a"), limit=9).records]
         many = [*range(10**6, 10**6 + 40_000), *ids]
         assert sorted(internals.json_metadata(instance, many, "record")) == [(str(k), {"k": k}) for k in range(3)]
+
+
+def test_two_steps_that_ask_at_the_same_moment_never_have_the_same_slot(tmp_path: Path) -> None:
+    pools = {"concurrency": {"pools": {"default_limit": 1}}}
+    claimed, had, gate = [False, False], list[bool](), threading.Barrier(2)
+
+    def ask(one: int, storage: Any) -> None:
+        for number in range(20):
+            gate.wait(60)
+            claimed[one] = storage.claim_concurrency_slot("gpu", f"{one}-{number}", "step").is_claimed
+            gate.wait(60)
+            had.append(claimed[0] != claimed[1])
+            gate.wait(60)
+            storage.free_concurrency_slots_for_run(f"{one}-{number}")
+
+    with ExitStack() as stack:  # each has its own connections, as a process has
+        instances = [stack.enter_context(dg.DagsterInstance.local_temp(str(tmp_path), pools)) for _ in range(2)]
+        storages: list[Any] = [instance.event_log_storage for instance in instances]
+        internals.claim_slots_in_one_statement()
+        storages[0].initialize_concurrency_limit_to_default("gpu")
+        both = [threading.Thread(target=ask, args=(one, storages[one])) for one in (0, 1)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+    assert had == [True] * 40
 
 
 def test_names_that_are_kept_in_databases_are_the_same() -> None:

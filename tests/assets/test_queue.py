@@ -36,6 +36,13 @@ def evolve(deployment: Deployment, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.PIPE, text=True)
 
 
+def steps_take(deployment: Deployment, seconds: float) -> None:
+    """From now on, and for those that go on: in one piece, since steps look at any time."""
+    control = deployment.project.root / "control"
+    (control / "new").write_text(str(seconds))
+    (control / "new").rename(control / "seconds")
+
+
 def groups(deployment: Deployment) -> set[str]:
     """The groups of the assets that the web UI shows."""
     nodes: list[dict[str, Any]] = deployment.graphql("{ assetNodes { groupName } }")["assetNodes"]
@@ -54,21 +61,21 @@ def test_an_interrupt_cancels_the_queued_run(mine: Deployment, number: signal.Si
         worker, child = json.loads(pids.read_text())
         [run] = [run for run in mine.runs(coepg__evolve=QUEUED, coepg__iteration="0") if run["status"] == "STARTED"]
         process.send_signal(number)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=600)
     finally:
         process.kill()
         planted.unlink()
     assert process.returncode == code, said
     assert "in the queue of the Dagster daemon" in said and f"ended by {number.name}; what was finished is kept" in said
     assert mine.status(run["runId"]) == "CANCELED"
-    mine.wait(lambda: not is_alive(worker) and not is_alive(child), "the worker and its child to be gone", 30)
+    mine.wait(lambda: not is_alive(worker) and not is_alive(child), "the worker and its child to be gone", 300)
     assert [path for path in (mine.project.store / ".drafts").iterdir() if path.name.startswith("mine-s1")] == []
 
 
 def test_what_the_command_line_makes_appears_after_a_reload(mine: Deployment) -> None:
     assert not any(group.startswith("mine") for group in groups(mine))
     process = evolve(mine)
-    _, said = process.communicate(timeout=400)
+    _, said = process.communicate(timeout=1500)
     assert process.returncode == 0, said
     assert "runs are made in this process" not in said
     made = [run for run in mine.runs(coepg__experiment="mine/s1") if run["status"] == "SUCCESS"]
@@ -78,23 +85,28 @@ def test_what_the_command_line_makes_appears_after_a_reload(mine: Deployment) ->
         "mutation($name: String!) { reloadRepositoryLocation(repositoryLocationName: $name) { __typename } }",
         name=LOCATION,
     )
-    mine.wait(lambda: {"mine_inputs", "mine_s1_iteration", "mine_s1_evaluation"} <= groups(mine), "it to appear", 60)
+    mine.wait(lambda: {"mine_inputs", "mine_s1_iteration", "mine_s1_evaluation"} <= groups(mine), "it to appear", 300)
     assert not any(group.startswith("mine_s2") for group in groups(mine))  # a seed that was never used
 
 
 def test_a_run_that_another_evolve_left_behind_is_awaited(mine: Deployment) -> None:
     """As after a lost connection: the daemon's run goes on, and the next call does not make the same again."""
     shutil.rmtree(mine.project.store / "mine" / "s1" / "evaluation")
-    (mine.project.root / "control" / "seconds").write_text("8")
+    steps_take(mine, 600)
     first = evolve(mine)
     runs = mine.wait(
         lambda: [run for run in mine.runs(coepg__evolve=QUEUED) if run["status"] not in ("SUCCESS", "CANCELED")],
         "a run",
     )
     first.kill()
-    (mine.project.root / "control" / "seconds").write_text("0.3")
-    _, said = evolve(mine).communicate(timeout=400)
     first.communicate()
+    second, said = evolve(mine), ""
+    assert second.stderr is not None
+    for line in second.stderr:
+        said += line
+        if "goes on in the queue" in line:
+            steps_take(mine, 0.1)
+    second.wait()
     assert f"run {runs[0]['runId'][:8]} goes on in the queue" in said, said
     again = [run for run in mine.runs(coepg__evolve=QUEUED) if run["assetSelection"] == runs[0]["assetSelection"]]
     assert [run["status"] for run in again] == ["SUCCESS"]

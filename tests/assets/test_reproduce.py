@@ -97,6 +97,9 @@ def test_two_variants_from_nothing_to_the_page(tmp_path: Path) -> None:
         "iterations: 3": "iterations: 1",
         "max_train_steps: 24": "max_train_steps: 12",
         "max_eval_steps: 12": "max_eval_steps: 4",
+        "max_steps: 3": "max_steps: 1",
+        "max_steps: 2": "max_steps: 1",
+        "{base_planner: true, attempts: 2}": "{}",
     }
     for old, new in smaller.items():
         file.write_text(file.read_text().replace(old, new))
@@ -105,7 +108,7 @@ def test_two_variants_from_nothing_to_the_page(tmp_path: Path) -> None:
         "description: x\nparent: tiny\nvariant: no_cdrem\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
     )
     process = Forked(project, "reproduce", "tiny", "--jobs", "2", "--seeds", "7", "--out", "docs")
-    page, errors = process.communicate(timeout=900)
+    page, errors = process.communicate(timeout=3000)
     assert process.returncode == 0, errors
     assert page.strip() == "docs/results.md"
     content = json.loads((project / "docs" / "results.json").read_text())
@@ -120,7 +123,7 @@ def test_two_variants_from_nothing_to_the_page(tmp_path: Path) -> None:
     assert claims["full - single grounder"] in ("confirmed", "not confirmed")
     assert claims["full - uniform"] == "not testable"
     process = Forked(project, "reproduce", "tiny", "--collect", "--out", "again")
-    again, errors = process.communicate(timeout=120)
+    again, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert again.strip() == "again/results.md"
     assert json.loads((project / "again" / "results.json").read_text()) == content

@@ -40,7 +40,7 @@ def after(deployment: Deployment, loop: str, since: float, number: int) -> Asked
             and all(run["status"] in ("SUCCESS", "FAILURE") for run in runs)
         ),
         f"{number} runs of {loop}",
-        900,
+        1500,
     )
     rest(deployment)
     return [run["of"] for run in asked(deployment, loop, since)]
@@ -76,7 +76,7 @@ def by_cron(deployment: Deployment, partition: str, since: float = 0) -> list[se
 @pytest.fixture(scope="module", autouse=True)
 def raised(deployment: Deployment) -> Iterator[float]:
     """When K of `timed` was raised, after cron ticks with the old one. The daemon sees it when it loads the code anew."""
-    deployment.wait(lambda: by_cron(deployment, "1"), "cron ticks of timed/s1", 900)
+    deployment.wait(lambda: by_cron(deployment, "1"), "cron ticks of timed/s1", 1500)
     file = deployment.project.root / "experiments" / "timed.yaml"
     file.write_text(file.read_text().replace("iterations: 1", "iterations: 2"))
     yield time.time()
@@ -145,7 +145,7 @@ def test_cron_ticks_go_on_after_k_was_raised(deployment: Deployment, raised: flo
         lambda: ("2", {*LOOP}) in [run["of"] for run in asked(deployment, "timed/s1", raised)], "k = 2", 900
     )
     # whole agents are evaluated again, and the newest D_k is regenerated
-    deployment.wait(lambda: {*REGENERATION, "evaluation"} in by_cron(deployment, "2", raised), "a cron tick", 900)
+    deployment.wait(lambda: {*REGENERATION, "evaluation"} in by_cron(deployment, "2", raised), "a cron tick", 1500)
     assert {"evaluation"} in by_cron(deployment, "0", raised)
 
 

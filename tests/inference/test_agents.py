@@ -189,7 +189,7 @@ def test_leaving_a_pool_waits_for_no_answer_and_sends_no_more_queries(steps: pa.
         def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Generation | Failure]]:
             threads.append(threading.current_thread())
             received.set()
-            assert answer.wait(20)
+            assert answer.wait(120)
             return super().generate(requests, sampling)
 
     engine = Slow(lambda _: Failure(""), remote=True)
@@ -199,12 +199,12 @@ def test_leaving_a_pool_waits_for_no_answer_and_sends_no_more_queries(steps: pa.
         GrounderPool({"far": Grounder(engine, Screens(steps, RESIZE), "compact", Space.RESIZED, 8)}) as pool,
     ):
         pool.query(PAIRS[:1])
-        assert received.wait(20)
+        assert received.wait(120)
         pool.query(PAIRS[1:])
         raise MemoryError
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 100  # it did not wait for the answer
     answer.set()
-    threads[0].join(20)
+    threads[0].join(120)
     assert not threads[0].is_alive() and len(engine.requests) == 1
 
 

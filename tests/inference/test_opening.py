@@ -143,7 +143,7 @@ def test_an_engine_is_named_by_the_member_or_else_by_the_experiment(
 
 def test_remote_grounders_are_queried_at_the_same_time(steps: pa.Table) -> None:
     """Two that wait for each other: one after the other they would wait for ever."""
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=120)
 
     class Away(Scripted):
         def generate(self, *args: Any) -> Any:

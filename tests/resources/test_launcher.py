@@ -66,7 +66,7 @@ def evolving(root: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def until(done: Callable[[], object], run: subprocess.Popen[bytes], root: Path) -> None:
-    for _ in range(600):
+    for _ in range(1500):
         if done():
             return
         assert run.poll() is None, (root / "output").read_text()
@@ -105,7 +105,7 @@ def test_nothing_survives_its_run_and_who_ended_it_cancelled_it(
         os.killpg(run.pid, number)  # as a terminal does it
         time.sleep(0.3)
     assert run.wait(timeout=120) == code
-    for _ in range(200):
+    for _ in range(600):
         if not is_alive(worker) and not is_alive(child):
             break
         time.sleep(0.1)
@@ -128,7 +128,7 @@ def test_who_waits_for_a_slot_can_be_ended_too(tmp_path: Path) -> None:
     time.sleep(2)
     assert run.poll() is None
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(timeout=60) == 130
+    assert run.wait(timeout=200) == 130
     assert statuses(root)[-1] == ("0", "CANCELED")
     assert "Traceback" not in (root / "output").read_text()
 

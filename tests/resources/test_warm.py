@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,20 @@ def test_signals_and_timeouts_are_those_of_a_process(tmp_path: Path) -> None:
         process.wait(0.1)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_job_takes_interrupts_also_where_a_script_has_them_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in `coepg evolve … &` of a script
+    try:
+        process = start(tmp_path, "sleep")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    log = tmp_path / "log"
+    while not (log.exists() and log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 1 and "KeyboardInterrupt" in log.read_text()
 
 
 def test_a_killed_server_is_noticed(tmp_path: Path) -> None:
