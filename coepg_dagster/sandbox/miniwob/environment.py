@@ -137,7 +137,8 @@ class Environment:
             raise OtherPage(
                 f"{asked.family}, seed {asked.seed}: this is no training episode, and no other is played in training"
             )
-        goal, history = self._browser.reset(asked.family, asked.seed), list[str]()
+        # as in collection; loading the page anew takes five times as long, and shows the same
+        goal, history = self._browser.reset(asked.family, asked.seed, reload=False), list[str]()
         for action in asked.actions:
             point = action.x, action.y
             touched = element_at(self._browser.elements(), point)
