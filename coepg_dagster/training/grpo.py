@@ -887,9 +887,9 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     }
 
 
-REGROUPED: Final = ("groups_asked_again", "groups_resampled", "groups_replayed")
-"""Figures of `max_num_gen_batches` and `replay`, where they are set, as means of the optimizer steps: groups sampled again,
-groups that another prompt has replaced, groups that got an earlier success."""
+REGROUPED: Final = ("groups_asked_again", "groups_resampled", "groups_replayed", "episodes_lost")
+"""Figures of `max_num_gen_batches`, `replay` and whole episodes, where they are set, as means of the optimizer steps: groups
+sampled again, groups that another prompt has replaced, groups that got an earlier success, episodes that were left out."""
 
 
 def at_the_start(history: Sequence[Mapping[str, float]]) -> dict[str, float | None]:

@@ -248,7 +248,12 @@ def test_grpo_on_whole_episodes(tmp_path: Path) -> None:
     ]
     models = load_experiment(REPOSITORY / "experiments" / "sandbox.yaml").models
     config = Grpo.model_validate(
-        {"environment": {"episodes": "whole", "max_steps": 3}, "prompts_per_step": 4, "group_size": 4, "max_steps": 2}
+        {
+            "environment": {"episodes": "whole", "max_steps": 3, "processes": 4},
+            "prompts_per_step": 4,
+            "group_size": 4,
+            "max_steps": 2,
+        }
         | {"micro_batch_size": 8, "max_plan_tokens": 48, "temperature": 1.0, "kl_beta": 0.0, "learning_rate": 1e-3}
     )
     shipped = REPOSITORY / "models"
