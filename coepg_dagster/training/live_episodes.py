@@ -137,8 +137,8 @@ class LiveEpisodes:
         """
         self.episodes = [Episode(*divmod(i, group_size), **self._games[step]) for i, step in enumerate(prompts)]
         playing = self.episodes
-        while playing := self._shown(playing):
-            playing = self._acted(playing, ask)
+        while looked := self._looked(playing):
+            playing = self._acted(looked, ask)
         kept = [episode for episode in self.episodes if episode.failure != LOST]
         if not kept:
             raise Ended("grpo.environment: all episodes of an optimizer step were lost")
@@ -149,12 +149,11 @@ class LiveEpisodes:
         )
         self.rows = [self._row(episode, t) for episode, t in self.steps]
 
-    def _shown(self, playing: Sequence[Episode]) -> list[Episode]:
-        """Looks at the pages after the last actions; the episodes that go on, each with a new step id in `_next`."""
+    def _looked(self, playing: Sequence[Episode]) -> list[tuple[Episode, dict[str, Any]]]:
+        """Looks at the pages after the last actions; the episodes that go on, each with its screen (STEP_SCHEMA)."""
         by_question = {json.dumps(episode.question): episode.question for episode in playing}
         answers = dict(zip(by_question, self._environments.ask(list(by_question.values())), strict=True))
-        self._next: dict[int, str] = {}
-        frames: dict[str, dict[str, Any]] = {}
+        looked = []
         for episode in playing:
             shown = answers[json.dumps(episode.question)]
             if is_lost(shown):
@@ -172,14 +171,13 @@ class LiveEpisodes:
             elif len(episode.steps) == self._max_steps:
                 episode.end(STEP_LIMIT)
             else:
-                frame = _frame(episode, shown)
-                frames[frame["step_id"]], self._next[id(episode)] = frame, frame["step_id"]
-        self._frames = pa.Table.from_pylist(list(frames.values()), STEP_SCHEMA)
-        return [episode for episode in playing if not episode.ended]
+                looked.append((episode, _frame(episode, shown)))
+        return looked
 
-    def _acted(self, playing: Sequence[Episode], ask: Ask) -> list[Episode]:
-        """Asks π and ϕ_k about the pages of `_shown`; the episodes whose action is to be performed."""
-        frames, names = self._frames, [self._next[id(episode)] for episode in playing]
+    def _acted(self, looked: Sequence[tuple[Episode, dict[str, Any]]], ask: Ask) -> list[Episode]:
+        """Asks π and ϕ_k about the screens of `_looked`; the episodes whose action is to be performed."""
+        playing, names = [episode for episode, _ in looked], [frame["step_id"] for _, frame in looked]
+        frames = pa.Table.from_pylist(list({frame["step_id"]: frame for _, frame in looked}.values()), STEP_SCHEMA)
         prompts = grpo_prompts(frozenset(names), frames, Screens(frames, self._resize), self._style)
         asked = {row["step_id"]: row for row in prompts}
         order = sorted(range(len(playing)), key=lambda i: (playing[i].group, names[i], playing[i].number))
