@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import doctest
 import io
+import json
 import os
 import signal
+import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,19 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from pydantic import ValidationError
+from trl import GRPOTrainer
 
 from coepg_dagster.artifacts import ROLLOUTS
-from coepg_dagster.experiment import Environment, Grpo, load_experiment
+from coepg_dagster.experiment import Environment, Grpo, Models, load_experiment
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.predict import NO_POINT, NOT_REWARDED, STEP_LIMIT, UNKNOWN_ACTION, UNPARSED
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import planner_answer
-from coepg_dagster.steps import DATASET_SCHEMA, GATE_CUT, ROLLOUT_SCHEMA, short_hash
-from coepg_dagster.training import live_episodes
+from coepg_dagster.rewards.estimators import of_whole_episodes
+from coepg_dagster.steps import DATASET_SCHEMA, GATE_CUT, ROLLOUT_SCHEMA, STEP_SCHEMA, short_hash
+from coepg_dagster.training import grpo, live_episodes
 from coepg_dagster.training.environments import LOST as NO_ANSWER
 from coepg_dagster.training.environments import Environments
 from coepg_dagster.training.grpo import _chunks, train_grpo
@@ -183,6 +187,106 @@ def test_settings_that_do_not_go_with_whole_episodes_are_refused() -> None:
     assert config.plays == Environment(episodes="whole") and Grpo.model_validate({"environment": {}}).plays is None
     assert config.pass_size(packs=True) == 3, "3 episodes of 8 steps are 24 rows"
     assert Grpo.model_validate({**whole, "micro_batch_size": 7}).pass_size(packs=True) == 1
+
+
+# in a trainer
+
+
+class Lottery:
+    """Pages of the tiny models' steps, which end after two actions; a checksum of these says what is rewarded, and lost."""
+
+    steps: pa.Table
+    lost = restarted = 0
+
+    def __init__(self, config: Environment) -> None:
+        assert config.episodes == "whole"
+
+    def __enter__(self) -> Lottery:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ask(self, questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [self._shown(question) for question in questions]
+
+    def _shown(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        row, actions = self.steps.slice(question["seed"], 1).to_pylist()[0], question["actions"]
+        drawn = zlib.crc32(json.dumps(question).encode())
+        if actions and drawn % 7 == 0:
+            return {"success": False, "why": NO_ANSWER}
+        history = [f"[button] {action['x']:g} -> {action['action_type']}" for action in actions]
+        seen = base64.b64encode(row["screenshot"]).decode()
+        done = len(actions) == 2
+        return {
+            "goal": row["goal"],
+            "history": history,
+            "done": done,
+            "reward": float(done and drawn % 2),
+            "screenshot": seen,
+        }
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"advantage": ["ui_s1_levels"]},
+        {"kl_beta": 0.01, "num_iterations": 2, "policy_loss": "guirlvg_kl", "max_steps": 2},
+    ],
+    ids=["levels", "kl"],
+)
+def test_each_row_is_trained_with_the_advantage_of_its_episode(
+    more: dict[str, Any],
+    trained: Callable[[str, int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No row is missing in the passes of a step, none is there twice, and what was lost is in none."""
+    table = steps.set_column(steps.schema.get_field_index("seed"), STEP_SCHEMA.field("seed"), [range(6)])
+    monkeypatch.setattr(Lottery, "steps", table, raising=False)
+    monkeypatch.setattr(grpo, "Environments", Lottery)
+    passes: dict[int, list[float]] = defaultdict(list)
+    compute = GRPOTrainer._compute_loss
+
+    def computed(self: Any, model: Any, inputs: Any) -> Any:
+        assert len(inputs["advantages"]) <= 6, "a pass is as large as micro_batch_size says"
+        passes[self.state.global_step] += inputs["advantages"].tolist()
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", computed)
+    config = Grpo.model_validate(
+        {"environment": {"episodes": "whole", "max_steps": 3}, "prompts_per_step": 2, "group_size": 6, "max_steps": 3}
+        | {"micro_batch_size": 6, "max_plan_tokens": 24, "temperature": 1.0, "kl_beta": 0.0, "learning_rate": 1e-4}
+        | more
+    )
+    job = grpo_job(tmp_path / "out", (dataset, table, models), trained("planner", 0), trained("grounder", 0), config)
+    figures = train_grpo(job, quiet)
+    rows = pq.read_table(job.out / ROLLOUTS).to_pylist()
+    of_steps: dict[int, dict[int, dict[int, list[dict[str, Any]]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for row in rows:
+        of_steps[row["optimizer_step"]][row["group"]][row["live"]["episode"]].append(row)
+    lost = 0
+    for at, groups in of_steps.items():
+        rewards, lengths = np.full((2, 6), np.nan), np.zeros((2, 6), np.int64)
+        for group, episodes in groups.items():
+            for number, played in episodes.items():
+                assert [row["live"]["step"] for row in played] == list(range(len(played)))
+                rewards[group, number], lengths[group, number] = played[0]["reward"], len(played)
+        lost += int(np.isnan(rewards).sum())
+        expected = of_whole_episodes(config.advantage, rewards, lengths)
+        mine = [row["advantage"] for row in rows if row["optimizer_step"] == at]
+        assert mine == pytest.approx(
+            [expected[r["group"], r["live"]["step"], r["live"]["episode"]] for r in rows if r["optimizer_step"] == at]
+        )
+        for update in range(at, at + config.num_iterations):
+            kept = [a for a in mine if a or config.kl_beta]
+            assert sorted(passes[update]) == pytest.approx(sorted(kept), abs=1e-6)
+    assert lost > 0 and figures["episodes_lost"] == pytest.approx(lost / len(of_steps))
+    assert {row["reward"] for row in rows} == {0.0, 1.0} and any(row["advantage"] for row in rows)
 
 
 # on real pages
