@@ -433,6 +433,12 @@ class Environment(Strict):
     """Live pages that reward GRPO in the place of graders (`training.page_reward`)."""
 
     name: Literal["miniwob"] = Field("miniwob", description="the pages, which must be those of `benchmark.reader`")
+    episodes: Literal["recorded", "whole"] = Field(
+        "recorded",
+        description="`recorded`: a rollout is one action at a recorded step; `whole`: it is an episode, played from its first "
+        "page to its end, and the page's reward is that of each of its steps",
+    )
+    max_steps: int = Field(8, ge=1, le=64, description="whole: steps after which an episode ends without a reward")
     processes: int = Field(8, ge=1, le=256, description="browsers, each in a process of its own")
     seconds: float = Field(60.0, gt=0, description="after which a browser that gives no answer is replaced")
 
@@ -659,6 +665,38 @@ class Grpo(PolicyTraining):
         None,
         description="live pages that perform the action at ϕ_k's point, and decide the reward; null: graders do, Eq. 9",
     )
+
+    @property
+    def plays(self) -> Environment | None:
+        """The live pages on which a rollout is a whole episode; None: a rollout is one answer."""
+        return self.environment if self.environment is not None and self.environment.episodes == "whole" else None
+
+    def pass_size(self, *, packs: bool, processes: int = 1) -> int:
+        """As for other policies; of whole episodes so many that their steps, at most, are `micro_batch_size` rows."""
+        if self.plays is None:
+            return super().pass_size(packs=packs, processes=processes)
+        most = max(1, self.micro_batch_size // self.plays.max_steps)
+        return max(n for n in range(1, most + 1) if self.prompts_per_step * self.group_size % n == 0)
+
+    @model_validator(mode="after")
+    def _whole_episodes_are_sampled_here(self) -> Self:
+        wrong = {
+            "max_num_gen_batches: 1": self.max_num_gen_batches > 1,
+            "replay: null": self.replay is not None,
+            "rollouts: transformers": self.rollouts != "transformers",
+            "max_tokens: null": self.max_tokens is not None,
+        }
+        if self.plays and any(wrong.values()):
+            raise ValueError(
+                "`environment: {episodes: whole}` asks at each step what the pages then show: set "
+                + ", ".join(setting for setting, is_so in wrong.items() if is_so)
+            )
+        for each in self.advantage:
+            if self.plays and "areas" in find("advantage", each["name"]).inputs:
+                raise ValueError(
+                    f"advantage: {each['name']} asks for a label's target, which a step of a whole episode has not: remove it"
+                )
+        return self
 
     @model_validator(mode="after")
     def _the_page_alone_rewards(self) -> Self:
@@ -1239,6 +1277,7 @@ _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Models: frozenset({"judge"}),
     Evaluation: frozenset({"oracle_plan", "boards", "inference", "third_party"}),
     Quality: frozenset({"trigger_steps"}),
+    Environment: frozenset({"episodes", "max_steps"}),
 }
 """Settings that a code version leaves out at their default, so that artifacts made without them stay current."""
 
@@ -1246,15 +1285,26 @@ _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
 ONLY_MEASURED: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"probe_steps"}),
     Grpo: frozenset({"probe_steps", "probe_between"}),
+    Environment: frozenset({"processes", "seconds"}),
 }
-"""Settings of measurements during training, which change no artifact's content."""
+"""Settings that change no artifact's content: of measurements during training, and of how browsers are run."""
 
 
 def _left_out(part: Strict, name: str) -> bool:
-    """Whether a code version leaves a setting out: it only measures, or is one of _OPTIONAL with its default."""
+    """Whether a code version leaves a setting out: it changes nothing, or is one of _OPTIONAL with its default."""
     if name in ONLY_MEASURED.get(type(part), ()):
         return True
     return name in _OPTIONAL.get(type(part), ()) and getattr(part, name) == type(part).model_fields[name].default
+
+
+def _counted(part: Strict, keys: set[str] | None = None) -> dict[str, Any]:
+    """The settings of a section, or those of `keys`, that a code version counts, as JSON has them."""
+    counted = {}
+    for name, value in part.model_dump(mode="json", include=keys).items():
+        if not _left_out(part, name):
+            of_part = getattr(part, name, None)
+            counted[name] = _counted(of_part) if isinstance(of_part, Environment) else value
+    return counted
 
 
 def code_version(experiment: Experiment, asset: str) -> str:
@@ -1319,8 +1369,5 @@ def code_version(experiment: Experiment, asset: str) -> str:
         ],
         "evolution_report": [],
     }
-    read = [
-        {name: value for name, value in part.model_dump(mode="json", include=keys).items() if not _left_out(part, name)}
-        for part, keys in reads[asset]
-    ]
+    read = [_counted(part, keys) for part, keys in reads[asset]]
     return f"{CODE[asset]}-{fingerprint(read)[:8]}"

@@ -158,6 +158,18 @@ GRADER: Final = pa.struct(
     ]
 )
 
+LIVE: Final = pa.struct(
+    [
+        pa.field("episode", pa.int32(), nullable=False),  # which of its group's
+        pa.field("step", pa.int32(), nullable=False),  # position in the episode, from 0
+        pa.field("x", pa.float64()),  # where ϕ_k put the action, pixels of the screenshot
+        pa.field("y", pa.float64()),
+        pa.field("entry", pa.string()),  # the action as in the next step's history; null: none was performed
+        pa.field("failure", pa.string()),  # at the last step of an episode that was not rewarded: why
+    ]
+)
+"""A rollout as a step of a whole episode on live pages (`training.live_episodes`)."""
+
 PART: Final = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("score", pa.float64())])
 
 ROLLOUT_SCHEMA: Final = pa.schema(
@@ -172,6 +184,7 @@ ROLLOUT_SCHEMA: Final = pa.schema(
         pa.field("parts", pa.list_(PART)),  # what terms and combiner made the reward of; empty where it is Eq. 9
         pa.field("reward", pa.float64(), nullable=False),  # Eq. 9
         pa.field("advantage", pa.float64(), nullable=False),  # Eq. 10
+        pa.field("live", LIVE),  # null: the rollout is no step of a whole episode
         pa.field("sampled_in", pa.int32()),  # the earlier optimizer step of a replayed answer; null: this one
     ]
 )

@@ -464,6 +464,15 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         assert (versions(content(**{name: value})) != versions(content())) == decides, f"{name}.{key}"
 
 
+def test_how_browsers_are_run_changes_no_version() -> None:
+    live = versions(content(grpo={"environment": {}}))
+    for same in ({"processes": 2}, {"seconds": 5.0}, {"episodes": "recorded"}):
+        assert versions(content(grpo={"environment": same})) == live, same
+    whole = versions(content(grpo={"environment": {"episodes": "whole"}}))
+    longer = versions(content(grpo={"environment": {"episodes": "whole", "max_steps": 9, "processes": 2}}))
+    assert len({str(one) for one in (versions(content()), live, whole, longer)}) == 4
+
+
 # overlays
 
 OVERLAY: dict[str, Any] = {"description": "an ablation", "parent": "exp", "grpo": {"kl_beta": 0.5}}

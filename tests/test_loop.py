@@ -152,7 +152,7 @@ def test_rewards_are_explained_without_a_model(projects: list[Path], tmp_path: P
     assert all(0 <= one["ece"] <= 1 for one in calibration["verdicts"].values())
     assert (tmp_path / "reliability-verdicts.png").stat().st_size > 1000
     code, _, err = tell(projects[0], "rewards", "agreement", "tiny@1")
-    assert code == 1 and "was not rewarded by live pages: set `grpo.environment`" in err
+    assert code == 1 and "was not rewarded by live pages at recorded steps: set `grpo.environment`" in err
     code, _, err = tell(projects[0], "rewards", "recompute", "tiny@0", "--variant", "prior")
     assert code == 1 and "not made by GRPO" in err
 

@@ -955,7 +955,8 @@ def rewards_agreement(
     facts = agreement(pq.read_table(rollouts, columns=["parts", "graders"]).to_pylist() if rollouts.exists() else [])
     if not facts["rollouts"]:
         refuse(
-            f"{reference} was not rewarded by live pages: set `grpo.environment`, as experiments/plugins/live_pages.yaml does"
+            f"{reference} was not rewarded by live pages at recorded steps: set `grpo.environment`, as "
+            "experiments/plugins/live_pages.yaml does"
         )
     if as_json:
         echo(json.dumps(facts))

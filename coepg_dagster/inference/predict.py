@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
 from coepg_dagster.experiment import Models
-from coepg_dagster.geometry import Point, Space
+from coepg_dagster.geometry import Point, Size, Space
 from coepg_dagster.inference.agents import Grounder, Grounding, Plan, Planner, planner_inputs
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.progress import Ended
-from coepg_dagster.prompts import PlannerAnswer, parse_end_to_end
+from coepg_dagster.prompts import ACTION_TYPES, PlannerAnswer, parse_end_to_end
 
 PREDICTION_SCHEMA = pa.schema(
     [
@@ -28,6 +28,27 @@ PREDICTION_SCHEMA = pa.schema(
         pa.field("grounder_text", pa.string(), nullable=False),
     ]
 )
+
+UNPARSED: Final = "unparsed plan"
+UNKNOWN_ACTION: Final = "unknown action"
+NO_POINT: Final = "no point"
+OFF_SCREEN: Final = "point off the screen"
+NOT_REWARDED: Final = "not rewarded"
+STEP_LIMIT: Final = "step limit"
+"""Why an episode on live pages is not solved: one of the first four (`obstacle`) ends it before the step's action, NOT_REWARDED
+is the page's verdict, STEP_LIMIT ours."""
+
+
+def obstacle(prediction: Mapping[str, Any], screen: Size) -> str | None:
+    """Why a prediction (PREDICTION_SCHEMA) cannot be performed on a web page of that size, px; None: it can."""
+    if prediction["plan"] is None:
+        return UNPARSED
+    if prediction["action_type"] not in ACTION_TYPES:
+        return UNKNOWN_ACTION
+    if prediction["x"] is None:
+        return NO_POINT
+    x, y = prediction["x"], prediction["y"]
+    return None if 0 <= x < screen.width and 0 <= y < screen.height else OFF_SCREEN
 
 
 def predict(

@@ -23,6 +23,7 @@ from coepg_dagster.planning.estimates import (
     CARDS,
     CONTEXT,
     DEFAULT_SERVING,
+    EPISODE_STEPS,
     GIB,
     Card,
     Example,
@@ -31,14 +32,17 @@ from coepg_dagster.planning.estimates import (
     Rates,
     Spread,
     StageEstimate,
+    by_steps,
     generation_memory,
     generation_seconds,
     grpo_memory,
     grpo_seconds,
     look_seconds,
+    page_seconds,
     probe_seconds,
     sft_memory,
     sft_seconds,
+    steps_played,
     validations,
 )
 from coepg_dagster.planning.machine import Machine
@@ -61,6 +65,7 @@ ASSUMED: Final = (
 )
 CPU: Final = Card("CPU", 0.0, 0.1e12, 20e9)
 """Roughly two cores."""
+CORES: Final = 2
 SECTIONS: Final = {"planner_sft": "sft", "grounder": "sft", "grounder_rl": "grounder_rl", "planner": "grpo"}
 """Trained asset → its section of the experiment file."""
 SCREENS: Final[dict[str, tuple[int, int]]] = {"web": (1288, 1008), "mobile": (1092, 2408), "compact": (168, 224)}
@@ -97,6 +102,11 @@ class Hardware:
             asset
         )
         return placement.processes if placement else self.gpus
+
+    def browsers(self, experiment: Experiment) -> int:
+        """How many browsers work at a time: a GPU's machine has a core for each."""
+        asked = experiment.grpo.environment.processes if experiment.grpo.environment else 1
+        return asked if self.card else min(asked, CORES)
 
     def text(self) -> str:
         if self.card is None:
@@ -247,9 +257,11 @@ class DryRun:
         if changed.grounder_rl.enabled:
             stages.append(self._grounder_rl(grounder, point, rows, changed, hardware, rates))
         if changed.grpo.enabled:
-            graders = [grounder, *(self._pool(models.verifiers).values() if changed.grpo.ensemble else ())]
-            seen_by = self.exposure(changed)
-            steps, prompts = seen_by.steps, seen_by.steps * changed.grpo.prompts_per_step
+            alone = not changed.grpo.ensemble or changed.grpo.plays is not None
+            graders = [grounder, *(() if alone else self._pool(models.verifiers).values())]
+            seen_by, grpo = self.exposure(changed), by_steps(changed.grpo)
+            steps, answers = seen_by.steps, steps_played(changed.grpo)
+            prompts = round(steps * grpo.prompts_per_step * answers)
             validated = min(self.validation_steps, changed.grpo.validation_steps)
             seen = validations(changed.grpo, steps)
             judge = Graders([grounder], point, changed.batch_size)
@@ -259,7 +271,7 @@ class DryRun:
                     grpo_memory(
                         planner,
                         graders,
-                        changed.grpo,
+                        grpo,
                         plan,
                         hardware.spread(hardware.grpo),
                         bytes_each=stored_bytes(changed),
@@ -268,10 +280,11 @@ class DryRun:
                     host=hardware.processes("planner") * 4.0 * planner.parameters,
                     disk=2.0 * planner.parameters,
                     steps=steps,
-                    tokens=float((prompts * changed.grpo.group_size + seen * validated) * plan.tokens(planner)),
+                    tokens=float((prompts * grpo.group_size + seen * validated) * plan.tokens(planner)),
                     gpu_seconds=grpo_seconds(
-                        planner, Graders(graders, point, changed.batch_size), changed.grpo, plan, prompts, rates
+                        planner, Graders(graders, point, changed.batch_size), grpo, plan, prompts, rates
                     )
+                    + self.page_seconds(changed) / hardware.browsers(changed)
                     + seen * look_seconds(planner, judge, changed.grpo, plan, validated, rates)
                     + probe_seconds(
                         planner,
@@ -290,6 +303,10 @@ class DryRun:
         stages.append(self._pool_stage("verdicts", verifiers, point, per_screen, changed, hardware, rates))
         stages.append(self._evaluation(changed, hardware, rates))
         return stages
+
+    def page_seconds(self, experiment: Experiment) -> float:
+        """Seconds of CPU cores in which live pages perform the actions of GRPO in one iteration, if no two are alike."""
+        return self.exposure(experiment).rollouts * page_seconds(experiment.grpo)
 
     def _grounder_rl(
         self,
@@ -319,7 +336,8 @@ class DryRun:
         """The prompts and rollouts of GRPO in one iteration."""
         covered = round(COVERED * self.train_steps)
         unseen = experiment.grpo.prompts == "unseen"
-        return exposure(experiment.grpo, self.all_train_steps - covered if unseen else covered)
+        prompts = self.all_train_steps - covered if unseen else covered
+        return exposure(experiment.grpo, round(prompts / EPISODE_STEPS) if experiment.grpo.plays else prompts)
 
     def _probed(self, limit: int) -> int:
         """Training and validation steps on which a model is compared before and after training."""
@@ -536,7 +554,16 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     if experiment.grpo.enabled and dry.train_steps:
         seen = dry.exposure(experiment)
         unseen = f"; its prompts are the {seen.of:,} of {dry.all_train_steps:,} training steps that D_k does not cover"
+        if experiment.grpo.plays:
+            unseen = "; its prompts are the first steps of episodes that D_k does not cover"
         lines.append(seen.text() + (unseen if experiment.grpo.prompts == "unseen" else ""))
+        if experiment.grpo.environment:
+            each, cores = page_seconds(experiment.grpo), dry.page_seconds(experiment) / 3600
+            what = "episode" if experiment.grpo.plays else "rollout"
+            lines.append(
+                f"live pages: {cores:.1f} core-hours of browsers, {each:.2f} seconds for each {what}, if no two are alike; "
+                f"{hardware.browsers(experiment)} of them work at a time"
+            )
         few = seen.warning(experiment.grpo)
         lines += [f"warning: {few}"] if few else []
     return Report(_summary(dry, hardware, stages), lines, _refusal(dry, hardware, rates, stages))

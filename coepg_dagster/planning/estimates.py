@@ -515,6 +515,47 @@ def update_row(config: PolicyTraining, example: Example, processes: int = 1) -> 
     return replace(example, prompt=example.prompt + size - 1, answer=size * example.answer), size, rows
 
 
+LOAD_SECONDS: Final = 0.3
+RESET_SECONDS: Final = 0.055
+ACTION_SECONDS: Final = 0.1
+SCREEN_SECONDS: Final = 0.08
+"""Seconds of a CPU core in which Chromium and its environment load a MiniWoB++ page, begin an episode on a loaded one, perform
+an action (with a look at the elements), and give a screenshot: means of 68 episodes of 34 families, process times of the whole
+tree, on two busy cores."""
+STEPS_LEFT: Final = 2.2
+"""Actions with which a recorded step is reached, tried and played on: the mean length of its episode, in the shipped snapshot."""
+STEPS_PLAYED: Final = 2.3
+"""Steps of a whole episode: those of π'_1 of the sandbox in `coepg play` (102 episodes)."""
+EPISODE_STEPS: Final = 1.6
+"""Recorded steps of an episode, in the shipped snapshot."""
+
+
+def steps_played(config: Grpo) -> float:
+    """Answers of π in a rollout: the steps of a whole episode on live pages, else 1."""
+    return min(STEPS_PLAYED, config.plays.max_steps) if config.plays else 1.0
+
+
+def page_seconds(config: Grpo) -> float:
+    """Seconds of a CPU core that live pages take for one rollout of GRPO, if no other did the same; 0 without them.
+
+    A whole episode is played again from its first page at each step.
+    """
+    if config.environment is None:
+        return 0.0
+    if config.plays is None:
+        return LOAD_SECONDS + STEPS_LEFT * ACTION_SECONDS
+    n = steps_played(config)
+    return (n + 1) * RESET_SECONDS + n * (n + 1) / 2 * ACTION_SECONDS + n * SCREEN_SECONDS
+
+
+def by_steps(config: Grpo) -> Grpo:
+    """The settings of GRPO for estimates: the answers at a step of whole episodes, as rollouts that share no prompt."""
+    if config.plays is None:
+        return config
+    prompts = config.prompts_per_step * config.group_size
+    return config.model_copy(update={"environment": None, "group_size": 1, "prompts_per_step": prompts})
+
+
 def validations(config: Grpo, steps: int) -> int:
     """How often GRPO validates in `steps` steps: before the first, every `validate_every` steps, after the last."""
     return 1 + -(-steps // config.validate_every) if config.validate_every else 0

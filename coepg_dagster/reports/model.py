@@ -119,7 +119,9 @@ def reward_of(rollouts: pa.Table) -> Reward:
         rollouts=len(rows),
         reward=fmean(row["reward"] for row in rows),
         gates={gate: 100 * n / len(rows) for gate, n in gates.most_common()},
-        no_target=100 * sum(row["gate"] == GATE_PASSED and not row["graders"] for row in rows) / len(rows),
+        no_target=100
+        * sum(row["gate"] == GATE_PASSED and not row["graders"] and not row.get("live") for row in rows)
+        / len(rows),
         graders=[_grader(name, given) for name, given in votes.items()],
         parts={name: fmean(scores) for name, scores in parts.items()},
         groups=len(groups),

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.statistics import ByEpisode, BySeed, Estimate, by_seed, over_seeds, weighted_sum
-from coepg_dagster.experiment import ONLY_MEASURED, GrounderRl, Grpo, Regeneration, Sft, Strict
+from coepg_dagster.experiment import ONLY_MEASURED, Environment, GrounderRl, Grpo, Regeneration, Sft, Strict
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 
@@ -66,6 +66,8 @@ def made_from(lineage: Sequence[Record]) -> MadeFrom:
             section, kind = _SECTIONS[record.asset]
             left_out = ONLY_MEASURED.get(kind, frozenset())
             known = {**kind().model_dump(mode="json"), **record.config}
+            if pages := known.get("environment"):
+                known["environment"] = {n: v for n, v in pages.items() if n not in ONLY_MEASURED[Environment]}
             note(section, {name: value for name, value in known.items() if name not in left_out})
         elif record.asset == "open_models":
             note("models", record.config)

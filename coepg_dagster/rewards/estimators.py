@@ -5,6 +5,9 @@ with G rollouts: `rewards` (P, G), where groups without spread have equal ones; 
 target's share of the screen, 0 where there is none; `episodes` (P,), equal for prompts of one episode, and `indices` (P,), the
 position of a prompt's step in it, for which training asks about the steps of an episode together. It returns advantages (P, G).
 The first gets those of Eq. 10.
+
+Where a rollout is a whole episode on live pages, a prompt is a step of a page, G episodes of it are compared, `rewards` are those
+of the episodes, the same at each step, and `indices` (P, G) are -1 for those that had ended before it. `areas` are not known.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from annotated_types import Ge, Gt, Interval
 
 from coepg_dagster.plugins import find, plugin, settings_of
 from coepg_dagster.rewards.answers import Floats
-from coepg_dagster.rewards.cdrem import ADVANTAGE_EPSILON, SPREAD_FLOOR
+from coepg_dagster.rewards.cdrem import ADVANTAGE_EPSILON, SPREAD_FLOOR, ScaleRewards, advantages, flatten_spreadless
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
@@ -134,19 +137,35 @@ def ui_s1_levels(
     Departures: the history in a prompt is the label's, not the model's own; so all answers to a step have one prompt. The sum
     of an episode is not discounted. Nothing is sampled again where advantages have little spread (their η).
 
+    Whole episodes on live pages have the model's own history, and no label says what is a miss: all that were played count,
+    `patches` and `success` do not, and r is 0 before the last step. So R_t = gamma^(steps that follow t) times the page's reward.
+
     Two steps, two rollouts, no patch: the second misses at once. R_0 = 1 + 0.5 · 1 and 0.2, R_1 = 1; sums 2 and 0.2.
 
     >>> ui_s1_levels(np.array([[1, 0.2], [1, 1]]), np.array([0, 0]), np.array([0, 1]), patches=0).round(2)
     array([[ 1.41, -1.41],
            [ 0.71,  0.  ]])
+
+    The same on a live page: the first needs both steps, the second ends at once, and both succeed. R_0 = 0.5 and 1.
+
+    >>> ui_s1_levels(np.ones((2, 2)), np.array([0, 0]), np.array([[0, 0], [1, -1]])).round(2)
+    array([[-0.71,  0.71],
+           [ 0.  ,  0.  ]])
     """
-    made = np.zeros_like(rewards)
+    made, live = np.zeros_like(rewards), indices.ndim == 2
+    played = indices >= 0 if live else np.ones(rewards.shape, bool)
+    indices = indices.max(axis=1) if live else indices
     for episode in np.unique(episodes):
         rows = np.flatnonzero(episodes == episode)
         rows = rows[np.argsort(indices[rows], kind="stable")]
         of_episode = rewards[rows]  # (T, G)
-        missed = of_episode < success
-        reached = np.less_equal(np.cumsum(missed, axis=0) - missed, patches)
+        missed, reached = of_episode < success, played[rows]
+        if live:
+            missed[:] = False
+            goes_on = np.vstack([reached[1:], np.zeros((1, rewards.shape[1]), bool)])
+            of_episode = np.where(reached & ~goes_on, of_episode, 0.0)
+        else:
+            reached = np.less_equal(np.cumsum(missed, axis=0) - missed, patches)
         returns = np.zeros_like(of_episode)
         for t in reversed(range(len(rows))):
             later = returns[t + 1] if t + 1 < len(rows) and indices[rows[t + 1]] == indices[rows[t]] + 1 else 0.0
@@ -205,3 +224,43 @@ def estimated(
             raise ValueError(f"the advantage {estimator.name!r} gave no finite numbers of the shape {rewards.shape}")
         advantages = made
     return advantages
+
+
+def of_whole_episodes(
+    functions: Sequence[Mapping[str, Any]], rewards: Floats, lengths: Integers, scale: ScaleRewards = "group"
+) -> Floats:
+    """The advantage of each step of G whole episodes on each of P pages, shape (P, T, G); T steps are those of the longest.
+
+    Without functions it is that of the episode in its group, Eq. 10, at each of its steps. An episode that was lost is in no
+    group; a group in which fewer than two are left has advantage 0. Where an experiment's functions weigh a batch's groups
+    against each other, they see those of as many episodes together.
+
+    Args:
+        functions: as for `estimated`.
+        rewards: of each episode, (P, G); NaN: it was lost.
+        lengths: steps of each episode, (P, G).
+        scale: as for Eq. 10.
+
+    >>> of_whole_episodes([], np.array([[1, 0, 0, np.nan]]), np.array([[1, 2, 1, 2]])).round(2)
+    array([[[ 1.15, -0.58, -0.58,  0.  ],
+            [ 0.  , -0.58,  0.  ,  0.  ]]])
+    """
+    t = int(lengths.max(initial=0))
+    made, kept = np.zeros((len(rewards), t, rewards.shape[1])), ~np.isnan(rewards)
+    counts = kept.sum(axis=1)
+    for g in np.unique(counts[counts >= 2]).tolist():
+        pages = np.flatnonzero(counts == g)
+        columns = np.nonzero(kept[pages])[1].reshape(-1, g)
+        left = rewards[pages[:, None], columns]
+        flat = flatten_spreadless(left, g)[0].reshape(-1, g)
+        played = np.arange(t)[None, :, None] < lengths[pages[:, None], columns][:, None]  # (pages, T, g)
+        of_eq_10 = advantages(left, g, scale).reshape(-1, g)
+        by_step = {
+            "episodes": np.repeat(pages, t),
+            "indices": np.where(played, np.arange(t)[None, :, None], -1).reshape(-1, g),
+        }
+        of_steps = estimated(functions, np.repeat(flat, t, axis=0), np.repeat(of_eq_10, t, axis=0), by_step)
+        made[pages[:, None, None], np.arange(t)[None, :, None], columns[:, None]] = np.where(
+            played, of_steps.reshape(played.shape), 0.0
+        )
+    return made

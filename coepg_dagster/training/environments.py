@@ -1,8 +1,8 @@
-"""Environments in processes of their own, which say whether an action succeeds on a live page.
+"""Environments in processes of their own, which say what live pages make of actions.
 
 A process is a module that reads a question as JSON from each line of its input and writes an answer as JSON to a line of its
-output: {"success": bool, "why": str}, or {"refused": str} where the question itself is wrong. One that ends, or that gives no
-answer in time, is killed with all that it started, and its question is asked once more, of a new one.
+output: {"success": bool, "why": str} or what else its module says, or {"refused": str} where the question itself is wrong. One
+that ends, or that gives no answer in time, is killed with all that it started, and its question is asked once more, of a new one.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Environments:
             self._free.put(process)
         self._threads = ThreadPoolExecutor(config.processes)
         self.lost = 0
+        self._lost_in_a_row = config.processes  # none has answered yet
 
     def __enter__(self) -> Environments:
         return self
@@ -66,7 +67,7 @@ class Environments:
             process.kill()
 
     def ask(self, questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The answer to each question, in order; {"success": False, "why": LOST} where two environments died.
+        """The answer to each question, in order; {"success": False, "why": LOST} where two environments died (`is_lost`).
 
         Raises:
             Ended: a question was refused, or no environment lives: the end of its error output says why.
@@ -75,9 +76,10 @@ class Environments:
         for answer in answers:
             if "refused" in answer:
                 raise Ended(f"grpo.environment: {answer['refused']}")
-        lost = [answer for answer in answers if answer["why"] == LOST]
+        lost = [answer for answer in answers if is_lost(answer)]
         self.lost += len(lost)
-        if lost and len(lost) == len(answers):
+        self._lost_in_a_row = self._lost_in_a_row + len(lost) if len(lost) == len(answers) else 0
+        if lost and self._lost_in_a_row > len(self._all):  # one question alone may be what none survives
             raise Ended(f"grpo.environment: no environment lives: {lost[0]['last_words']}")
         return answers
 
@@ -97,6 +99,11 @@ class Environments:
             return {"success": False, "why": LOST, "last_words": words}
         finally:
             self._free.put(process)
+
+
+def is_lost(answer: Mapping[str, Any]) -> bool:
+    """Whether no environment lived to answer a question."""
+    return answer.get("why") == LOST
 
 
 class _Process:

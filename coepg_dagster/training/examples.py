@@ -124,12 +124,17 @@ def _weight(row: dict[str, Any]) -> dict[str, float]:
 def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
     """The ids of the train steps that GRPO asks about, as `config.prompts` says. Loads no model.
 
+    Of whole episodes on live pages they are those that begin one.
+
     Raises NothingToTrainOn if they do not fill an optimizer step.
     """
     if config.prompts == "dataset":
         asked = frozenset(job.rows()["step_id"].to_pylist())
     else:
         asked = frozenset(unseen_steps(job.rows(), all_steps(job.steps), job.train_split))
+    if config.plays:
+        steps = job.train_steps().select(["step_id", "step_index"]).to_pylist()
+        asked &= {row["step_id"] for row in steps if row["step_index"] == 0}
     refuse_few(len(asked), config)
     return asked
 
@@ -154,6 +159,13 @@ def unseen_steps(rows: pa.Table, steps: pa.Table, train_split: str) -> list[str]
         for step_id, split, episode, shown in about
         if split == train_split and episode not in episodes and shown not in known
     ]
+
+
+def steps_of_episodes(steps: pa.Table, some: Collection[str]) -> list[str]:
+    """The ids of all steps of the episodes that steps with the ids `some` are of."""
+    rows, wanted = steps.select(["step_id", "episode_id"]).to_pylist(), set(some)
+    episodes = {row["episode_id"] for row in rows if row["step_id"] in wanted}
+    return [row["step_id"] for row in rows if row["episode_id"] in episodes]
 
 
 def plans_of(rows: pa.Table) -> dict[str, list[str]]:

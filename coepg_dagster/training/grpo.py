@@ -42,7 +42,7 @@ from coepg_dagster.progress import Ended, Report
 from coepg_dagster.provenance import Agent
 from coepg_dagster.rewards.answers import Floats
 from coepg_dagster.rewards.cdrem import advantages, flatten_spreadless
-from coepg_dagster.rewards.estimators import by_episodes, estimated
+from coepg_dagster.rewards.estimators import by_episodes, estimated, of_whole_episodes
 from coepg_dagster.rewards.losses import kl_factors
 from coepg_dagster.steps import GATE_CUT, GATE_PASSED, ROLLOUT_SCHEMA
 from coepg_dagster.training.adapters import lora_config, merge_adapters
@@ -65,8 +65,10 @@ from coepg_dagster.training.examples import (
     grpo_prompts,
     plans_of,
     refuse_few,
+    steps_of_episodes,
 )
 from coepg_dagster.training.launch import accumulation, is_main, refuse
+from coepg_dagster.training.live_episodes import LOST, LiveEpisodes, Sampled, played
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack, in_passes, pack, select_rows
 from coepg_dagster.training.page_reward import PageReward, agreement
@@ -176,7 +178,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        reward: CdremReward | PointReward,
+        reward: CdremReward | PointReward | LiveEpisodes,
         rollouts: Path,
         shown: Screenshots,
         core: Any,
@@ -254,8 +256,15 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         if self._step % (passes * self.num_iterations) == 0 or self._passes is None:
             batch = self._generate_and_score_completions(generation_batch)
             alone = self.accelerator.num_processes == 1 and not self._spread
-            self._passes = in_passes(batch, passes, self.loss_type, drop=self.beta == 0, empty=alone)
+            self._passes = in_passes(
+                batch, passes, self.loss_type, drop=self.beta == 0, empty=alone, filled=self._rows_of_a_pass
+            )
         return self._passes[self._step % passes]
+
+    @property
+    def _rows_of_a_pass(self) -> int | None:
+        """How many rows fill a pass; None: all passes have as many."""
+        return None
 
     @property
     def _spread(self) -> bool:
@@ -474,19 +483,27 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             if cut:
                 row |= {"reward": 0.0, "gate": GATE_CUT, "plan": None, "graders": []}
         rows = gather_object(self._reward.rows)
+        self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
+        self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
+        return torch.as_tensor(self._compared(rows), dtype=raw.dtype, device=raw.device)[:, None]
+
+    def _compared(self, rows: list[dict[str, Any]]) -> Floats:
+        """Compares the rollouts of all processes in their groups, keeps them, and returns their rewards for TRL, shape (B,)."""
         # exact values: TRL holds rewards in float32
         rewards = [row["reward"] for row in rows]
         flat, spreadless = flatten_spreadless(rewards, self.num_generations)
         self._frac_reward_zero_std = float(spreadless.mean())
-        self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
-        self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))
         of_eq_10 = advantages(rewards, self.num_generations, self.scale_rewards)
         self._instead = self._of_plugins(rows, flat, of_eq_10)
         for place, success in self._replayed.items():
             rows[place]["sampled_in"] = success.sampled_in
+        groups = [{"group": position // self.num_generations} for position in range(len(rows))]
         if self.accelerator.is_main_process:
-            self._keep(rows, self._instead.get("advantages", of_eq_10))
-        return torch.as_tensor(flat, dtype=raw.dtype, device=raw.device)[:, None]
+            self._keep(
+                [row | group for row, group in zip(rows, groups, strict=True)],
+                self._instead.get("advantages", of_eq_10),
+            )
+        return flat
 
     def _of_plugins(self, rows: list[dict[str, Any]], rewards: Floats, of_eq_10: Floats) -> dict[str, Floats]:
         """What plug-ins put in the place of TRL's, for the rollouts of all processes, shape (B,): advantages and factors of β."""
@@ -506,10 +523,10 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
             instead["kl_factor"] = kl_factors(self._objective.policy_loss, rewards)
         return instead
 
-    def _keep(self, rows: list[dict[str, Any]], group_advantages: Any) -> None:
+    def _keep(self, rows: list[dict[str, Any]], advantages_of_rows: Any) -> None:
         step = self.state.global_step
-        for position, (row, advantage) in enumerate(zip(rows, group_advantages, strict=True)):
-            row |= {"optimizer_step": step, "group": position // self.num_generations, "advantage": float(advantage)}
+        for row, advantage in zip(rows, advantages_of_rows, strict=True):
+            row |= {"optimizer_step": step, "advantage": float(advantage)}
         write_table(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA), self._part(step))
         seal(self._part(step))
 
@@ -520,7 +537,89 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         """The rollouts of all optimizer steps as one table, in order."""
         with pq.ParquetWriter(path, ROLLOUT_SCHEMA, compression="zstd") as out:
             for step in range(0, self.state.global_step, self.num_iterations):
-                out.write_table(pq.read_table(self._part(step)))
+                # a run that an older version began lacks the newer columns
+                out.write_table(pq.read_table(self._part(step), schema=ROLLOUT_SCHEMA))
+
+
+class EpisodeTrainer(CdremTrainer):
+    """GRPO whose rollouts are whole episodes on live pages: each step of an episode is a row, with the episode's advantage.
+
+    A batch has as many rows as its episodes have steps, so that for TRL each row is a group of one, whose advantage is replaced,
+    and passes are filled with `micro_batch_size` rows; the last ones may be empty. Its loss is the mean over all rows.
+    """
+
+    _reward: LiveEpisodes
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._shown.keys():
+            self._reward.play([row["step_id"] for row in inputs], self.num_generations, self._answers)
+        rows = [dict(episode.steps[t].asked) for episode, t in self._reward.steps]
+        size, self.num_generations = self.num_generations, 1
+        try:
+            made = super()._generate_and_score_completions(rows)
+        finally:
+            self.num_generations = size
+        # TRL's are those of rows
+        ended = [episode.reward for episode in self._reward.episodes if episode.failure != LOST]
+        self._metrics["train"]["reward"][-1] = float(np.mean(ended))
+        self._metrics["train"]["reward_std"][-1] = float(np.std(ended))
+        return made
+
+    @property
+    def _rows_of_a_pass(self) -> int:
+        plays = self._objective.plays if isinstance(self._objective, Grpo) else None
+        assert plays is not None
+        return max(self._objective.micro_batch_size, self.args.per_device_train_batch_size * plays.max_steps)
+
+    def _answers(self, rows: Sequence[dict[str, Any]]) -> list[Sampled]:
+        """The policy's answer to each prompt; as many different prompts are computed at once as a step has."""
+        made: list[Sampled] = []
+        for chunk in _chunks(rows, self._objective.prompts_per_step):
+            self._asked = _asked(chunk)
+            prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in chunk]
+            answers, logprobs, cut = self._sample(*self._tokenize_prompts(prompts), self.num_generations)
+            assert logprobs is not None  # `launch.refusals` refuses other samplers
+            texts = self.processing_class.batch_decode(answers, skip_special_tokens=True)
+            made += [Sampled(*one) for one in zip(answers, logprobs, texts, cut, strict=True)]
+        return made
+
+    def _generate_single_turn(self, *_: Any) -> Any:
+        answers = [episode.steps[t].answer for episode, t in self._reward.steps]
+        self._cut = [answer.cut for answer in answers]
+        return [answer.tokens for answer in answers], [answer.logprobs for answer in answers]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, batch_size: int | None = None, **more: Any) -> Any:
+        rows = None if batch_size is None else self._rows_of_a_pass
+        return super()._get_per_token_logps_and_entropies(*args, batch_size=rows, **more)
+
+    def _compared(self, rows: list[dict[str, Any]]) -> Floats:
+        rewards, lengths = self._reward.outcomes(self._objective.group_size)
+        of_steps = of_whole_episodes(self._objective.advantage, rewards, lengths, self._objective.scale_rewards)
+        mine = np.array([of_steps[episode.group, t, episode.number] for episode, t in self._reward.steps])
+        self._instead = {"advantages": mine}
+        raw = np.array([row["reward"] for row in rows])
+        if self._objective.policy_loss:
+            self._instead["kl_factor"] = kl_factors(self._objective.policy_loss, raw)
+        spread = np.nanmax(rewards, axis=1, initial=0) > np.nanmin(rewards, axis=1, initial=1)
+        self._frac_reward_zero_std = 1 - float(spread.mean())
+        self._log_metric("episode_steps", float(lengths[~np.isnan(rewards)].mean()))
+        self._log_metric("episodes_lost", float(np.isnan(rewards).sum()))
+        self._keep(rows, mine)
+        return raw
+
+
+def _chunks(rows: Sequence[dict[str, Any]], prompts: int) -> Iterator[list[dict[str, Any]]]:
+    """Consecutive rows with at most so many different prompts; equal ones stand together."""
+    chunk: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for row in rows:
+        if row["step_id"] not in names and len(names) == prompts:
+            yield chunk
+            chunk, names = [], set()
+        chunk.append(row)
+        names.add(row["step_id"])
+    if chunk:
+        yield chunk
 
 
 def _asked(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
@@ -537,7 +636,7 @@ class Policy:
 
     prompts: Dataset
     screens: Screens
-    reward: CdremReward | PointReward
+    reward: CdremReward | PointReward | LiveEpisodes
     steps: pa.Table  # of the prompts, with their labels
     best: KeepBest | None = None
     probe: Probe | None = None
@@ -568,7 +667,8 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
     members = {}
     if job.grounder:
         name, checkpoint = job.grounder
-        members = {name: Member(model=checkpoint)} | (job.verifiers if job.config.ensemble else {})
+        others = job.verifiers if job.config.ensemble and not job.config.plays else {}
+        members = {name: Member(model=checkpoint)} | others
     in_vllm = sum(job.models.engine_of(member) == "vllm" for member in members.values())
     with ExitStack() as stack:
         engines = {
@@ -587,8 +687,10 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
 
         figures = _train(job, planner, report)
         if pages is not None and is_main():
-            rollouts = pq.read_table(job.out / ROLLOUTS, columns=["parts", "graders"]).to_pylist()
-            figures["page"] = agreement(rollouts) | {"lost": pages.lost, "restarted": pages.restarted}
+            columns = ["optimizer_step", "group", "reward", "parts", "graders", "live"]
+            rollouts = pq.read_table(job.out / ROLLOUTS, columns=columns).to_pylist()
+            went = played(rollouts) if job.config.plays else agreement(rollouts)
+            figures["page"] = went | {"lost": pages.lost, "restarted": pages.restarted}
         return figures | ({"curation": curated.figures} if curated.figures else {})
 
 
@@ -636,10 +738,24 @@ def _planner(
         about = (grounders, priors, labelled, screens, config, references)
         return screens, CdremReward(*about) if pages is None else PageReward(*about, environments=pages)
 
+    def played_on(pages: Environments) -> LiveEpisodes:
+        [phi] = engines.values()
+        assert config.environment is not None
+
+        def ground(frames: pa.Table) -> Grounder:
+            seen = Screens(frames, phi.resize)
+            return Grounder(phi, seen, models.prompts, models.coordinates, job.max_point_tokens)
+
+        return LiveEpisodes(steps, resize, models.prompts, ground, pages, config.environment)
+
     agent: Agent = "decoupled" if engines else "end_to_end"
     trained_grounder = dict(list(engines.items())[:1])  # ϕ_k, the grounder of M_k; empty for an end-to-end agent
     priors = {name: config.own_prior if name in trained_grounder else config.verifier_prior for name in engines}
-    screens, reward = reward_on(steps, engines, config, pages)
+    reward: CdremReward | PointReward | LiveEpisodes
+    if config.plays and pages is not None:
+        screens, reward = Screens(steps, resize), played_on(pages)
+    else:
+        screens, reward = reward_on(steps, engines, config, pages)
     if more:
         screens = Screens(shown, resize)
     names = [*asked.steps, *more]
@@ -660,7 +776,10 @@ def _planner(
         print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
     elif config.probe_steps:
         validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
-        probed = probed_steps(job.train_steps(), prompts.with_format(None)["step_id"], validation, limit)
+        train, trained_on = job.train_steps(), prompts.with_format(None)["step_id"]
+        if config.plays:  # prompts are the first steps of episodes
+            trained_on = steps_of_episodes(train, trained_on)
+        probed = probed_steps(train, trained_on, validation, limit)
         questions = questions_on(pa.concat_tables(probed.values()))
         judge = next(iter(trained_grounder), "labels")
         probe = Probe(probed, *questions, judge, config, job.seed, job.scratch / PROBES)
@@ -685,7 +804,8 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         policy.prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens
     )
     refuse_few(len(prompts), config)
-    compared = by_episodes(config.advantage)
+    plays = isinstance(config, Grpo) and config.plays is not None
+    compared = [] if plays else by_episodes(config.advantage)
     if compared and policy.ordered:
         raise Ended(
             f"grpo.advantage: {compared[0]} asks about the steps of an episode together, and one of "
@@ -705,7 +825,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     if is_main() and not can_pack(model):
         print(f"one row for each rollout: attention {config.attention} takes no mask for groups", flush=True)
     micro = config.pass_size(packs=can_pack(model), processes=job.placement.processes)
-    trainer = CdremTrainer(
+    trainer = (EpisodeTrainer if plays else CdremTrainer)(
         model=model,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
@@ -767,9 +887,9 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     }
 
 
-REGROUPED: Final = ("groups_asked_again", "groups_resampled", "groups_replayed")
-"""Figures of `max_num_gen_batches` and `replay`, where they are set, as means of the optimizer steps: groups sampled again,
-groups that another prompt has replaced, groups that got an earlier success."""
+REGROUPED: Final = ("groups_asked_again", "groups_resampled", "groups_replayed", "episodes_lost")
+"""Figures of `max_num_gen_batches`, `replay` and whole episodes, where they are set, as means of the optimizer steps: groups
+sampled again, groups that another prompt has replaced, groups that got an earlier success, episodes that were left out."""
 
 
 def at_the_start(history: Sequence[Mapping[str, float]]) -> dict[str, float | None]:

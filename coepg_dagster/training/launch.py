@@ -59,8 +59,9 @@ def refusals(config: Sft | PolicyTraining, placement: Placement, resource: str) 
     if isinstance(config, PolicyTraining) and (placement.sharded or placement.processes > 1):
         remedy = "`training_processes: 1`" if placement.processes > 1 else "`strategy: ddp`"
         again = {"max_num_gen_batches": config.max_num_gen_batches > 1, "replay": config.replay is not None}
+        again["environment.episodes"] = isinstance(config, Grpo) and config.plays is not None
         why += [
-            f"{part}.{name} decides by a step's first rewards what is sampled next, in one process that holds the whole model: "
+            f"{part}.{name} decides by what was sampled first what is sampled next, in one process that holds the whole model: "
             f"set {remedy} of {resource}"
             for name, chosen in again.items()
             if chosen

@@ -132,9 +132,9 @@ def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]
 
 
 def in_passes(
-    batch: Mapping[str, Any], passes: int, loss_type: str, *, drop: bool, empty: bool
+    batch: Mapping[str, Any], passes: int, loss_type: str, *, drop: bool, empty: bool, filled: int | None = None
 ) -> list[dict[str, Any]]:
-    """A batch of rollouts as `passes` passes of equal size; the rollouts of a prompt stay together.
+    """A batch of rollouts as `passes` passes of equal size, or filled one after another; the order of rollouts stays.
 
     TRL's loss of each must be multiplied by its `share`, which corrects for the rollouts that are left out.
 
@@ -142,16 +142,21 @@ def in_passes(
         loss_type: TRL's.
         drop: whether rollouts with advantage 0 are left out; without a KL term they have no gradient.
         empty: whether a pass may have no rollout at all.
+        filled: rollouts that fill a pass, so that the last passes may have none; None: all passes have as many.
     """
-    size = len(batch["advantages"]) // passes
     advantages, tokens = batch["advantages"].tolist(), batch["completion_mask"].sum(-1).tolist()
+    every: Sequence[int] = range(len(advantages))
+    size = len(every) // passes
+    if filled is not None:
+        every, size = [row for row in every if not drop or advantages[row]], filled
     result = []
     for start in range(0, passes * size, size):
-        whole = range(start, start + size)
+        whole = every[start : start + size]
         kept = [row for row in whole if not drop or advantages[row]] or ([] if empty else [whole[0]])
-        share = len(kept) / size
-        if loss_type == "bnpo":  # a mean over the tokens of a pass
-            share = sum(tokens[row] for row in kept) / sum(tokens[row] for row in whole)
+        share = len(kept) * passes / len(advantages)
+        if loss_type == "bnpo":  # a mean over the tokens of a pass, or of a step where passes are not equal
+            of = sum(tokens[row] for row in whole) if filled is None else sum(tokens) / passes
+            share = sum(tokens[row] for row in kept) / of
         elif loss_type in ("dapo", "cispo"):  # a mean over the tokens of the step, which TRL has counted
             share = 1.0
         result.append(select_rows(batch, kept) | {"share": share})

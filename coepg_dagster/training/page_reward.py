@@ -13,7 +13,7 @@ import pyarrow as pa
 from coepg_dagster.inference.agents import refuse_outage
 from coepg_dagster.prompts import ACTION_TYPES, parse_planner
 from coepg_dagster.training.cdrem_reward import CdremReward
-from coepg_dagster.training.environments import LOST, Environments
+from coepg_dagster.training.environments import Environments, is_lost
 
 CDREM, PAGE = "cdrem", "page"
 """The parts of a rollout's reward in ROLLOUT_SCHEMA: that of C-DREM, which does not count, and the page's, which does."""
@@ -44,7 +44,7 @@ class PageReward(CdremReward):
         actions = self._actions(texts, step_ids)
         new = list(dict.fromkeys(action for action in actions if action is not None and action not in self._known))
         for action, answer in zip(new, self._environments.ask([self._question(a) for a in new]), strict=True):
-            if answer["why"] != LOST:  # else the next answer like it is tried again
+            if not is_lost(answer):  # else the next answer like it is tried again
                 self._known[action] = bool(answer["success"])
         rewards = [float(action is not None and self._known.get(action, False)) for action in actions]
         for row, cdrem, reward in zip(self.rows, of_cdrem, rewards, strict=True):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coepg_dagster.benchmark import board_size
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import Evaluation, GroundingBoard, Grpo, Lora, Serving, Sft, load_experiment
+from coepg_dagster.experiment import Environment, Evaluation, GroundingBoard, Grpo, Lora, Serving, Sft, load_experiment
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
@@ -32,6 +32,7 @@ from coepg_dagster.planning.estimates import (
     generation_seconds,
     grpo_memory,
     grpo_seconds,
+    page_seconds,
     pass_seconds,
     policy_seconds,
     rates_of,
@@ -326,6 +327,30 @@ def test_probes_before_and_after_training_take_time() -> None:
     for asset in none:
         probed = asset in ("planner_sft", "grounder", "planner")
         assert (none[asset] < some[asset] < more[asset]) if probed else (none[asset] == some[asset])
+
+
+def test_live_pages_take_time() -> None:
+    sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
+    rates = rates_of(CPU, Path("nowhere"))
+
+    def planned(environment: Environment | None) -> tuple[float, list[str]]:
+        grpo = sandbox.grpo.model_copy(update={"environment": environment})
+        dry = DryRun(sandbox.model_copy(update={"grpo": grpo}), ROOT)
+        planner = next(stage for stage in dry.stages(Hardware(None), rates) if stage.asset == "planner")
+        return planner.gpu_seconds, [line for line in report(dry, Hardware(None), rates).lines if "live pages" in line]
+
+    without, nothing = planned(None)
+    recorded, line = planned(Environment())
+    one, _ = planned(Environment(processes=1))
+    whole, of_whole = planned(Environment(episodes="whole"))
+    short, _ = planned(Environment(episodes="whole", max_steps=1))
+    pages = 64 * 64 * 8 * page_seconds(sandbox.grpo.model_copy(update={"environment": Environment()}))
+    assert recorded - without == pytest.approx(pages / 2) and one - without == pytest.approx(pages)
+    assert not nothing and line == [
+        f"live pages: {pages / 3600:.1f} core-hours of browsers, 0.52 seconds for each rollout, if no two are alike; 2 of them "
+        "work at a time"
+    ]
+    assert short < whole and "seconds for each episode" in of_whole[0]
 
 
 @given(steps=st.integers(1, 200), every=st.integers(1, 250))

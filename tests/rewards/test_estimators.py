@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.rewards.estimators import ui_s1_levels
+from coepg_dagster.rewards.cdrem import advantages
+from coepg_dagster.rewards.estimators import of_whole_episodes, ui_s1_levels
 
 
 def test_three_steps_by_hand() -> None:
@@ -70,3 +73,50 @@ def test_it_is_the_definition_read_slowly(data: st.DataObject) -> None:
 def _score(value: float, among: list[float]) -> float:
     spread = float(np.std(among, ddof=1)) if len(among) > 1 else 0.0
     return 0.0 if spread < 1e-3 else (value - float(np.mean(among))) / (spread + 1e-4)
+
+
+PAGES = st.integers(2, 5).flatmap(
+    lambda group: st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.0, math.nan]), st.integers(1, 4)), min_size=group, max_size=group),
+        min_size=1,
+        max_size=3,
+    )
+)
+"""Pages, each with G episodes: reward (NaN: lost) and number of steps."""
+
+
+@given(PAGES, st.sampled_from(["group", "none"]))
+def test_every_step_of_an_episode_has_its_advantage_in_its_group(
+    pages: list[list[tuple[float, int]]], scale: str
+) -> None:
+    rewards, lengths = (np.array([[one[i] for one in page] for page in pages]) for i in range(2))
+    lengths = lengths.astype(np.int64)
+    made = of_whole_episodes([], rewards, lengths, scale)  # type: ignore[arg-type]
+    assert made.shape == (len(pages), lengths.max(), rewards.shape[1])
+    for page, (of, steps) in enumerate(zip(rewards, lengths, strict=True)):
+        left = np.flatnonzero(~np.isnan(of))
+        alone = advantages(of[left], len(left), scale) if len(left) > 1 else np.zeros(len(left))  # type: ignore[arg-type]
+        assert alone.sum() == pytest.approx(0, abs=1e-9)
+        assert made[page, 0].sum() == pytest.approx(0, abs=1e-9), "what was lost is in no mean"
+        for g in range(len(of)):
+            expected = alone[list(left).index(g)] if g in left else 0.0
+            assert made[page, : steps[g], g] == pytest.approx(expected, abs=1e-12)
+            assert not made[page, steps[g] :, g].any()
+
+
+@given(PAGES)
+def test_functions_of_an_experiment_see_episodes(pages: list[list[tuple[float, int]]]) -> None:
+    """RLOO by hand for each group; the two levels of UI-S1 from the page's reward and the steps that follow."""
+    rewards, lengths = (np.array([[one[i] for one in page] for page in pages]) for i in range(2))
+    lengths = lengths.astype(np.int64)
+    loo = of_whole_episodes([{"name": "rloo"}], rewards, lengths)
+    levels = of_whole_episodes([{"name": "ui_s1_levels", "gamma": 0.5, "omega": 2.0}], rewards, lengths)
+    for page, (of, steps) in enumerate(zip(rewards, lengths, strict=True)):
+        left = np.flatnonzero(~np.isnan(of))
+        for g in left if len(left) > 1 else ():
+            others = [of[i] for i in left if i != g]
+            assert loo[page, 0, g] == pytest.approx(of[g] - np.mean(others), abs=1e-12)
+            for t in range(steps[g]):
+                returns = {i: of[i] * 0.5 ** (steps[i] - 1 - t) for i in left if t < steps[i]}
+                expected = _score(of[g], list(of[left])) + 2 * _score(returns[g], [*returns.values()])
+                assert levels[page, t, g] == pytest.approx(expected, abs=1e-9)

@@ -10,7 +10,7 @@ import pytest
 
 from coepg_dagster.experiment import Environment
 from coepg_dagster.progress import Ended
-from coepg_dagster.training.environments import LOST, Environments
+from coepg_dagster.training.environments import LOST, Environments, is_lost
 
 PROGRAM = """
 import json, os, sys, time
@@ -52,6 +52,8 @@ def test_what_gives_no_answer_in_time_is_lost_and_the_others_are_not(tmp_path: o
         stuck, right = environments.ask([{"n": 99}, {"n": 4}])
         assert (stuck["success"], stuck["why"], right["success"]) == (False, LOST, True)
         assert environments.lost == 1 and environments.restarted == 2
+        [alone] = environments.ask([{"n": 99}])
+        assert is_lost(alone) and not is_lost(right), "what none survives, asked alone, is no reason to end"
     assert time.monotonic() - started < 30
 
 

@@ -170,6 +170,48 @@ def test_what_has_no_gradient_is_left_out_and_the_loss_stays(
         assert len(rest["pixel_values"]) == 2 * kept == 2 * len(rest["num_images"])
 
 
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, -1.0]), min_size=1, max_size=9),
+    st.sampled_from(["grpo", "dr_grpo", "dapo", "bnpo"]),
+    st.integers(1, 4),
+)
+@settings(max_examples=60)
+def test_filled_passes_add_up_to_the_mean_over_all_rows(advantages: list[float], loss_type: str, filled: int) -> None:
+    """However many rows an optimizer step has: no row is lost, none is twice, and the last passes may be empty."""
+    n = len(advantages)
+    passes = -(-n // filled) + 1
+    mask = (torch.arange(3) < torch.randint(1, 4, (n, 1), generator=torch.Generator().manual_seed(n))).long()
+    per_token = torch.arange(1.0, n + 1)[:, None] * torch.tensor(advantages)[:, None] * mask
+    batch = {
+        "advantages": torch.tensor(advantages),
+        "completion_mask": mask,
+        "per_token": per_token,
+        "pixel_values": torch.arange(2.0 * n)[:, None],
+        "image_grid_thw": torch.tensor([[1, 1, 2]] * n),
+    }
+
+    def loss(part: dict[str, Any]) -> float:
+        losses, tokens = part["per_token"], part["completion_mask"]
+        if not len(losses):
+            return 0.0
+        match loss_type:
+            case "grpo":
+                return float((losses.sum(-1) / tokens.sum(-1)).mean())
+            case "dr_grpo":
+                return float(losses.sum() / (len(losses) * 48))
+            case "dapo":
+                return float(passes * losses.sum() / mask.sum())
+            case _:
+                return float(losses.sum() / tokens.sum())
+
+    made = in_passes(batch, passes, loss_type, drop=True, empty=True, filled=filled)
+    assert len(made) == passes and all(len(part["advantages"]) <= filled for part in made)
+    assert [a for part in made for a in part["advantages"].tolist()] == [a for a in advantages if a]
+    # the trainer takes the mean over the passes
+    expected = loss(batch) / (passes if loss_type == "dapo" else 1)
+    assert sum(part["share"] * loss(part) for part in made) / passes == pytest.approx(expected, abs=1e-5)
+
+
 @given(st.floats(0, 0.2), st.integers(0, 5))
 def test_sampler_and_trainer_are_compared_where_both_are_known(apart: float, at: int) -> None:
     sampled = torch.full((2, 3), -1.0)

@@ -175,6 +175,6 @@ def test_they_need_one_process_with_the_whole_model() -> None:
             (Placement(strategy="zero3"), "strategy: ddp"),
         ):
             (why,) = refusals(config, placement, "grpo_cdrem")
-            assert f"grpo.{setting} decides by a step's first rewards" in why and remedy in why
+            assert f"grpo.{setting} decides by what was sampled first" in why and remedy in why
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         Grpo.model_validate({"max_num_gen_batches": 0})

@@ -1,9 +1,12 @@
-"""A MiniWoB++ page as an environment: one action at a recorded step, and what the page makes of it.
+"""A MiniWoB++ page as an environment: what it makes of one action at a recorded step, or of the actions of an episode.
 
-`python -m coepg_dagster.sandbox.miniwob.environment` reads a Question as JSON from each line of its input and writes an Answer
+`python -m coepg_dagster.sandbox.miniwob.environment` reads a question as JSON from each line of its input and writes its answer
 as JSON to a line of its output, until its input ends. It has one browser; `training.environments` runs several such processes.
+It keeps no state between two questions, so that any process can answer any: a Question is answered by an Answer, Actions, all
+from the first page on, by a Shown.
 
-A step is reached by loading the page of its family and seed, and repeating the oracle's earlier moves. An action succeeds
+A recorded step is reached by loading the page of its family and seed, and repeating the oracle's earlier moves. An action
+succeeds
 
 1. if the page then ends the episode with a reward above 0, or
 2. if the page goes on, and rewards the oracle, which plays on from there in no more moves than it needs after its own move.
@@ -14,18 +17,20 @@ right. Since the oracle gets no move more, an action that does nothing, or that 
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pydantic import BaseModel, ConfigDict
 
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.sandbox.miniwob.browser import ActionType, Browser
-from coepg_dagster.sandbox.miniwob.elements import Box, Element, element_at
-from coepg_dagster.sandbox.miniwob.episodes import Episode, play
+from coepg_dagster.sandbox.miniwob.elements import Box, Element, element_at, history_entry
+from coepg_dagster.sandbox.miniwob.episodes import Episode, encode_png, play
 from coepg_dagster.sandbox.miniwob.oracles import ORACLES, Move, OracleError, look
+from coepg_dagster.sandbox.miniwob.splits import SEEDS, families_of
 
 SAME_PLACE = 4.0
 """How far, in px, a target may lie from where it was recorded: other fonts move what stands beside a text."""
@@ -57,12 +62,44 @@ class Answer:
     why: str = ""
 
 
+class Action(BaseModel):
+    """An action that can be performed. Coordinates are screenshot px."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    action_type: ActionType
+    value: str
+    x: float
+    y: float
+
+
+class Actions(BaseModel):
+    """The actions of an episode so far."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: str
+    seed: int
+    actions: list[Action]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the page shows after some actions. `history`: each action as a planner sees it; `reward`: raw, 0 before the end."""
+
+    goal: str
+    history: list[str]
+    done: bool
+    reward: float
+    screenshot: str  # PNG, base64; empty where the episode is done
+
+
 class OtherPage(Refusal, ValueError):
-    """The page is not the one of the recorded step."""
+    """The page is not the one of the recorded step, or no episode of training."""
 
 
 class Environment:
-    """Judges actions in one browser. The same question has the same answer."""
+    """Judges and performs actions in one browser. The same question has the same answer."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
@@ -93,6 +130,24 @@ class Environment:
                 return Answer(False, "the oracle knows no next move")
             self._browser.act(after.action_type, after.targets[0].centre, after.value)
             moves.append(after)
+
+    def perform(self, asked: Actions) -> Shown:
+        """Performs the actions of an episode from its first page on. Raises OtherPage for an episode of another split's seeds."""
+        if asked.seed not in SEEDS["train"] or asked.family not in families_of("train"):
+            raise OtherPage(
+                f"{asked.family}, seed {asked.seed}: this is no training episode, and no other is played in training"
+            )
+        # as in collection; loading the page anew takes five times as long, and shows the same
+        goal, history = self._browser.reset(asked.family, asked.seed, reload=False), list[str]()
+        for action in asked.actions:
+            point = action.x, action.y
+            touched = element_at(self._browser.elements(), point)
+            history.append(history_entry(touched, action.action_type, action.value))
+            self._browser.act(action.action_type, point, action.value)
+        done, reward = self._browser.outcome()
+        # fast to compress: it is sent, and not kept
+        seen = "" if done else base64.b64encode(encode_png(self._browser.screenshot(), level=1)).decode()
+        return Shown(goal, history, done, reward, seen)
 
     def _oracle(self, question: Question) -> Episode:
         """The oracle's own episode, whose move at the step must be the label."""
@@ -130,9 +185,12 @@ def main() -> None:
     with Browser() as browser:
         environment = Environment(browser)
         for line in sys.stdin:
+            asked = json.loads(line)
             try:
-                answer = environment.judge(Question.model_validate_json(line))
-                said: dict[str, object] = {"success": answer.success, "why": answer.why}
+                if "actions" in asked:
+                    said: dict[str, object] = asdict(environment.perform(Actions.model_validate(asked)))
+                else:
+                    said = asdict(environment.judge(Question.model_validate(asked)))
             except Refusal as error:
                 said = {"refused": str(error)}
             print(json.dumps(said), flush=True)

@@ -20,11 +20,12 @@ import pyarrow as pa
 from coepg_dagster.artifacts import write_table
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 from coepg_dagster.experiment import Models
+from coepg_dagster.geometry import Size
 from coepg_dagster.inference.engine import Engine
-from coepg_dagster.inference.predict import PREDICTION_SCHEMA, predict
+from coepg_dagster.inference.predict import NOT_REWARDED, PREDICTION_SCHEMA, STEP_LIMIT, obstacle, predict
 from coepg_dagster.progress import Report
 from coepg_dagster.provenance import NotUsable
-from coepg_dagster.sandbox.miniwob.browser import ACTION_TYPES, HEIGHT, WIDTH, Browser
+from coepg_dagster.sandbox.miniwob.browser import HEIGHT, WIDTH, Browser
 from coepg_dagster.sandbox.miniwob.elements import element_at, history_entry
 from coepg_dagster.sandbox.miniwob.episodes import MAX_STEPS, encode_png
 from coepg_dagster.sandbox.miniwob.play_page import write_page
@@ -33,15 +34,6 @@ from coepg_dagster.steps import NO_VALUE, STEP_SCHEMA
 EPISODES_FILE, SUMMARY_FILE, PAGE_FILE = "episodes.parquet", "play.json", "play.html"
 CONTENT: Final = (EPISODES_FILE, SUMMARY_FILE)
 """The files whose content is the version; the page only shows them."""
-
-UNPARSED: Final = "unparsed plan"
-UNKNOWN_ACTION: Final = "unknown action"
-NO_POINT: Final = "no point"
-OFF_SCREEN: Final = "point off the screen"
-NOT_REWARDED: Final = "not rewarded"
-STEP_LIMIT: Final = "step limit"
-"""Why an episode is not solved: one of the first four ends it before the step's action, NOT_REWARDED is the page's
-verdict, STEP_LIMIT ours."""
 
 _SEEN = ("step_id", "episode_id", "step_index", "family", "seed", "goal", "history", "screenshot", "width", "height")
 EPISODE_SCHEMA: Final = pa.schema(
@@ -116,7 +108,7 @@ def play_episode(
         frame = _frame(browser, family, seed, goal, [row["entry"] for row in rows])
         answer = agent.answer(pa.Table.from_pylist([frame], STEP_SCHEMA))
         row = {name: frame[name] for name in _SEEN} | answer | {"entry": None, "reward": 0.0, "done": False}
-        row["failure"] = _obstacle(answer)
+        row["failure"] = obstacle(answer, Size(WIDTH, HEIGHT))
         if row["failure"] is None:
             point = (answer["x"], answer["y"])
             touched = element_at(browser.elements(), point)
@@ -150,17 +142,6 @@ def _frame(browser: Browser, family: str, seed: int, goal: str, history: list[st
         "action_type": "",
         "value": NO_VALUE,
     }
-
-
-def _obstacle(answer: Mapping[str, Any]) -> str | None:
-    """Why a prediction cannot be executed; None: it can."""
-    if answer["plan"] is None:
-        return UNPARSED
-    if answer["action_type"] not in ACTION_TYPES:
-        return UNKNOWN_ACTION
-    if answer["x"] is None:
-        return NO_POINT
-    return None if 0 <= answer["x"] < WIDTH and 0 <= answer["y"] < HEIGHT else OFF_SCREEN
 
 
 def play(browser: Browser, agent: Agent, tasks: Sequence[Game], report: Report, max_steps: int = MAX_STEPS) -> pa.Table:

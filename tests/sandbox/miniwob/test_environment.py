@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import signal
 import time
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from coepg_dagster.experiment import Environment as Settings
 from coepg_dagster.progress import Ended
@@ -21,7 +24,15 @@ from tests.sandbox.miniwob.conftest import SNAPSHOT
 pytest.importorskip("selenium")
 pytest.importorskip("miniwob")
 
-from coepg_dagster.sandbox.miniwob.environment import Answer, Environment, OtherPage, Question
+from coepg_dagster.sandbox.miniwob.environment import (
+    Action,
+    Actions,
+    Answer,
+    Environment,
+    OtherPage,
+    Question,
+    Shown,
+)
 from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
 if TYPE_CHECKING:
@@ -92,6 +103,40 @@ def test_a_page_that_is_not_the_recorded_one_is_refused(
             environment.judge(question(row, **other))
     with pytest.raises(OtherPage, match="no oracle for the family 'bisect-angle'"):
         environment.judge(question(row, family="bisect-angle"))
+
+
+@pytest.mark.browser
+def test_the_labels_actions_end_an_episode_with_its_reward_whatever_was_played_before(
+    browser: Browser, recorded: dict[str, list[dict[str, Any]]]
+) -> None:
+    """A page that is used again shows what a page shows that was loaded anew."""
+    environment = Environment(browser)
+    for family, rows in recorded.items():
+        moves = [question(row).model_dump(include={"action_type", "value", "x", "y"}) for row in rows]
+        asked = Actions.model_validate({"family": family, "seed": rows[0]["seed"], "actions": moves})
+        begun = asked.model_copy(update={"actions": asked.actions[:-1]})
+        goal = browser.reset(family, rows[0]["seed"])
+        anew = environment.perform(begun)
+        ended = environment.perform(asked)
+        assert ended == Shown(goal, anew.history + ended.history[-1:], True, ended.reward, "") and ended.reward > 0
+        assert (goal, anew.history) == (rows[-1]["goal"], rows[-1]["history"]) and not anew.done
+        seen = Image.open(io.BytesIO(base64.b64decode(anew.screenshot))).convert("RGB")
+        assert seen.tobytes() == browser_after(browser, rows).tobytes()
+        environment.perform(
+            asked.model_copy(update={"actions": [Action(action_type="TYPE", value="x", x=80.0, y=100.0)] * 2})
+        )
+        assert environment.perform(begun) == anew
+    with pytest.raises(OtherPage, match="this is no training episode"):
+        environment.perform(Actions(family="click-link", seed=100_000, actions=[]))
+
+
+def browser_after(browser: Browser, rows: list[dict[str, Any]]) -> Image.Image:
+    """The screen after all labels but the last, on a page that was loaded anew."""
+    browser.reset(rows[0]["family"], rows[0]["seed"])
+    for row in rows[:-1]:
+        asked = question(row)
+        browser.act(asked.action_type, (asked.x, asked.y), asked.value)
+    return browser.screenshot()
 
 
 def environments() -> list[psutil.Process]:

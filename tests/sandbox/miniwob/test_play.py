@@ -15,6 +15,14 @@ from PIL import Image
 
 from coepg_dagster.experiment import Models, load_experiment
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
+from coepg_dagster.inference.predict import (
+    NO_POINT,
+    NOT_REWARDED,
+    OFF_SCREEN,
+    STEP_LIMIT,
+    UNKNOWN_ACTION,
+    UNPARSED,
+)
 from coepg_dagster.progress import Report
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.provenance import NotUsable
@@ -31,14 +39,8 @@ from coepg_dagster.sandbox.miniwob.oracles import ORACLES, Move, look
 from coepg_dagster.sandbox.miniwob.play import (
     EPISODE_SCHEMA,
     EPISODES_FILE,
-    NO_POINT,
-    NOT_REWARDED,
-    OFF_SCREEN,
     PAGE_FILE,
-    STEP_LIMIT,
     SUMMARY_FILE,
-    UNKNOWN_ACTION,
-    UNPARSED,
     Agent,
     fresh_games,
     games_of,
