@@ -174,6 +174,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     """
 
     beta: float  # TRL's
+    num_generations: int  # TRL's
 
     def __init__(
         self,
@@ -569,7 +570,8 @@ class EpisodeTrainer(CdremTrainer):
     def _rows_of_a_pass(self) -> int:
         plays = self._objective.plays if isinstance(self._objective, Grpo) else None
         assert plays is not None
-        return max(self._objective.micro_batch_size, self.args.per_device_train_batch_size * plays.max_steps)
+        episodes: int = self.args.per_device_train_batch_size
+        return max(self._objective.micro_batch_size, episodes * plays.max_steps)
 
     def _answers(self, rows: Sequence[dict[str, Any]]) -> list[Sampled]:
         """The policy's answer to each prompt; as many different prompts are computed at once as a step has."""
@@ -588,9 +590,20 @@ class EpisodeTrainer(CdremTrainer):
         self._cut = [answer.cut for answer in answers]
         return [answer.tokens for answer in answers], [answer.logprobs for answer in answers]
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, batch_size: int | None = None, **more: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **more: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         rows = None if batch_size is None else self._rows_of_a_pass
-        return super()._get_per_token_logps_and_entropies(*args, batch_size=rows, **more)
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, rows, compute_entropy, **more
+        )
 
     def _compared(self, rows: list[dict[str, Any]]) -> Floats:
         rewards, lengths = self._reward.outcomes(self._objective.group_size)
