@@ -67,11 +67,11 @@ UNFINISHED: Final = [
 """Statuses of runs that are queued or go on."""
 
 
-def _cannot_open() -> tuple[type[Exception], ...]:
-    """Errors that Dagster raises for an instance that it cannot open."""
+def _cannot_open(*also: type[Exception]) -> tuple[type[Exception], ...]:
+    """Errors that Dagster raises for an instance that it cannot open, and others."""
     from sqlalchemy.exc import SQLAlchemyError  # here: definitions alone do without SQLAlchemy
 
-    return dg.DagsterError, SQLAlchemyError, YAMLError
+    return dg.DagsterError, SQLAlchemyError, YAMLError, *also
 
 
 def open_instance(project: Project) -> dg.DagsterInstance:
@@ -90,7 +90,7 @@ def open_instance(project: Project) -> dg.DagsterInstance:
             instance = dg.DagsterInstance.get()
             make_databases(instance)
         claim_slots_in_one_statement()
-    except (OSError, *_cannot_open()) as error:
+    except _cannot_open(OSError) as error:
         why = " ".join(str(error).split())
         if trouble := machine_trouble(error):
             raise NotUsable(f"{home}: the Dagster instance there cannot be opened: {trouble}") from None
@@ -340,7 +340,7 @@ class Loop:
             with dg.DagsterInstance.from_config(str(home)) as of_project:
                 if self.record(of_project, ref) is not None:
                     hints.append(f"the project's own, {home}, has it: set DAGSTER_HOME={home}")
-        except (NotUsable, *_cannot_open()):
+        except _cannot_open(NotUsable):
             hints.append(f"the project's own, {home}, cannot be opened")
         return hints
 
