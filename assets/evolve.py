@@ -353,6 +353,9 @@ class Bars:
         )
         self.open, self.close = self._progress.start, self._progress.stop
 
+    def waits(self, step: str, now: float, why: str) -> None:
+        self._progress.console.print(f"{self._title} {step}: {why}", markup=False, highlight=False)
+
     def started(self, step: str, now: float) -> None:
         self._tasks[step] = self._progress.add_task(f"{self._title} {step}", total=1, count="", figures="")
 
@@ -398,6 +401,9 @@ class Lines:
     def close(self) -> None:
         """Nothing is left open."""
 
+    def waits(self, step: str, now: float, why: str) -> None:
+        self._print(step, now, why)
+
     def started(self, step: str, now: float) -> None:
         self._steps[step] = _Line(now, now)
         self._print(step, now, "started")
@@ -431,6 +437,7 @@ class Watch:
         live = console.is_interactive and console.file.isatty()
         self._view = Bars(title, console) if live else Lines(title, console)
         self._names: dict[str, str] = {}  # key → name of the steps that go on
+        self._waiting = set[str]()  # keys of the steps that have waited for a slot of a pool
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._cursor: str | None = None
@@ -467,5 +474,19 @@ class Watch:
             elif event.is_step_start:
                 self._names[step] = step.rpartition("__")[2]
                 self._view.started(self._names[step], now)
+            elif event.event_type == dg.DagsterEventType.ENGINE_EVENT and step not in self._waiting:
+                pool = event.engine_event_data.metadata.get("pool")
+                if pool is not None and (why := self._held(str(pool.value))):
+                    self._waiting.add(step)
+                    self._view.waits(step.rpartition("__")[2], now, why)
             elif (event.is_step_success or event.is_step_failure) and step in self._names:
                 self._view.ended(self._names.pop(step), now, event.is_step_failure)
+
+    def _held(self, pool: str) -> str | None:
+        """What a step waits for while other runs hold the slots of its pool; None: steps of its own run do."""
+        slots = self._instance.event_log_storage.get_concurrency_info(pool)
+        others = sorted(run_id[:8] for run_id in slots.active_run_ids - {self._run_id})
+        if not others:
+            return None
+        more = f"`dagster instance concurrency set {pool} {slots.slot_count + 1}`"
+        return f"waits for a slot of pool {pool}, which run {', '.join(others)} holds; for one more at a time: {more}"

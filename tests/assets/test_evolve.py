@@ -126,6 +126,30 @@ def test_a_log_file_has_a_line_where_a_step_starts_and_where_it_ends(light: InPr
     assert not any("1/1" in line or "3/3" in line for line in lines)
 
 
+def test_a_step_that_waits_for_a_slot_says_so_and_which_run_holds_it(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
+        light, events = InProcess(light_project(tmp_path / "project"), instance), instance.event_log_storage
+        assert light.run(None).success
+        other = instance.create_run_for_job(light.defs.resolve_implicit_global_asset_job_def())
+        events.set_concurrency_slots("gpu", 1)
+        assert events.claim_concurrency_slot("gpu", other.run_id, "step").is_claimed
+
+        class FreedOnceSaid(io.StringIO):
+            def write(self, text: str) -> int:
+                if "waits" in text:
+                    events.free_concurrency_slots_for_run(other.run_id)
+                return super().write(text)
+
+        file = FreedOnceSaid()
+        assert evolve_through(light.defs, instance, light.loop, 0, Console(file=file, width=80)) == 2
+    said = [line for line in file.getvalue().splitlines() if "waits" in line]
+    # π_0 and ϕ_0 may both wait for it; that later steps of the run wait for each other is not said
+    assert said and {line.split()[4] for line in said} <= {"planner_sft:", "grounder:"}
+    assert all(f"waits for a slot of pool gpu, which run {other.run_id[:8]} holds" in line for line in said)
+    assert said[0].endswith("`dagster instance concurrency set gpu 2`")
+
+
 def test_a_failed_step_has_no_count_in_a_terminal(light: InProcess) -> None:
     last = [line for line in shown(light, Terminal()).splitlines() if "candidate_plans" in line][-1]
     assert "failed" in last and "1/1" not in last and "3/3" not in last
