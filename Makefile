@@ -21,9 +21,9 @@ demo: setup  ## D_0 and one iteration of co-evolution on MiniWoB++, on the CPU
 ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
 	$(VENV)/bin/coepg ui
 
-test: setup  ## lint goes on beside the tests; four processes for two cores, since many tests wait for what they started
+test: setup  ## lint goes on beside the tests; three processes for two cores, since some of them wait for Dagster
 	$(MAKE) lint & lint=$$!; \
-	$(VENV)/bin/python -m pytest -q -n 4 --dist loadscope --no-loadscope-reorder; passed=$$?; \
+	$(VENV)/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder; passed=$$?; \
 	wait $$lint && exit $$passed
 
 faults: setup  ## the whole fault matrix of docs/reliability.md
