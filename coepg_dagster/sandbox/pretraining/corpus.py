@@ -7,8 +7,10 @@ can be scored, not trained on.
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +142,8 @@ def read(
     """Read Parquet shards, in the order of their paths; at most `limit` steps.
 
     Raises BadShards if a step belongs to none of `splits`, for a screen of another size, or for no step at all.
-    The pictures go to a file in `work_dir` (a temporary directory by default) and are mapped from there.
+    The pictures go to a file in `work_dir` and are mapped from there; by default in a temporary directory, which is removed when
+    the process ends.
     """
     tables = [pq.ParquetFile(path) for path in sorted(shards)]
     total = sum(table.metadata.num_rows for table in tables)
@@ -148,6 +151,8 @@ def read(
     if total == 0:
         raise BadShards(f"no steps in {[str(path) for path in shards]}; collect some with `coepg collect miniwob`")
     directory = Path(tempfile.mkdtemp(prefix="coepg-screens-", dir=work_dir))
+    if work_dir is None:
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # forked loaders end without it
     images = np.lib.format.open_memmap(
         directory / _IMAGES, mode="w+", dtype=np.uint8, shape=(total, SCREEN_HEIGHT, SCREEN_WIDTH, 3)
     )

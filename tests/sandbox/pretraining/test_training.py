@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -50,6 +53,16 @@ def test_other_splits_are_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "x.parquet", 2, split="test_seed")
     with pytest.raises(BadShards, match="test_seed"):
         corpus.read([shard], work_dir=tmp_path)
+
+
+@pytest.mark.parametrize("split", ["pretrain", "test_seed"])
+def test_a_process_that_read_screens_leaves_none_behind(split: str, tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "x.parquet", 2, split=split)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    program = f"from pathlib import Path; from {corpus.__name__} import read; read([Path({str(shard)!r})])"
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(temporary)}, check=False)
+    assert (done.returncode == 0) == (split == "pretrain") and list(temporary.iterdir()) == []
 
 
 def test_screens_are_read_back_from_their_directory(drawn: Corpus) -> None:
