@@ -66,7 +66,7 @@ def test_the_reward_is_gate_and_point(steps: pa.Table) -> None:
     assert reward.score([text for _, text, _ in answers], [step for step, _, _ in answers]) == [r for *_, r in answers]
     table = pa.Table.from_pylist([row | {"optimizer_step": 0, "group": 0, "advantage": 0.0} for row in reward.rows])
     assert table.select(["step_id", "gate"]).num_rows == len(answers)
-    assert {*table.column_names, "sampled_in"} == set(ROLLOUT_SCHEMA.names), "only replayed answers have that"
+    assert {*table.column_names, "sampled_in", "live"} == set(ROLLOUT_SCHEMA.names)  # of replayed answers, of live pages
 
 
 @pytest.mark.slow
