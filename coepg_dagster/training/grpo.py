@@ -282,6 +282,8 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         compute_entropy: bool = False,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if batch_size is not None:
+            batch_size = self._rows_of_a_pass or batch_size
         if not self._packs:
             unpacked = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **more
@@ -589,21 +591,6 @@ class EpisodeTrainer(CdremTrainer):
         answers = [episode.steps[t].answer for episode, t in self._reward.steps]
         self._cut = [answer.cut for answer in answers]
         return [answer.tokens for answer in answers], [answer.logprobs for answer in answers]
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **more: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        rows = None if batch_size is None else self._rows_of_a_pass
-        return super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, rows, compute_entropy, **more
-        )
 
     def _compared(self, rows: list[dict[str, Any]]) -> Floats:
         rewards, lengths = self._reward.outcomes(self._objective.group_size)

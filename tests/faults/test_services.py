@@ -133,6 +133,20 @@ def kill_code_server(ui: Ui, run: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def hanging_run(ui: Ui) -> tuple[Path, str, int, int]:
+    """Launches a run whose training hangs until the planted file, the first of what is returned, is gone.
+
+    Then the run's id, and the processes of its worker and of the worker's child.
+    """
+    ui.wait_run(ui.launch([key(asset) for asset in SHARED], None), "SUCCESS")
+    planted = plant(ui.project, "worker", "light/s1", Ref("planner_sft", 0))
+    run = ui.launch([key("s1", "planner_sft")], "0")
+    pids = ui.project.store / ".scratch" / "hanging" / "pids.json"
+    ui.wait(pids.exists, "the worker of the run")
+    worker, child = json.loads(pids.read_text())
+    return planted, run, worker, child
+
+
 @pytest.mark.parametrize(
     ("fault", "ends"),
     [
@@ -147,12 +161,7 @@ def kill_code_server(ui: Ui, run: str) -> None:
 def test_what_is_killed_leaves_nothing_behind_and_the_next_run_goes_on(
     ui: Ui, fault: Callable[[Ui, str], None], ends: bool
 ) -> None:
-    ui.wait_run(ui.launch([key(asset) for asset in SHARED], None), "SUCCESS")
-    planted = plant(ui.project, "worker", "light/s1", Ref("planner_sft", 0))
-    run = ui.launch([key("s1", "planner_sft")], "0")
-    pids = ui.project.store / ".scratch" / "hanging" / "pids.json"
-    ui.wait(pids.exists, "the worker of the run")
-    worker, child = json.loads(pids.read_text())
+    planted, run, worker, child = hanging_run(ui)
     planted.unlink()
     started = set(ui.processes())
     fault(ui, run)
@@ -185,12 +194,7 @@ def test_evolve_beside_a_run_of_the_ui_waits_for_its_slot_and_then_makes_what_is
     ui: Ui, tmp_path: Path
 ) -> None:
     """Of the same iteration. The run of the UI is left alone until the user cancels it."""
-    ui.wait_run(ui.launch([key(asset) for asset in SHARED], None), "SUCCESS")
-    planted = plant(ui.project, "worker", "light/s1", Ref("planner_sft", 0))
-    run = ui.launch([key("s1", "planner_sft")], "0")
-    pids = ui.project.store / ".scratch" / "hanging" / "pids.json"
-    ui.wait(pids.exists, "the worker of the run")
-    worker, child = json.loads(pids.read_text())
+    planted, run, worker, child = hanging_run(ui)
     evolve = evolving(ui.project)
     ui.wait(lambda: "waits for" in " ".join(left_over(ui.project)), "a step of evolve to wait for the slot")
     assert is_alive(worker) and is_alive(child) and ui.recorded(run) == "STARTED"

@@ -66,7 +66,8 @@ def test_the_reward_is_gate_and_point(steps: pa.Table) -> None:
     assert reward.score([text for _, text, _ in answers], [step for step, _, _ in answers]) == [r for *_, r in answers]
     table = pa.Table.from_pylist([row | {"optimizer_step": 0, "group": 0, "advantage": 0.0} for row in reward.rows])
     assert table.select(["step_id", "gate"]).num_rows == len(answers)
-    assert {*table.column_names, "sampled_in", "live"} == set(ROLLOUT_SCHEMA.names)  # of replayed answers, of live pages
+    not_here = {"sampled_in", "live"}  # of replayed answers, and of live pages
+    assert {*table.column_names} | not_here == set(ROLLOUT_SCHEMA.names)
 
 
 @pytest.mark.slow

@@ -127,6 +127,22 @@ def test_a_prompt_is_computed_once(case: Case) -> None:
 ADVANTAGES = st.lists(st.sampled_from([0.0, 0.0, 1.0, -0.5]), min_size=8, max_size=8)
 
 
+def loss(part: dict[str, Any], loss_type: str) -> float:
+    """TRL's loss of a pass, from the losses of its tokens."""
+    losses, tokens = part["per_token"], part["completion_mask"]
+    if not len(losses):
+        return 0.0
+    match loss_type:
+        case "grpo":
+            return float((losses.sum(-1) / tokens.sum(-1)).mean())
+        case "dr_grpo":
+            return float(losses.sum() / (len(losses) * 48))
+        case "dapo":
+            return float(losses.sum() / part["num_items_in_batch"])
+        case _:
+            return float(losses.sum() / tokens.sum())
+
+
 @given(ADVANTAGES, st.sampled_from(["grpo", "dr_grpo", "dapo", "bnpo"]), st.sampled_from([1, 2, 4]), st.booleans())
 @settings(max_examples=60)
 def test_what_has_no_gradient_is_left_out_and_the_loss_stays(
@@ -146,25 +162,11 @@ def test_what_has_no_gradient_is_left_out_and_the_loss_stays(
         "num_items_in_batch": mask.sum(),
     }
 
-    def loss(part: dict[str, Any]) -> float:
-        losses, tokens = part["per_token"], part["completion_mask"]
-        if not len(losses):
-            return 0.0
-        match loss_type:
-            case "grpo":
-                return float((losses.sum(-1) / tokens.sum(-1)).mean())
-            case "dr_grpo":
-                return float(losses.sum() / (len(losses) * 48))
-            case "dapo":
-                return float(losses.sum() / part["num_items_in_batch"])
-            case _:
-                return float(losses.sum() / tokens.sum())
-
     whole = in_passes(batch, passes, loss_type, drop=False, empty=False)
     left = in_passes(batch, passes, loss_type, drop=True, empty=empty)
     for all_of_it, rest in zip(whole, left, strict=True):
         assert all_of_it["share"] == 1 and len(all_of_it["advantages"]) == 8 // passes
-        assert rest["share"] * loss(rest) == pytest.approx(loss(all_of_it), abs=1e-6)
+        assert rest["share"] * loss(rest, loss_type) == pytest.approx(loss(all_of_it, loss_type), abs=1e-6)
         kept = len(rest["advantages"])
         assert kept == max(int((all_of_it["advantages"] != 0).sum()), 0 if empty else 1)
         assert len(rest["pixel_values"]) == 2 * kept == 2 * len(rest["num_images"])
@@ -188,28 +190,14 @@ def test_filled_passes_add_up_to_the_mean_over_all_rows(advantages: list[float],
         "per_token": per_token,
         "pixel_values": torch.arange(2.0 * n)[:, None],
         "image_grid_thw": torch.tensor([[1, 1, 2]] * n),
+        "num_items_in_batch": mask.sum() / passes,  # the trainer takes the mean over the passes
     }
-
-    def loss(part: dict[str, Any]) -> float:
-        losses, tokens = part["per_token"], part["completion_mask"]
-        if not len(losses):
-            return 0.0
-        match loss_type:
-            case "grpo":
-                return float((losses.sum(-1) / tokens.sum(-1)).mean())
-            case "dr_grpo":
-                return float(losses.sum() / (len(losses) * 48))
-            case "dapo":
-                return float(passes * losses.sum() / mask.sum())
-            case _:
-                return float(losses.sum() / tokens.sum())
 
     made = in_passes(batch, passes, loss_type, drop=True, empty=True, filled=filled)
     assert len(made) == passes and all(len(part["advantages"]) <= filled for part in made)
     assert [a for part in made for a in part["advantages"].tolist()] == [a for a in advantages if a]
-    # the trainer takes the mean over the passes
-    expected = loss(batch) / (passes if loss_type == "dapo" else 1)
-    assert sum(part["share"] * loss(part) for part in made) / passes == pytest.approx(expected, abs=1e-5)
+    expected = loss(batch, loss_type) / (passes if loss_type == "dapo" else 1)
+    assert sum(part["share"] * loss(part, loss_type) for part in made) / passes == pytest.approx(expected, abs=1e-5)
 
 
 @given(st.floats(0, 0.2), st.integers(0, 5))
