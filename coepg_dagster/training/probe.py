@@ -22,7 +22,7 @@ from transformers import TrainerState
 
 from coepg_dagster.artifacts import seal, whole
 from coepg_dagster.evaluation.change import PROBED, change_of, change_text
-from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.experiment import Grpo, Member, Models
 from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
@@ -171,18 +171,30 @@ def judge_of(models: Models) -> tuple[str, str]:
 
     It is the first open verifier that is loaded from a checkpoint, else the base grounder.
     """
-    for name, member in models.verifiers.items():
-        if models.engine_of(member) != "openai":
-            return name, member.model
-    return "base_grounder", models.base_grounder
+    return _first_loaded(models, models.verifiers) or ("base_grounder", models.base_grounder)
+
+
+def writer_of(models: Models) -> tuple[str, str]:
+    """(name, checkpoint) of the planner by whose plans ϕ_k and its base are compared on validation.
+
+    It is the first open planner that is loaded from a checkpoint, else the base planner: the pool wrote what ϕ_k learns from,
+    and a base planner may have no words for the domain.
+    """
+    return _first_loaded(models, models.planners) or ("base_planner", models.base_planner)
+
+
+def _first_loaded(models: Models, pool: Mapping[str, Member]) -> tuple[str, str] | None:
+    """The first member of a pool that is loaded from a checkpoint; None if servers have all."""
+    loaded = (name for name, member in pool.items() if models.engine_of(member) != "openai")
+    return next(((name, pool[name].model) for name in loaded), None)
 
 
 def probe_sft(job: SftJob, dataset: pa.Table, steps: pa.Table) -> dict[str, Any]:
     """Compares the checkpoint of a job with its base, both greedy; returns {"probe": figures} as those of `Probe`.
 
     A planner succeeds on a step if its plan passes the gate and `judge_of` hits the target with it. A grounder succeeds if it
-    hits the target with a given plan: on training steps one of D_{k-1}, on validation steps one of the base planner that
-    passes the gate.
+    hits the target with a given plan: on training steps one of D_{k-1}, on validation steps one of `writer_of` that passes the
+    gate.
 
     One model is loaded at a time; the model that this process trained must no longer be used.
 
@@ -208,7 +220,7 @@ def probe_sft(job: SftJob, dataset: pa.Table, steps: pa.Table) -> dict[str, Any]
         before, after = _successes(judge, opened(checkpoint), texts, both, job)
     else:
         judge = "labels"
-        plans = _passing(_plans(opened(models.base_planner), probed["validation"], job), both)
+        plans = _passing(_plans(opened(writer_of(models)[1]), probed["validation"], job), both)
         learnt = set(probed["train"]["step_id"].to_pylist())
         plans |= {row["step_id"]: row["plan"] for row in reversed(rows) if row["step_id"] in learnt}
         before, after = (_hits(opened(one), plans, both, job) for one in compared)

@@ -22,7 +22,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import Placement
 from coepg_dagster.steps import whole_episodes
 from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.probe import Probe, judge_of, probe_sft, probe_steps_between, probed_steps
+from coepg_dagster.training.probe import Probe, judge_of, probe_sft, probe_steps_between, probed_steps, writer_of
 from coepg_dagster.training.validation import Questions, requests_of
 from tests.conftest import step, step_table
 from tests.jobs import grpo_job, quiet, sft_job
@@ -174,7 +174,7 @@ def test_the_change_by_sft_is_measured_with_the_checkpoints(
     """A random base, and what learnt the answers by heart."""
     learnt = {role: str(trained(role, 0)) for role in ("planner", "grounder")}
     able = Models.model_validate(
-        models.model_dump() | {"verifiers": {"able": learnt["grounder"]}, "base_planner": learnt["planner"]}
+        models.model_dump() | {"verifiers": {"able": learnt["grounder"]}, "planners": {"able": learnt["planner"]}}
     )
     base = str(random_checkpoint(0))
 
@@ -198,14 +198,16 @@ def test_the_change_by_sft_is_measured_with_the_checkpoints(
     assert same["train"]["difference"] == same["validation"]["difference"] == 0
 
 
-def test_the_judge_of_plans_is_a_checkpoint() -> None:
+def test_who_judges_plans_and_who_writes_them_are_checkpoints() -> None:
     far = {"model": "tiny", "engine": "openai", "base_url": "http://10.0.0.7:8000/v1"}
 
-    def of(verifiers: dict[str, Any]) -> tuple[str, str]:
-        return judge_of(Models(base_planner="p", base_grounder="g", planners={"p": "p"}, verifiers=verifiers))
+    def models(pool: dict[str, Any]) -> Models:
+        return Models(base_planner="p", base_grounder="g", planners=pool, verifiers=pool)
 
-    assert of({"far": far, "near": "n", "last": "l"}) == ("near", "n")
-    assert of({"far": far}) == ("base_grounder", "g")
+    near = models({"far": far, "near": "n", "last": "l"})
+    assert judge_of(near) == writer_of(near) == ("near", "n")
+    assert judge_of(models({"far": far})) == ("base_grounder", "g")
+    assert writer_of(models({"far": far})) == ("base_planner", "p")
 
 
 @given(st.integers(1, 500), st.integers(0, 12))
