@@ -56,12 +56,18 @@ class Todo:
 
 
 def next_todo(
-    instance: dg.DagsterInstance, loop: Loop, through: int, first: int = 0, records: Records | None = None
+    instance: dg.DagsterInstance,
+    loop: Loop,
+    through: int,
+    first: int = 0,
+    records: Records | None = None,
+    *,
+    data: bool = True,
 ) -> Todo | None:
     """The next run that is needed to make iterations `first`..`through` current; None: nothing is missing or stale.
 
     In order: the benchmark and the open models (a change of their source files counts too); the iterations, from the first
-    stale one; the report. `records` are the loop's, if they are known.
+    stale one; the report. `records` are the loop's, if they are known. Without `data` D_`through` is not made.
     """
     records = loop.records(instance) if records is None else records
     stale = loop.stale(records)
@@ -74,7 +80,9 @@ def next_todo(
     if shared := loop.shared_to_make(records, stale):
         return todo(None, shared)
     plan = loop.to_make(records, stale, through)
-    wanted = [k for k in sorted(plan) if k >= first]
+    if not data and through in plan:
+        plan[through] = [asset for asset in plan[through] if asset not in REGENERATION]
+    wanted = [k for k in sorted(plan) if k >= first and plan[k]]
     if wanted:
         return todo(wanted[0], loop.in_one_run(plan[wanted[0]], wanted[0]))
     return None if loop.report_is_current(instance, records) else Todo(None, (REPORT,))

@@ -78,10 +78,13 @@ def evolve_through(
     console: Console,
     where: Where = Where(),
     first: int = 0,
+    *,
+    data: bool = True,
 ) -> int:
     """Makes what is missing or stale in iterations `first`..`through`, and the report; returns the number of runs.
 
-    Iterations before `first` are left as they are: inputs from them must exist and be current.
+    Iterations before `first` are left as they are: inputs from them must exist and be current. Without `data` D_`through`,
+    which only the next iteration reads, is not made.
     """
     assert_sound(instance)
     for run_id in end_dead_runs(instance, Project(loop.root).store):
@@ -90,7 +93,7 @@ def evolve_through(
     evaluate_again(instance, loop, records, loop.stale(records))
     keep_records_of(Project(loop.root).store, loop, records.values())
     runs, last = 0, None
-    while (todo := next_todo(instance, loop, through, first)) is not None:
+    while (todo := next_todo(instance, loop, through, first, data=data)) is not None:
         if todo == last:
             raise RunFailed(
                 f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "

@@ -95,6 +95,9 @@ def evolve(
     here: Annotated[
         bool, typer.Option("--here", help="run in this process, with its environment, even if a Dagster daemon runs")
     ] = False,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="whether D_THROUGH is made, which only the next iteration reads")
+    ] = True,
 ) -> None:
     """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
 
@@ -118,7 +121,7 @@ def evolve(
     place = place_of(device, train_device, processes, ray, machine)
     if through:
         _refuse_training(experiment, placed_machine(place, machine))
-    made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), first)
+    made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), first, data=data)
     err.print(f"{made} runs" if made else "everything is there and current")
 
 
