@@ -45,6 +45,7 @@ from coepg_dagster.rewards.answers import refuse_inputs
 from coepg_dagster.rewards.cdrem import ValueMode
 from coepg_dagster.rewards.composite import Composite, Role
 from coepg_dagster.rewards.estimators import GIVEN, by_episodes, drop_spreadless, is_estimator
+from coepg_dagster.rewards.terms import OF_A_BOX
 from coepg_dagster.strategies.curation import Prompts, Rows, transition_pairs
 from coepg_dagster.strategies.inference import Agent as AskedAgent
 
@@ -954,6 +955,11 @@ class Experiment(Strict):
             raise ValueError("`agent: end_to_end` has no grounder: remove `grounder_rl`")
         if self.grounder_rl.enabled and self.sft.folds is not None:
             raise ValueError("grounders of `sft.folds` are trained by SFT alone: remove `folds`, or `grounder_rl`")
+        score = self.grounder_rl.point_score
+        if self.grounder_rl.enabled and score and score["name"] in OF_A_BOX and self.sft.target != "box":
+            raise ValueError(
+                f"`grounder_rl.point_score: {score['name']}` scores a box, and ϕ_k learns to answer a point: set `sft.target: box`"
+            )
         if self.agent == "end_to_end" and {"planner_sft", "grounder"} & set(self.take):
             raise ValueError("`agent: end_to_end` has neither planner nor grounder: take `dataset` only")
         if "regenerate_weekly" in self.automation and "dataset" not in self.made:

@@ -161,6 +161,10 @@ def infigui_r1_box(areas: Floats, boxes: Floats, *, enough: Annotated[float, Int
     return _best(np.minimum(_iou(areas, boxes) / enough, 1))
 
 
+OF_A_BOX: Final = frozenset({step_gui_box.__name__, infigui_r1_box.__name__})
+"""Rewards that are 0, or nearly, for an answer that is a point."""
+
+
 @plugin("reward", "InfiGUI-G1, InfiXAI/InfiGUI-G1")
 def infigui_g1(candidates: Sequence[Floats], boxes: Floats) -> Floats:
     """Several places in one answer: 1 / √(N k) if the k-th of N is the first hit, else -1 / N, and -1 without a place.

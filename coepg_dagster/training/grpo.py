@@ -814,7 +814,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     rollouts = job.scratch / "rollouts"
     beside = {rollouts: 1, job.scratch / BEST: 0, job.scratch / PROBES: 0}
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations, beside=beside)
-    monitor = TrainingMonitor(job.placement.on_anomaly)
+    monitor = TrainingMonitor(job.placement.on_anomaly, ordered=policy.ordered)
     longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])
     seconds = 60 * job.serving.start_minutes
     sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)

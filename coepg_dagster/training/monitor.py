@@ -42,10 +42,15 @@ Log = Sequence[Mapping[str, float]]
 
 
 class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
-    """Checks every log line of a trainer, and ends training at an anomaly, or warns."""
+    """Checks every log line of a trainer, and ends training at an anomaly, or warns.
 
-    def __init__(self, on_anomaly: OnAnomaly) -> None:
-        self._ends = on_anomaly == "stop"
+    Args:
+        ordered: the prompts of GRPO are asked in an order, such as from easy to hard, so that their reward says nothing about
+            the policy.
+    """
+
+    def __init__(self, on_anomaly: OnAnomaly, *, ordered: bool = False) -> None:
+        self._ends, self._ordered = on_anomaly == "stop", ordered
         self._why: str | None = None
         self._memory = {"host": MemoryGrowth(), "GPU": MemoryGrowth()}
         self._warned: dict[str, str] = {}
@@ -73,7 +78,7 @@ class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
                 f"`learning_rate` (now {args.learning_rate:g}); if it is low already, look for rows that are broken"
             )
         log = [entry for entry in state.log_history if "loss" in entry]
-        anomaly = find_anomaly(log) or self._memory_anomaly(state.max_steps - state.global_step, args.device)
+        anomaly = find_anomaly(log, ordered=self._ordered) or self._memory_anomaly(state.max_steps - state.global_step, args.device)
         if not largest(int(anomaly is not None), args.device) or state.global_step >= state.max_steps:
             return control
         anomaly = anomaly or "another process of this training has an anomaly: see its output"
@@ -139,8 +144,11 @@ class MemoryGrowth:
         return max(0.0, min(rises)) / MEMORY_WINDOW
 
 
-def find_anomaly(log: Log) -> str | None:
-    """The anomaly in the log lines so far, and what to change; None: there is none, or the log is too short."""
+def find_anomaly(log: Log, *, ordered: bool = False) -> str | None:
+    """The anomaly in the log lines so far, and what to change; None: there is none, or the log is too short.
+
+    `ordered`: see `TrainingMonitor`; neither a low reward nor groups without spread are anomalies then.
+    """
     # GRPO: only the first update by the same rollouts logs a reward
     rewarded = [entry for entry in log if "reward" in entry]
     log = rewarded or log
@@ -150,7 +158,7 @@ def find_anomaly(log: Log) -> str | None:
         return _diverging(log)
     reward = _mean(log[-WINDOW:], "reward")
     flat = _mean(log[-WINDOW:], "frac_reward_zero_std")
-    if flat > SPREADLESS:
+    if flat > SPREADLESS and not ordered:
         if reward < 1 - SPREADLESS:
             remedy = "π_k hardly ever gets a reward: train it longer (`sft.epochs`), or raise `grpo.group_size`"
         elif reward > SPREADLESS:
@@ -168,7 +176,7 @@ def find_anomaly(log: Log) -> str | None:
             "`grpo.learning_rate`, or raise `grpo.kl_beta`"
         )
     best = max(_mean(log[i : i + WINDOW], "reward") for i in range(len(log) - WINDOW + 1))
-    if reward < REWARD_LEFT * best:
+    if reward < REWARD_LEFT * best and not ordered:
         return (
             f"reward collapses: {reward:.2f} over {WINDOW} steps; its best was {best:.2f}. Lower `grpo.learning_rate`, or raise "
             "`grpo.kl_beta`"

@@ -94,6 +94,15 @@ def test_what_runs_away_is_reported_once_it_lasts(log: list[Line], message: str)
     assert anomaly is not None and anomaly.startswith(message) and "learning_rate" in anomaly
 
 
+def test_prompts_from_easy_to_hard_end_with_little_reward() -> None:
+    """The sandbox's curriculum: 0.94 in its first steps, 0.44 at step 39."""
+    falls = [grpo(0.94)] * WINDOW + [grpo(0.44)] * WINDOW + [grpo(0.0, spreadless=1.0)] * WINDOW
+    assert find_anomaly(falls[: 2 * WINDOW]) is not None and find_anomaly(falls) is not None
+    assert find_anomaly(falls[: 2 * WINDOW], ordered=True) is None and find_anomaly(falls, ordered=True) is None
+    away = [*falls, *[grpo(0.1, kl=3.0)] * WINDOW]
+    assert "KL runs away" in str(find_anomaly(away, ordered=True)), "that the prompts do not explain"
+
+
 def test_a_model_that_trains_on_may_lose_a_little_at_first() -> None:
     """The sandbox's ϕ_2, of ϕ_1: 0.09 nats a token, 0.14 while the learning rate is high, less than 0.09 at the end."""
     begins = [{"loss": 0.0888}] * 20
