@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=STRATEGIES, help="again for more; default: all")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a run, its start included")
     options = parser.parse_args()
-    name = f"strategies_{options.gpus}gpu"
+    name = "_".join([f"strategies_{options.gpus}gpu", *(options.only or [])])
     if not options.quick:
         need_gpus(name, UNIT, options.gpus, "on a CPU")
     say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
