@@ -32,6 +32,18 @@ MECHANISM: Final = {
 """Metrics of D_k and GRPO that may explain a missed claim: metric → column heading."""
 
 
+PARTS: Final = (
+    ("base planner and ϕ_k: SFT of ϕ alone", FULL, "step_sr_base_planner", "step_sr"),
+    ("π_k and the judge: SFT of π alone", "before_grpo", BY_JUDGE, BY_JUDGE),
+    ("π'_k and the judge: GRPO too", FULL, BY_JUDGE, BY_JUDGE),
+    ("π_k and ϕ_k: SFT of both", "before_grpo", STEP_SR, STEP_SR),
+    ("M_k = π'_k and ϕ_k", FULL, STEP_SR, STEP_SR),
+    ("the best of several plans of π'_k, and ϕ_k", FULL, "step_sr_attempts", "step_sr_attempts"),
+    ("reference plans and ϕ_k", FULL, "step_sr_oracle_plan", "step_sr_oracle_plan"),
+)
+"""Pair of models, variant, metric, and the metric of the same at k = 0, where all variants are the base pair."""
+
+
 def write_page(
     study: Study, findings: Sequence[Finding], missing: Sequence[str], left_out: Mapping[str, str], out: Path
 ) -> Path:
@@ -54,6 +66,7 @@ def write_page(
             reached=reached,
             claims=_claims(findings),
             judged=_judged(study, cells),
+            parts=_parts(study, cells),
             seen=seen,
             few=[rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS],
             enough=FEW_ROLLOUTS,
@@ -94,6 +107,20 @@ def _judged(study: Study, cells: Cells) -> Table:
                 rows.append([f"{name} M_{k}", by_judge, cells.cell(experiment, variant, k, AVERAGE, STEP_SR)])
     title = "Mean Step SR of the test splits by the judge, the primary measure, and by ϕ_k; per cent"
     return table_of(title, ("agent", MEASURES[BY_JUDGE], MEASURES[STEP_SR]), rows)
+
+
+def _parts(study: Study, cells: Cells) -> Table:
+    """Step SR of pairs of models on the validation split: which of them gained, and what is left for whom."""
+    alone = {metric for _, _, metric, _ in PARTS} - {STEP_SR, BY_JUDGE}  # scored on validation only
+    split = next((row.split for run in study.runs for row in run.rows if row.metric in alone), None)
+    later, rows = range(1, study.last + 1), list[list[str | Cell | None]]()
+    for name, variant, metric, at_0 in PARTS if split is not None else ():
+        at_0_and_later = [(FULL, 0, at_0), *((variant, k, metric) for k in later)]
+        values = [cells.cell(study.root, of, k, str(split), measured) for of, k, measured in at_0_and_later]
+        if any(values[1:]):
+            rows.append([name, *values])
+    title = "Step SR on validation of pairs of models, per cent; the mean of the seeds that reached k"
+    return table_of(title, ("pair", "k = 0", *(f"k = {k}" for k in later)), rows)
 
 
 def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str, str]]:

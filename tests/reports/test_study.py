@@ -126,3 +126,26 @@ def test_the_page_says_who_judges(tmp_path: Path) -> None:
     text = write_page(both, findings(both), [], {}, tmp_path).read_text()
     assert "The primary measure is **Step SR by the judge**" in text
     assert "| box M_1 |" in text.split("## Who judges")[1].split("## Tables")[0] and "uniform M_1" not in text
+
+
+def test_the_page_says_which_model_gained(tmp_path: Path) -> None:
+    whole, before = run(FULL, 1, {0: 0.2, 1: 0.5}), run("before_grpo", 1, {1: 0.4})
+    for one, k, metric, value in (
+        (whole, 0, "step_sr", 20.0),
+        (whole, 0, "step_sr_judge", 25.0),
+        (whole, 1, "step_sr_base_planner", 31.0),
+        (before, 1, "step_sr_judge", 42.0),
+        (whole, 1, "step_sr_judge", 53.0),
+        (whole, 1, "step_sr_oracle_plan", 81.0),
+    ):
+        one.rows.append(measured_row(one, k, "validation", metric, value))
+    parts = _page(study(whole, before), tmp_path).split("## What each part brings")[1].split("## Tables")[0]
+    assert "| base planner and ϕ_k: SFT of ϕ alone | 20.0 | 31.0 | – | – |" in parts
+    assert "| π_k and the judge: SFT of π alone | 25.0 | 42.0 |" in parts
+    assert "| π'_k and the judge: GRPO too | 25.0 | 53.0 |" in parts
+    assert "| reference plans and ϕ_k | – | 81.0 |" in parts and "best of several" not in parts
+    assert "What each part brings" not in _page(study(run(FULL, 1, {0: 0.2, 1: 0.5})), tmp_path)
+
+
+def _page(of: Study, folder: Path) -> str:
+    return write_page(of, findings(of), [], {}, folder).read_text()
