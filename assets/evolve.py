@@ -66,6 +66,14 @@ class Where:
     here: bool = False
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is made of the iterations up to the last one."""
+
+    first: int = 0  # iterations before it are left as they are: inputs from them must exist and be current
+    data: bool = True  # false: not D_k of the last one, which only the next iteration reads
+
+
 class RunFailed(Refusal, RuntimeError):
     """A run of the loop failed; the message says which step, why, and where to look."""
 
@@ -77,15 +85,9 @@ def evolve_through(
     through: int,
     console: Console,
     where: Where = Where(),
-    first: int = 0,
-    *,
-    data: bool = True,
+    wanted: Wanted = Wanted(),
 ) -> int:
-    """Makes what is missing or stale in iterations `first`..`through`, and the report; returns the number of runs.
-
-    Iterations before `first` are left as they are: inputs from them must exist and be current. Without `data` D_`through`,
-    which only the next iteration reads, is not made.
-    """
+    """Makes what is missing or stale in the iterations up to `through`, and the report; returns the number of runs."""
     assert_sound(instance)
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         console.print(f"run {run_id[:8]} was killed; what it had finished is used")
@@ -93,7 +95,7 @@ def evolve_through(
     evaluate_again(instance, loop, records, loop.stale(records))
     keep_records_of(Project(loop.root).store, loop, records.values())
     runs, last = 0, None
-    while (todo := next_todo(instance, loop, through, first, data=data)) is not None:
+    while (todo := next_todo(instance, loop, through, wanted.first, data=wanted.data)) is not None:
         if todo == last:
             raise RunFailed(
                 f"{', '.join(todo.assets)} of iteration {todo.iteration} were made and are still not current: "

@@ -958,7 +958,7 @@ class Experiment(Strict):
         score = self.grounder_rl.point_score
         if self.grounder_rl.enabled and score and score["name"] in OF_A_BOX and self.sft.target != "box":
             raise ValueError(
-                f"`grounder_rl.point_score: {score['name']}` scores a box, and ϕ_k learns to answer a point: set `sft.target: box`"
+                f"`grounder_rl.point_score: {score['name']}` scores a box, and ϕ_k learns to answer points: set `sft.target: box`"
             )
         if self.agent == "end_to_end" and {"planner_sft", "grounder"} & set(self.take):
             raise ValueError("`agent: end_to_end` has neither planner nor grounder: take `dataset` only")

@@ -726,7 +726,7 @@ def test_an_overlay_of_a_plugin_changes_its_stage_only(file: Path) -> None:
 @pytest.mark.parametrize("score", ["infigui_r1_box", "step_gui_box"])
 def test_a_reward_of_boxes_is_for_a_grounder_that_answers_boxes(score: str, tmp_path: Path) -> None:
     learns: dict[str, Any] = {"enabled": True, "point_score": score}
-    with pytest.raises(ExperimentError, match="set `sft.target: box`"):
+    with pytest.raises(ExperimentError, match=r"set `sft\.target: box`"):
         load_experiment(write(tmp_path, content(grounder_rl=learns)))
     load_experiment(write(tmp_path, content(grounder_rl=learns, sft={"target": "box"})))
     load_experiment(write(tmp_path, content(grounder_rl={**learns, "enabled": False})))

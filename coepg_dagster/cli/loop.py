@@ -115,13 +115,13 @@ def evolve(
     from coepg_dagster.assets.ledger import Loop, open_instance
 
     instance = open_instance(project)
-    from coepg_dagster.assets.evolve import Where, evolve_through, place_of, placed_machine
+    from coepg_dagster.assets.evolve import Wanted, Where, evolve_through, place_of, placed_machine
 
     loop = Loop(experiment, seed, project.root)
     place = place_of(device, train_device, processes, ray, machine)
     if through:
         _refuse_training(experiment, placed_machine(place, machine))
-    made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), first, data=data)
+    made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), Wanted(first, data))
     err.print(f"{made} runs" if made else "everything is there and current")
 
 

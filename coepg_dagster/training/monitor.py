@@ -78,8 +78,9 @@ class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
                 f"`learning_rate` (now {args.learning_rate:g}); if it is low already, look for rows that are broken"
             )
         log = [entry for entry in state.log_history if "loss" in entry]
-        anomaly = find_anomaly(log, ordered=self._ordered) or self._memory_anomaly(state.max_steps - state.global_step, args.device)
-        if not largest(int(anomaly is not None), args.device) or state.global_step >= state.max_steps:
+        left = state.max_steps - state.global_step
+        anomaly = find_anomaly(log, ordered=self._ordered) or self._memory_anomaly(left, args.device)
+        if not largest(int(anomaly is not None), args.device) or left <= 0:
             return control
         anomaly = anomaly or "another process of this training has an anomaly: see its output"
         kind = anomaly.partition(":")[0]

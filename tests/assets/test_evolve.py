@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from coepg_dagster.assets.automation import REGENERATION
-from coepg_dagster.assets.evolve import Lines, RunFailed, evolve_through, place_of
+from coepg_dagster.assets.evolve import Lines, RunFailed, Wanted, evolve_through, place_of
 from coepg_dagster.assets.ledger import EVOLVE_TAG, EXPERIMENT_TAG, IN_PROCESS, ITERATION_TAG
 from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.remote_origin import RemoteRepositoryOrigin
@@ -51,11 +51,11 @@ def test_data_that_only_the_next_iteration_reads_may_be_left_out_and_come_later(
         records = light.loop.records(light.instance)
         return {ref: record.data_version for ref, record in records.items() if ref.iteration is not None}
 
-    assert evolve_through(light.defs, light.instance, light.loop, 1, QUIET, data=False) == 4
+    assert evolve_through(light.defs, light.instance, light.loop, 1, QUIET, wanted=Wanted(data=False)) == 4
     before = made()
     assert {ref.asset for ref in before if ref.iteration == 0} == set(LOOP), "iteration 1 learns from D_0"
     assert {ref.asset for ref in before if ref.iteration == 1} == set(LOOP) - set(REGENERATION)
-    assert evolve_through(light.defs, light.instance, light.loop, 1, QUIET, data=False) == 0
+    assert evolve_through(light.defs, light.instance, light.loop, 1, QUIET, wanted=Wanted(data=False)) == 0
     assert evolve(light, 1) == 2  # D_1, and the report
     after = made()
     assert {ref: after[ref] for ref in before} == before

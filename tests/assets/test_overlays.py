@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.evolve import RunFailed, evolve_through
+from coepg_dagster.assets.evolve import RunFailed, Wanted, evolve_through
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.pages import lineage_of
 
@@ -56,7 +56,9 @@ def test_what_takes_its_data_is_made_at_one_iteration_alone(overlays: InProcess)
     try:
         loop = overlay(overlays, "late")
         defs = light_artifacts(loop)
-        assert evolve_through(defs, overlays.instance, loop, 1, QUIET, first=1) == 2  # the iteration, the report
+        assert (
+            evolve_through(defs, overlays.instance, loop, 1, QUIET, wanted=Wanted(first=1)) == 2
+        )  # the iteration, the report
         made = {ref.iteration for ref in loop.records(overlays.instance) if ref.asset in loop.made}
         assert made == {1}
         assert evolve_through(defs, overlays.instance, loop, 1, QUIET) == 2  # iteration 0, and the report again

@@ -11,7 +11,7 @@ from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import missing_runs, success_by_episode
+from coepg_dagster.reports.study import Study, missing_runs, success_by_episode
 from coepg_dagster.results import FULL
 from tests.reports.runs import SPLITS, judge, measured, measured_row, played, run, study
 
