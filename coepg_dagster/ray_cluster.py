@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -128,11 +129,15 @@ def _expect_answer(address: str) -> None:
         ) from None
 
 
-def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict[str, int], report: Report) -> Any:
-    """Makes the missing chunks on at most `most` actors and returns the figures.
+def next_chunk(left: Sequence[Chunk], held: str | None) -> Chunk:
+    """The chunk of `left` that a free worker makes: of the member that it holds, else of the one with the most chunks left."""
+    waiting = Counter(chunk.member for chunk in left)
+    member = held if held in waiting else waiting.most_common(1)[0][0]
+    return next(chunk for chunk in left if chunk.member == member)
 
-    A free actor gets a chunk of the member that it holds, else of the one with the most chunks left.
-    """
+
+def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict[str, int], report: Report) -> Any:
+    """Makes the missing chunks on at most `most` actors and returns the figures."""
     chunks = work.chunks()
     left = [chunk for chunk in chunks if not work.file_of(chunk).exists()]
     done, lost = len(chunks) - len(left), 0
@@ -144,11 +149,9 @@ def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict
     def hand_out(actor: Any) -> None:
         if not left:
             return
-        waiting = Counter(chunk.member for chunk in left)
-        member = holds[actor] if holds[actor] in waiting else waiting.most_common(1)[0][0]
-        chunk = next(chunk for chunk in left if chunk.member == member)
+        chunk = next_chunk(left, holds[actor])
         left.remove(chunk)
-        holds[actor] = member
+        holds[actor] = chunk.member
         at_work[actor.make.remote(chunk.member, chunk.start)] = actor, chunk
 
     for actor in holds:
