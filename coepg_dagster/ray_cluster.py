@@ -42,6 +42,9 @@ class StageFunction:
         self._open = ExitStack()
         self._make: Any = None
 
+    def ready(self) -> None:
+        """Answers once this worker runs."""
+
     def make(self, member: str, start: int) -> None:
         """Leaves the chunk's file in the job's scratch folder."""
         if member != self._member:
@@ -137,39 +140,55 @@ def next_chunk(left: Sequence[Chunk], held: str | None) -> Chunk:
 
 
 def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict[str, int], report: Report) -> Any:
-    """Makes the missing chunks on at most `most` actors and returns the figures."""
+    """Makes the missing chunks on at most `most` actors and returns the figures.
+
+    An actor is given a chunk once it runs: Ray may have no place for it, least of all for the one that replaces a lost one.
+    """
     chunks = work.chunks()
     left = [chunk for chunk in chunks if not work.file_of(chunk).exists()]
     done, lost = len(chunks) - len(left), 0
     job = work.job.model_dump_json()
     maker = ray.remote(StageFunction).options(**resources)
-    holds: dict[Any, str | None] = {maker.remote(job, str(root)): None for _ in range(min(most, len(left)))}
-    at_work: dict[Any, tuple[Any, Chunk]] = {}
+    holds: dict[Any, str | None] = {}
+    idle: list[Any] = []
+    awaited: dict[Any, tuple[Any, Chunk | None]] = {}  # result → the actor, and its chunk; None: it starts
+
+    def start() -> None:
+        actor = maker.remote(job, str(root))
+        holds[actor] = None
+        awaited[actor.ready.remote()] = actor, None
 
     def hand_out(actor: Any) -> None:
         if not left:
+            idle.append(actor)
             return
         chunk = next_chunk(left, holds[actor])
         left.remove(chunk)
         holds[actor] = chunk.member
-        at_work[actor.make.remote(chunk.member, chunk.start)] = actor, chunk
+        awaited[actor.make.remote(chunk.member, chunk.start)] = actor, chunk
 
-    for actor in holds:
-        hand_out(actor)
-    while at_work:
-        for result in ray.wait(list(at_work), timeout=POLL_SECONDS)[0]:
-            actor, chunk = at_work.pop(result)
+    for _ in range(min(most, len(left))):
+        start()
+    while done < len(chunks):
+        for result in ray.wait(list(awaited), timeout=POLL_SECONDS)[0]:
+            actor, chunk = awaited.pop(result)
             try:
                 ray.get(result)
-                done += 1
-            except ray.exceptions.ActorDiedError:
+            except ray.exceptions.RayActorError:  # it died, or does not answer: its node may be gone
                 lost += 1
                 if lost > LOST_AT_MOST:
                     raise
                 del holds[actor]
-                left.append(chunk)
-                actor = maker.remote(job, str(root))
-                holds[actor] = None
+                ray.kill(actor)  # should it come back
+                start()
+                if chunk is not None:
+                    left.append(chunk)
+                    if idle:
+                        free = next((one for one in idle if holds[one] == chunk.member), idle[-1])
+                        idle.remove(free)
+                        hand_out(free)
+                continue
+            done += chunk is not None
             hand_out(actor)
         report(done, len(chunks), {})
     for actor in holds:

@@ -41,29 +41,38 @@ def simulate(
 
     Args:
         slow: worker, 0 to `workers` - 1 → how many times as long it takes for a chunk.
-        lost: worker → the second at which its node goes. Another worker of usual speed takes its place.
+        lost: worker → the second at which its node goes. A worker without work takes its chunk, and another of usual speed
+            its place.
     """
     slow, lost, left = dict(slow or {}), dict(lost or {}), list(chunks)
-    names, held, kept, end, loads, again = count(), dict[int, str](), 0.0, 0.0, 0, 0
-    # when a worker asks for a chunk, the worker, and the one that was lost with the worker before it
-    asks: list[tuple[float, int, Chunk | None]] = [(0.0, next(names), None) for _ in range(min(workers, len(left)))]
+    names, held, idle = count(), dict[int, str](), list[int]()
+    kept, end, loads, again = 0.0, 0.0, 0, 0
+    # when a worker asks for a chunk, the worker, and the chunk of a worker that is lost at this moment
+    asks: list[tuple[float, int, Chunk | None]] = []
+    for _ in range(min(workers, len(left))):
+        heapq.heappush(asks, (times.start, next(names), None))
     while asks:
         now, worker, back = heapq.heappop(asks)
         if back is not None:
             left.append(back)
             again += 1
-        if not left:
+            heapq.heappush(asks, (now + times.start, next(names), None))
+            if not idle:
+                continue
+            worker = next((one for one in idle if held.get(one) == back.member), idle[-1])
+            idle.remove(worker)
+        elif not left:
+            idle.append(worker)
             continue
         chunk = next_chunk(left, held.get(worker))
         left.remove(chunk)
-        starts = 0.0 if worker in held else times.start
         loaded = held.get(worker) != chunk.member
         held[worker] = chunk.member
         loads += loaded
         works = times.chunk[chunk.member] * slow.get(worker, 1.0)
-        done, gone = now + starts + loaded * times.load + works, lost.get(worker, float("inf"))
+        done, gone = now + loaded * times.load + works, lost.get(worker, float("inf"))
         if gone < done:
-            heapq.heappush(asks, (max(now, gone), next(names), chunk))
+            heapq.heappush(asks, (max(now, gone), worker, chunk))
             continue
         kept, end = kept + works, max(end, done)
         heapq.heappush(asks, (done, worker, None))

@@ -59,5 +59,7 @@ def test_by_hand() -> None:
     assert simulate(chunks, 400, times).busy == pytest.approx(40 / (400 * 17)), "workers without a chunk wait"
     assert simulate(chunks, 4, times, slow={1: 3.0}).seconds == 5 + 2 + 30, "the slowest decides"
     lost = simulate(chunks, 4, times, lost={2: 12.0})
-    assert (lost.seconds, lost.made_again) == (12 + 5 + 2 + 10, 1)
+    assert (lost.seconds, lost.made_again) == (17 + 10, 1), "who holds its model is free before another has started"
+    slowest = simulate(chunks, 4, times, slow={2: 3.0}, lost={2: 33.0})
+    assert (slowest.seconds, slowest.made_again) == (33 + 10, 1), "who has nothing to do takes it at once"
     assert math.isclose(simulate([], 4, times).seconds, 0.0)
