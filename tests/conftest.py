@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import runpy
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models, and wait for each other on few cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 
 import pyarrow as pa
 import pytest
@@ -29,6 +29,11 @@ from tests.jobs import quiet, sft_job
 # The same examples on every machine, and no failure because a machine is busy.
 settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("coepg")
+
+STARTUP = Path(__file__).parent / "startup"
+if str(STARTUP) not in os.environ.get("PYTHONPATH", ""):  # else it is a process of xdist, and was started with it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(STARTUP / "sitecustomize.py"))
 
 gc.disable()  # until all tests are imported and collected: that stays to the end
 # A script that runs `make test` in the background has interrupts ignored: what tests start, to interrupt it, would inherit that.
