@@ -29,6 +29,7 @@ from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.page_reward import PageReward, agreement
 from tests.inference.scripted import RESIZE, Scripted, generation
 from tests.jobs import grpo_job, quiet
+from tests.miniwob import labelled_steps
 from tests.project import REPOSITORY
 
 
@@ -136,13 +137,12 @@ def test_grpo_on_live_pages(tmp_path: Path) -> None:
     pytest.importorskip("selenium")
     pytest.importorskip("miniwob")
     from coepg_dagster.sandbox.miniwob.browser import BrowserMissing, find_programs
-    from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
     try:
         find_programs()
     except BrowserMissing as missing:
         pytest.skip(str(missing))
-    table = load_snapshot(REPOSITORY / "data" / "miniwob")
+    table = labelled_steps()
     families = ("click-dialog", "click-link", "click-color", "click-collapsible-nodelay")
     mine = [
         i
