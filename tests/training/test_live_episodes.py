@@ -352,7 +352,7 @@ def test_grpo_on_whole_episodes(tmp_path: Path) -> None:
     models = load_experiment(REPOSITORY / "experiments" / "sandbox.yaml").models
     config = Grpo.model_validate(
         {
-            "environment": {"episodes": "whole", "max_steps": 3, "processes": 4},
+            "environment": {"episodes": "whole", "max_steps": 3, "processes": 2},
             "prompts_per_step": 4,
             "group_size": 4,
             "max_steps": 2,
