@@ -79,6 +79,7 @@ def raised(deployment: Deployment) -> Iterator[float]:
     deployment.wait(lambda: by_cron(deployment, "1"), "cron ticks of timed/s1", 1500)
     file = deployment.project.root / "experiments" / "timed.yaml"
     file.write_text(file.read_text().replace("iterations: 1", "iterations: 2"))
+    deployment.load_anew()
     yield time.time()
     deployment.switch_off("automation")
 
