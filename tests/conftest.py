@@ -42,14 +42,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes files stay whole; one process has the deployment, and one the server that loops fork from."""
+    """With several processes files stay whole; one process has the deployment, one the server that loops fork from."""
     from xdist.scheduler import LoadScopeScheduling
 
-    signs = {"deployment": "deployment: Deployment", "loops": "Forked("}
+    signs = {"deployment: Deployment": "deployment", "Forked(": "loops", "import MAKERS": "loops"}
     together = {
         file: group
         for file in Path(__file__).parent.rglob("test_*.py")
-        for group, sign in signs.items()
+        for sign, group in signs.items()
         if sign in file.read_text()
     }
 
