@@ -1,7 +1,8 @@
 """Every Python process of the tests imports this as it starts: SQLite does not wait until what it writes is on the disk.
 
-Dagster opens its databases anew for each of the hundred and fifty events of a run, and light steps waited for the disk more than
-they worked. A killed process leaves behind what it had written all the same: only a machine that loses its power would not.
+For a run of eight light steps Dagster opens its databases eleven hundred times. To open one, write and close it takes 22 ms on
+the disk of two busy cores, and a third of a millisecond without the waiting. A killed process leaves behind what it had written
+all the same: only a machine that loses its power would not.
 """
 
 import sqlite3
