@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import runpy
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models, and wait for each other on few cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 
 import pyarrow as pa
 import pytest
@@ -30,6 +30,11 @@ from tests.jobs import quiet, sft_job
 settings.register_profile("coepg", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("coepg")
 
+STARTUP = Path(__file__).parent / "startup"
+if str(STARTUP) not in os.environ.get("PYTHONPATH", ""):  # else it is a process of xdist, and was started with it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(STARTUP / "sitecustomize.py"))
+
 gc.disable()  # until all tests are imported and collected: that stays to the end
 # A script that runs `make test` in the background has interrupts ignored: what tests start, to interrupt it, would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,14 +42,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes files stay whole; one process has the deployment, and one the server that loops fork from."""
+    """With several processes files stay whole; one process has the deployment, one the server that loops fork from."""
     from xdist.scheduler import LoadScopeScheduling
 
-    signs = {"deployment": "deployment: Deployment", "loops": "Forked("}
+    signs = {"deployment: Deployment": "deployment", "Forked(": "loops", "import MAKERS": "loops"}
     together = {
         file: group
         for file in Path(__file__).parent.rglob("test_*.py")
-        for group, sign in signs.items()
+        for sign, group in signs.items()
         if sign in file.read_text()
     }
 

@@ -1,9 +1,9 @@
 """A Dagster deployment for tests: real daemon and web server over one project, driven through GraphQL.
 
-The daemon looks oftener, so that tests wait less: for backfills every 3 seconds (of 30), for what conditions ask for every 3
+The daemon looks oftener, so that tests wait less: for backfills every 3 seconds (of 30), for sensors that are due every second
 (of 5), for queued runs every second (of 5), for runs to try again every second (of 5), for runs that are gone every 5 (of 20).
-It starts a new code server every four minutes in place of every minute. Of the light project, runs are forks of a server that
-has imported Dagster (`assets/light_location.py`).
+It starts a new code server when it is told (`load_anew`) in place of every minute. Of the light project, runs are forks of a
+server that has imported Dagster (`assets/light_location.py`), and give their slots back a second after their end (of 10).
 Nothing else differs from `make ui`.
 """
 
@@ -33,13 +33,27 @@ from coepg_dagster.project import Project
 from tests.project import REPOSITORY
 
 LOCATION: Final = "coepg"
-_DAEMON: Final = (
-    "import dagster as dg, dagster._daemon.asset_daemon as assets, dagster._daemon.controller as controller; "
-    "controller.DEFAULT_DAEMON_INTERVAL_SECONDS = assets.MIN_INTERVAL_LOOP_SECONDS = 3; "
-    "controller.RELOAD_WORKSPACE_INTERVAL = 240; "
-    "dg.QueuedRunCoordinator.dequeue_interval_seconds = 1; dg.DagsterInstance.run_monitoring_poll_interval_seconds = 5; "
-    "from dagster._daemon.cli import main; main()"
+_DAEMON: Final = """
+import signal
+
+import dagster as dg
+from dagster._daemon import controller, sensor
+from dagster._daemon.cli import main
+
+controller.DEFAULT_DAEMON_INTERVAL_SECONDS = 3
+sensor.MIN_INTERVAL_LOOP_TIME = 1
+dg.QueuedRunCoordinator.dequeue_interval_seconds = 1
+dg.DagsterInstance.run_monitoring_poll_interval_seconds = 5
+
+controller.RELOAD_WORKSPACE_INTERVAL = 36_000
+told = []
+signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
+look = controller.DagsterDaemonController.check_workspace_freshness
+controller.DagsterDaemonController.check_workspace_freshness = (
+    lambda self, last: look(self, 0 if told and told.pop() else last)
 )
+main()
+"""
 _WEB: Final = """
 import socket, sys
 from coepg_dagster.assets.ledger import open_instance
@@ -100,6 +114,10 @@ class Deployment:
             log.close()
         self._instance.dispose()
 
+    def load_anew(self) -> None:
+        """Has the daemon load the code location again, as it does every minute of its own accord."""
+        self._processes[0].send_signal(signal.SIGUSR1)
+
     def _is_up(self) -> bool:
         dead = [process.args for process in self._processes if process.poll() is not None]
         assert not dead, f"{dead} ended: see {self.home}"
@@ -126,13 +144,13 @@ class Deployment:
         return answer["data"]
 
     def wait(self, ready: Callable[[], Any], what: str, seconds: float = 1500) -> Any:
-        """What `ready` returns as soon as that is true."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        """What `ready` returns as soon as that is true; asked less often the longer it takes, since asking costs the CPU."""
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < seconds:
             value = ready()
             if value:
                 return value
-            time.sleep(0.5)
+            time.sleep(min(0.3 + waited / 20, 2))
         raise AssertionError(f"waited {seconds} s for {what}; logs are in {self.home}")
 
     def backfill(self, keys: Iterable[Key], partitions: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ import pytest
 from coepg_dagster.assets.ledger import archive
 
 from coepg_dagster.auditing.trace import trace
+from coepg_dagster.experiment import ABLATIONS
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP
 from tests.project import REPOSITORY, Forked, coepg, make_project, run, tell
@@ -37,23 +38,36 @@ endpoints: {of_another_experiment: {base_url: "http://10.0.0.7:8000/v1"}}
 """
 
 
+ABLATION = """description: x
+parent: tiny
+variant: no_cdrem
+take: [planner_sft, grounder]
+grpo: {ensemble: false}
+"""
+
+
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two fresh projects in which the same experiment with the same seed was evolved, side by side.
+    """Two fresh projects in which the same experiment with the same seed was made, side by side.
 
     The first by the installed command on a machine with a profile, with another hash seed (that of jobs is 0) and inference in
-    two processes; the second by a fork, as `coepg reproduce` does, in one, and an iteration less.
+    two processes; the second by `coepg reproduce`, so by forks, in one, an iteration less, and with an ablation.
     """
     both = [make_project(tmp_path_factory.mktemp("loop") / "project", TINY) for _ in range(2)]
 
     (both[0] / "machines").unlink()
     (both[0] / "machines").mkdir()
     (both[0] / "machines" / "mine.yaml").write_text(PROFILE)
+    file = both[1] / "experiments" / "tiny.yaml"
+    file.write_text(file.read_text().replace("iterations: 3", f"iterations: {SECOND_THROUGH}"))
+    (both[1] / "experiments" / ABLATIONS).mkdir()
+    (both[1] / "experiments" / ABLATIONS / "tiny_no_cdrem.yaml").write_text(ABLATION)
     first = coepg(both[0], "evolve", "tiny", "--through", str(THROUGH), "--on", "mine", PYTHONHASHSEED="1")
-    second = Forked(both[1], "evolve", "tiny", "--through", str(SECOND_THROUGH), "--processes", "1")
+    second = Forked(both[1], "reproduce", "tiny", "--jobs", "2", "--seeds", "7", "--out", "docs")
     for process in (first, second):
         out, err = process.communicate(timeout=3000)
         assert process.returncode == 0, f"{out}\n{err}"
+    assert out.strip() == "docs/results.md"
     return both
 
 
@@ -96,6 +110,26 @@ def test_the_same_seed_gives_the_same_data(projects: list[Path]) -> None:
     assert made[0] == made[1] and len(made[0]) == len(LOOP) * (SECOND_THROUGH + 1)
 
 
+def test_two_variants_from_nothing_to_the_page(projects: list[Path]) -> None:
+    project = projects[1]
+    content = json.loads((project / "docs" / "results.json").read_text())
+    assert set(content) == {"rows", "findings"}
+    scored = {(r["variant"], r["iteration"], r["seed"]) for r in content["rows"] if r["metric"] == "step_sr"}
+    assert scored == {("full", 0, 7), ("full", 1, 7), ("no_cdrem", 1, 7)}
+    for row in content["rows"]:
+        assert row["experiment"] == "tiny" and row["split"] != "average"
+        if row["ci95"] is not None:
+            assert row["ci95"][0] <= row["value"] <= row["ci95"][1]
+    claims = {one["claim"]: one["verdict"] for one in content["findings"]}
+    assert claims["full - single grounder"] in ("confirmed", "not confirmed")
+    assert claims["full - uniform"] == "not testable"
+    process = Forked(project, "reproduce", "tiny", "--collect", "--out", "again")
+    again, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert again.strip() == "again/results.md"
+    assert json.loads((project / "again" / "results.json").read_text()) == content
+
+
 def test_where_it_ran_is_in_the_record_and_changes_no_version(projects: list[Path]) -> None:
     def shown(project: Path, asset: str) -> dict[str, Any]:
         instance = dg.DagsterInstance.from_config(str(project / ".dagster"))
@@ -134,8 +168,10 @@ def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
 
 def test_a_changed_configuration_is_stale_with_all_that_follows(projects: list[Path]) -> None:
     file = projects[1] / "experiments" / "tiny.yaml"
-    file.write_text(file.read_text().replace("max_plans_per_step: 4", "max_plans_per_step: 3"))
+    before = file.read_text()
+    file.write_text(before.replace("max_plans_per_step: 4", "max_plans_per_step: 3"))
     stale = json.loads(run(projects[1], "results", "tiny", "--json"))["iterations"]
+    file.write_text(before)
     assert "code or configuration changed" in stale[0]["stale"]["dataset"]
     assert "planner_sft" not in stale[0]["stale"] and "verdicts" not in stale[0]["stale"]
     assert set(stale[1]["stale"]) == set(stale[1]["seconds"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coepg_dagster.sandbox.miniwob.reader import load_snapshot
+from tests.miniwob import labelled_steps
 from tests.project import REPOSITORY, Forked, make_project, run
 from tests.readers.samples import candidate, episode, forest, mind2web_row, write_android_control, write_mind2web
 
@@ -23,7 +23,7 @@ SIZE = 168, 224
 
 def screens(count: int) -> list[tuple[str, bytes]]:
     """(goal, PNG) of MiniWoB++ steps whose label is a click, no two of them the same."""
-    rows = load_snapshot(REPOSITORY / "data" / "miniwob").to_pylist()
+    rows = labelled_steps().to_pylist()
     clicks = list(
         {
             row["screenshot"]: row
@@ -83,7 +83,13 @@ def android_control(folder: Path) -> None:
     write_android_control(folder, records, {"train": list(range(8)), "validation": [8, 9], "test": [10, 11]})
 
 
-SMALLER = {"max_steps: 3": "max_steps: 1", "max_steps: 2": "max_steps: 1", "{base_planner: true, attempts: 2}": "{}"}
+SMALLER = {
+    "max_steps: 3": "max_steps: 1",
+    "max_steps: 2": "max_steps: 1",
+    "{base_planner: true, attempts: 2}": "{}",
+    ", planner_b: models/planner-b": "",
+    ", verifier_b: models/verifier-b": "",
+}
 FORMATS = {
     "mind2web": (mind2web, "[test_task, test_website, test_domain]", "mind2web/uground"),
     "android_control": (android_control, "[test]", "android_control/os_atlas"),

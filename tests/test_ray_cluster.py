@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -29,8 +30,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false", "--disable-usage-stats"]
     command += ["--object-store-memory=100000000", f"--temp-dir={folder}"]
+    # Ray gives its workers the priority 15: beside the other tests they would wait for minutes. And it starts two before any
+    # job asks for one, which no job here can use: each has variables of its own.
+    env = os.environ | {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     try:
         deadline = time.monotonic() + 300
         while b"Ray runtime started" not in (folder / "log").read_bytes():

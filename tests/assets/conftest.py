@@ -128,6 +128,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> It
     automate(project, "timed", "refresh", "evaluate_nightly", "regenerate_weekly")
     timed = project.root / "experiments" / "timed.yaml"
     timed.write_text(timed.read_text().replace("[1, 2]", "[1]"))
+    settings = project.root / "dagster.yaml"
+    settings.write_text(settings.read_text().replace("run_end_seconds: 10", "run_end_seconds: 1"))
     location = Path(__file__).with_name("light_location.py")
     deployment = Deployment(project, location, **{WEBHOOK: webhook.url})
     try:

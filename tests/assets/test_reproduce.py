@@ -1,9 +1,6 @@
-"""`coepg reproduce`: which loops and iterations, in which order; and the whole of it with real tiny models."""
+"""`coepg reproduce`: which loops and iterations, in which order. The whole of it, with real tiny models, is in test_loop.py."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
@@ -13,7 +10,6 @@ from coepg_dagster.experiment import ABLATIONS, ExperimentError
 from coepg_dagster.planning.machine import Machine, TrainingSettings
 from tests.assets.conftest import InProcess
 from tests.assets.test_evolve import QUIET
-from tests.project import REPOSITORY, Forked, make_project
 
 SHARING = "description: x\nparent: light\nvariant: single\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
 
@@ -87,43 +83,3 @@ def test_two_at_once_are_refused(study: InProcess) -> None:
     with one_at_a_time(study.project), pytest.raises(ExperimentError, match="`coepg reproduce` is running here"):  # noqa: SIM117
         with one_at_a_time(study.project):
             raise AssertionError("it was let in")
-
-
-@pytest.mark.slow
-def test_two_variants_from_nothing_to_the_page(tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", REPOSITORY / "tests" / "experiments" / "tiny.yaml")
-    file = project / "experiments" / "tiny.yaml"
-    smaller = {
-        "iterations: 3": "iterations: 1",
-        "max_train_steps: 24": "max_train_steps: 12",
-        "max_eval_steps: 12": "max_eval_steps: 4",
-        "max_steps: 3": "max_steps: 1",
-        "max_steps: 2": "max_steps: 1",
-        "{base_planner: true, attempts: 2}": "{}",
-    }
-    for old, new in smaller.items():
-        file.write_text(file.read_text().replace(old, new))
-    (project / "experiments" / ABLATIONS).mkdir()
-    (project / "experiments" / ABLATIONS / "tiny_no_cdrem.yaml").write_text(
-        "description: x\nparent: tiny\nvariant: no_cdrem\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
-    )
-    process = Forked(project, "reproduce", "tiny", "--jobs", "2", "--seeds", "7", "--out", "docs")
-    page, errors = process.communicate(timeout=3000)
-    assert process.returncode == 0, errors
-    assert page.strip() == "docs/results.md"
-    content = json.loads((project / "docs" / "results.json").read_text())
-    assert set(content) == {"rows", "findings"}
-    scored = {(r["variant"], r["iteration"], r["seed"]) for r in content["rows"] if r["metric"] == "step_sr"}
-    assert scored == {("full", 0, 7), ("full", 1, 7), ("no_cdrem", 1, 7)}
-    for row in content["rows"]:
-        assert row["experiment"] == "tiny" and row["split"] != "average"
-        if row["ci95"] is not None:
-            assert row["ci95"][0] <= row["value"] <= row["ci95"][1]
-    claims = {one["claim"]: one["verdict"] for one in content["findings"]}
-    assert claims["full - single grounder"] in ("confirmed", "not confirmed")
-    assert claims["full - uniform"] == "not testable"
-    process = Forked(project, "reproduce", "tiny", "--collect", "--out", "again")
-    again, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
-    assert again.strip() == "again/results.md"
-    assert json.loads((project / "again" / "results.json").read_text()) == content

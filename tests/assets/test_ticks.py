@@ -79,6 +79,7 @@ def raised(deployment: Deployment) -> Iterator[float]:
     deployment.wait(lambda: by_cron(deployment, "1"), "cron ticks of timed/s1", 1500)
     file = deployment.project.root / "experiments" / "timed.yaml"
     file.write_text(file.read_text().replace("iterations: 1", "iterations: 2"))
+    deployment.load_anew()
     yield time.time()
     deployment.switch_off("automation")
 
@@ -146,7 +147,7 @@ def test_cron_ticks_go_on_after_k_was_raised(deployment: Deployment, raised: flo
     )
     # whole agents are evaluated again, and the newest D_k is regenerated
     deployment.wait(lambda: {*REGENERATION, "evaluation"} in by_cron(deployment, "2", raised), "a cron tick", 1500)
-    assert {"evaluation"} in by_cron(deployment, "0", raised)
+    deployment.wait(lambda: {"evaluation"} in by_cron(deployment, "0", raised), "that of the first agent", 1500)
 
 
 def test_never_two_runs_of_a_loop_at_once(deployment: Deployment) -> None:

@@ -76,18 +76,21 @@ def test_a_user_sees_an_iteration_without_scrolling(deployment: Deployment, page
     picture(page, "iteration")
 
 
-def test_a_user_watches_an_iteration(deployment: Deployment, page: playwright.Page) -> None:
-    assert deployment.wait_run(deployment.launch(keys(*SHARED), None), "SUCCESS")
-    run = deployment.launch(keys(*LOOP), "0")
+@pytest.fixture(scope="module")
+def made(deployment: Deployment) -> str:
+    """As the UI does where one partition is chosen for all: one run that makes the unpartitioned ones first, then k = 0."""
+    run = deployment.launch(keys(*SHARED, *LOOP), "0")
     assert deployment.wait_run(run, "SUCCESS")
-    page.goto(f"{deployment.url}/runs/{run}")
+    return run
+
+
+def test_a_user_watches_an_iteration(deployment: Deployment, page: playwright.Page, made: str) -> None:
+    page.goto(f"{deployment.url}/runs/{made}")
     page.get_by_text("Success", exact=True).first.wait_for()
     page.get_by_text("other__s2__evaluation").first.wait_for()
 
 
-def test_a_user_reads_a_partition_and_why_it_is_stale(deployment: Deployment, page: playwright.Page) -> None:
-    # as the UI does where one partition is chosen for all: one run that makes the unpartitioned ones first
-    assert deployment.wait_run(deployment.launch(keys(*SHARED, *LOOP), "0"), "SUCCESS")
+def test_a_user_reads_a_partition_and_why_it_is_stale(deployment: Deployment, page: playwright.Page, made: str) -> None:
     assert deployment.wait_run(deployment.launch(keys(*LOOP), "1"), "SUCCESS")
     plant(deployment.project, "salt", LOOP_NAME, Ref("dataset", 0))
     assert deployment.wait_run(deployment.launch(keys("dataset", "data_quality"), "0"), "SUCCESS")

@@ -40,6 +40,7 @@ from coepg_dagster.training.grpo import _chunks, train_grpo
 from coepg_dagster.training.live_episodes import LOST, LiveEpisodes, Sampled
 from tests.inference.scripted import RESIZE, Scripted, generation
 from tests.jobs import grpo_job, quiet
+from tests.miniwob import labelled_steps
 from tests.project import REPOSITORY
 
 CLICK = planner_answer("press it", "CLICK", "")
@@ -332,9 +333,7 @@ def test_pages_of_training_are_played_by_any_browser_and_no_others() -> None:
 def test_grpo_on_whole_episodes(tmp_path: Path) -> None:
     """Two steps of the shipped pair: every row has its episode's reward and advantage, which sum to 0 over a group."""
     chromium()
-    from coepg_dagster.sandbox.miniwob.reader import load_snapshot
-
-    table = load_snapshot(REPOSITORY / "data" / "miniwob")
+    table = labelled_steps()
     families = ("click-dialog", "click-link", "click-collapsible-nodelay", "focus-text-2")
     columns = zip(table["split"].to_pylist(), table["family"].to_pylist(), table["seed"].to_pylist(), strict=True)
     mine = [
@@ -353,7 +352,7 @@ def test_grpo_on_whole_episodes(tmp_path: Path) -> None:
     models = load_experiment(REPOSITORY / "experiments" / "sandbox.yaml").models
     config = Grpo.model_validate(
         {
-            "environment": {"episodes": "whole", "max_steps": 3, "processes": 4},
+            "environment": {"episodes": "whole", "max_steps": 3, "processes": 2},
             "prompts_per_step": 4,
             "group_size": 4,
             "max_steps": 2,

@@ -29,6 +29,7 @@ from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.page_reward import PageReward, agreement
 from tests.inference.scripted import RESIZE, Scripted, generation
 from tests.jobs import grpo_job, quiet
+from tests.miniwob import labelled_steps
 from tests.project import REPOSITORY
 
 
@@ -132,17 +133,16 @@ def test_it_is_for_planners_on_these_pages_and_decides_alone(tmp_path: Path) -> 
 @pytest.mark.browser
 @pytest.mark.slow
 def test_grpo_on_live_pages(tmp_path: Path) -> None:
-    """One step of the shipped pair in eight browsers; the rollouts tell both verdicts, and the record how often they agree."""
+    """One step of the shipped pair in two browsers; the rollouts tell both verdicts, and the record how often they agree."""
     pytest.importorskip("selenium")
     pytest.importorskip("miniwob")
     from coepg_dagster.sandbox.miniwob.browser import BrowserMissing, find_programs
-    from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
     try:
         find_programs()
     except BrowserMissing as missing:
         pytest.skip(str(missing))
-    table = load_snapshot(REPOSITORY / "data" / "miniwob")
+    table = labelled_steps()
     families = ("click-dialog", "click-link", "click-color", "click-collapsible-nodelay")
     mine = [
         i
@@ -162,7 +162,7 @@ def test_grpo_on_live_pages(tmp_path: Path) -> None:
     models = load_experiment(REPOSITORY / "experiments" / "sandbox.yaml").models
     config = Grpo.model_validate(
         {
-            "environment": {"processes": 8},
+            "environment": {"processes": 2},
             "prompts_per_step": 8,
             "group_size": 4,
             "micro_batch_size": 32,

@@ -17,9 +17,8 @@ from PIL import Image
 
 from coepg_dagster.experiment import Environment as Settings
 from coepg_dagster.progress import Ended
-from coepg_dagster.steps import STEP_SCHEMA
 from coepg_dagster.training.environments import Environments
-from tests.sandbox.miniwob.conftest import SNAPSHOT
+from tests.miniwob import labelled_steps
 
 pytest.importorskip("selenium")
 pytest.importorskip("miniwob")
@@ -33,7 +32,6 @@ from coepg_dagster.sandbox.miniwob.environment import (
     Question,
     Shown,
 )
-from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 
 if TYPE_CHECKING:
     from coepg_dagster.sandbox.miniwob.browser import Browser
@@ -44,7 +42,7 @@ FAMILIES = ("click-checkboxes", "click-tab-2", "click-test-2", "enter-text", "lo
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, list[dict[str, Any]]]:
     """Family → the steps of its first episode in the shipped training split that has most of three."""
-    table = load_snapshot(SNAPSHOT).select([name for name in STEP_SCHEMA.names if name != "screenshot"])
+    table = labelled_steps().drop_columns(["screenshot"])
     episodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in table.to_pylist():
         if row["split"] == "train" and row["family"] in FAMILIES:

@@ -55,14 +55,23 @@ def test_other_splits_are_refused(tmp_path: Path) -> None:
         corpus.read([shard], work_dir=tmp_path)
 
 
-@pytest.mark.parametrize("split", ["pretrain", "test_seed"])
-def test_a_process_that_read_screens_leaves_none_behind(split: str, tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "x.parquet", 2, split=split)
+def test_a_process_that_read_screens_leaves_none_behind(tmp_path: Path) -> None:
+    """Nor does it of those that it refuses, which end it here."""
+    taken, refused = (write_shard(tmp_path / f"{split}.parquet", 2, split=split) for split in ("pretrain", "test_seed"))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    program = f"from pathlib import Path; from {corpus.__name__} import read; read([Path({str(shard)!r})])"
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(temporary)}, check=False)
-    assert (done.returncode == 0) == (split == "pretrain") and list(temporary.iterdir()) == []
+    program = f"""
+from pathlib import Path
+from {corpus.__name__} import read
+read([Path({str(taken)!r})])
+print(len(list(Path({str(temporary)!r}).iterdir())), flush=True)
+read([Path({str(refused)!r})])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(temporary)}, check=False, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (1, b"1\n") and b"BadShards" in done.stderr, done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 def test_screens_are_read_back_from_their_directory(drawn: Corpus) -> None:
