@@ -133,7 +133,7 @@ def test_it_is_for_planners_on_these_pages_and_decides_alone(tmp_path: Path) -> 
 @pytest.mark.browser
 @pytest.mark.slow
 def test_grpo_on_live_pages(tmp_path: Path) -> None:
-    """One step of the shipped pair in two browsers; the rollouts tell both verdicts, and the record how often they agree."""
+    """One step of the shipped pair in eight browsers; the rollouts tell both verdicts, and the record how often they agree."""
     pytest.importorskip("selenium")
     pytest.importorskip("miniwob")
     from coepg_dagster.sandbox.miniwob.browser import BrowserMissing, find_programs
@@ -162,7 +162,7 @@ def test_grpo_on_live_pages(tmp_path: Path) -> None:
     models = load_experiment(REPOSITORY / "experiments" / "sandbox.yaml").models
     config = Grpo.model_validate(
         {
-            "environment": {"processes": 2},
+            "environment": {"processes": 8},
             "prompts_per_step": 8,
             "group_size": 4,
             "micro_batch_size": 32,
