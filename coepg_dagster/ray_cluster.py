@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +17,7 @@ from coepg_dagster.artifacts import write_table
 from coepg_dagster.jobs import ChunkedJob, Job, parse_job
 from coepg_dagster.progress import Report
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.running import Chunk, Chunked, chunked, run
+from coepg_dagster.running import Chunk, Chunked, chunked, next_chunk, run
 
 POLL_SECONDS: Final = 1.0
 LOST_AT_MOST: Final = 3
@@ -130,13 +128,6 @@ def _expect_answer(address: str) -> None:
         raise ClusterUnusable(
             f"no Ray cluster answers at {address!r} ({error}): start one, or correct the address"
         ) from None
-
-
-def next_chunk(left: Sequence[Chunk], held: str | None) -> Chunk:
-    """The chunk of `left` that a free worker makes: of the member that it holds, else of the one with the most chunks left."""
-    waiting = Counter(chunk.member for chunk in left)
-    member = held if held in waiting else waiting.most_common(1)[0][0]
-    return next(chunk for chunk in left if chunk.member == member)
 
 
 def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict[str, int], report: Report) -> Any:

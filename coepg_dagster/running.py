@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,6 +101,13 @@ class Chunk:
 
     member: str
     start: int
+
+
+def next_chunk(left: Sequence[Chunk], held: str | None) -> Chunk:
+    """The chunk of `left` that a free worker makes: of the member that it holds, else of the one with the most chunks left."""
+    waiting = Counter(chunk.member for chunk in left)
+    member = held if held in waiting else waiting.most_common(1)[0][0]
+    return next(chunk for chunk in left if chunk.member == member)
 
 
 class Chunked(ABC, Generic[J]):

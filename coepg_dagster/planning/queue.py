@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from coepg_dagster.ray_cluster import next_chunk
-from coepg_dagster.running import Chunk
+from coepg_dagster.running import Chunk, next_chunk
 
 
 @dataclass(frozen=True)
