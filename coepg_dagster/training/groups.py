@@ -49,11 +49,12 @@ class Groups:
         if groups < processes:
             part = config.micro_batch_size * processes
             enough = part * math.ceil(rows / max(1, n // processes) / part)
-            remedy = f"`sft.batch_size: {enough}`, " if n >= processes else ""
+            remedies = [f"`sft.batch_size: {enough}`"] if n >= processes else []
+            remedies += ["fewer `training_processes` of sft"] if processes > 1 else []
             raise Ended(
                 f"sft.packing: the {rows} rows are of {n} steps of the benchmark, so that an optimizer step of batch_size "
-                f"{config.batch_size} has {groups} of these whole, for {processes} processes: set {remedy}fewer "
-                "`training_processes` of sft, or `sft.packing: false`"
+                f"{config.batch_size} has {groups} of these whole, and each of {processes} processes needs one: set "
+                + ", or ".join([*remedies, "`sft.packing: false`"])
             )
         passes = math.ceil(rows / (steps * config.micro_batch_size * processes))
         return cls(list(by_step.values()), steps, min(passes, groups // processes))

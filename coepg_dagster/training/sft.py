@@ -68,8 +68,8 @@ class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
         self._core, self._groups = core, groups
         super().__init__(*args, **kwargs)
         if groups is not None:
-            # else transformers takes the mean over the passes of a step, which here have very different numbers of tokens:
-            # Qwen-VL's classes say that they cannot be given the tokens of a step, and TRL's loss, which can, is not asked
+            # transformers then counts the tokens of a step for the loss; for Qwen-VL, whose classes forbid it, it takes the mean
+            # of the passes' means, and packed passes have very different numbers of tokens
             self.model_accepts_loss_kwargs = True
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:

@@ -298,7 +298,8 @@ def test_a_batch_smaller_than_the_rows_of_a_step_is_refused(
     config = Sft(max_steps=1, batch_size=1, micro_batch_size=1, packing=True)
     job = sft_job(tmp_path / "out", (several, steps, models), "planner", random_checkpoint(2), config)
     with pytest.raises(
-        Ended, match=r"12 rows are of 6 steps .* 0 of these whole, for 1 processes: set `sft.batch_size: 2`"
+        Ended,
+        match=r"12 rows are of 6 steps .* has 0 of these whole, .* needs one: set `sft.batch_size: 2`, or `sft.packing",
     ):
         train_sft(job, quiet)
 
