@@ -126,7 +126,7 @@ def main() -> None:
             torch.cuda.synchronize()
         return clock() - began, torch.cat(logps)
 
-    sizes = {"rows": [36] if small else [4, 8, 16], "groups": [36] if small else [8, 16, 36, 72]}
+    sizes = {"rows": [36] if small else [4, 9, 18], "groups": [36] if small else [8, 18, 36]}
     runs = {
         f"{role}, {kind}, {n} rows a pass": (kind, passes(role, kind, n))
         for role in ROLES
