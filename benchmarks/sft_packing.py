@@ -42,7 +42,8 @@ def rows_of(role: str, size: sized.Size, steps: int) -> list[list[dict[str, Any]
     draw, small = np.random.default_rng(3), size == "tiny"
     groups = []
     for g in range(steps):
-        image = Image.effect_noise(sized.SCREENS[size], 60 + g).convert("RGB")
+        width, height = sized.SCREENS[size]
+        image = Image.fromarray(draw.integers(256, size=(height, width, 3), dtype=np.uint8))
         history = [f"click {i}" for i in range(g % 3 if small else 12)]
         asked = planner_messages(f"Open entry {g} of the list and save it", history, "compact" if small else "web")
         group = []
