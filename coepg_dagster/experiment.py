@@ -395,6 +395,11 @@ class Sft(Strict):
     curation: Named = Field(
         {}, description="data strategies for the rows of D_{k-1}, by name, with settings: see docs/methods.md"
     )
+    packing: bool = Field(
+        False,
+        description="the rows of a step share a row of a pass, in which its screenshot is computed once; the batch sizes are "
+        "means then",
+    )
     probe_steps: int = Field(
         128,
         ge=0,
@@ -412,6 +417,12 @@ class Sft(Strict):
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _packed_rows_have_a_mask(self) -> Self:
+        if self.packing and self.attention == "flash_attention_2":
+            raise ValueError("packing: `attention: flash_attention_2` takes no mask for packed rows: set `sdpa`")
         return self
 
 
@@ -1276,7 +1287,7 @@ _OPTIONAL_POLICY: Final = frozenset(
     | {"point_score", "terms", "combiner", "advantage", "policy_loss", "max_num_gen_batches", "replay"}
 )
 _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
-    Sft: frozenset({"max_tokens", "lora", "attention", "target", "curation", "folds"}),
+    Sft: frozenset({"max_tokens", "lora", "attention", "target", "curation", "folds", "packing"}),
     GrounderRl: _OPTIONAL_POLICY,
     Grpo: _OPTIONAL_POLICY | {"prompts", "curation", "value_mode", "validate_every", "validation_steps", "environment"},
     Regeneration: frozenset({"value_mode", "hindsight_hint"}),

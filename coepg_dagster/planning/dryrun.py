@@ -41,6 +41,7 @@ from coepg_dagster.planning.estimates import (
     page_seconds,
     probe_seconds,
     sft_memory,
+    sft_row,
     sft_seconds,
     steps_played,
     validations,
@@ -246,10 +247,8 @@ class DryRun:
         planners |= {f"planner_k{i}": planner for i in range(pools.trained_members)}
         verifiers |= {f"grounder_k{i}": grounder for i in range(pools.trained_members)}
         covered = round(COVERED * self.train_steps)
-        written = pools.plans_per_planner * (len(models.planners) + pools.trained_members)
-        per_step = max(1, round(min(pools.max_plans_per_step, KEPT * written)))
-        rows = covered * per_step
-        verified = self.train_steps * max(1, round(KEPT * written))
+        rows = covered * self._rows_per_step(changed)
+        verified = self.train_steps * max(1, round(KEPT * self._written(changed)))
         stages = [
             self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
             self._sft("grounder", grounder, point, rows, changed, hardware, rates),
@@ -303,6 +302,16 @@ class DryRun:
         stages.append(self._pool_stage("verdicts", verifiers, point, per_screen, changed, hardware, rates))
         stages.append(self._evaluation(changed, hardware, rates))
         return stages
+
+    @staticmethod
+    def _written(experiment: Experiment) -> int:
+        """The plans that the pool writes for a step."""
+        pools = experiment.regeneration
+        return pools.plans_per_planner * (len(experiment.models.planners) + pools.trained_members)
+
+    def _rows_per_step(self, experiment: Experiment) -> int:
+        """The rows of D_k for a step that it covers."""
+        return max(1, round(min(experiment.regeneration.max_plans_per_step, KEPT * self._written(experiment))))
 
     def page_seconds(self, experiment: Experiment) -> float:
         """Seconds of CPU cores in which live pages perform the actions of GRPO in one iteration, if no two are alike."""
@@ -358,14 +367,18 @@ class DryRun:
         steps = config.max_steps or round(rows * config.epochs / config.batch_size)
         times = 1 + (config.folds or 0 if asset == "grounder" else 0)
         seen = steps * config.batch_size
+        # a grounder's plan is in its prompt
+        own = example.prompt if asset == "grounder" else 1
+        row, together = sft_row(config, example, self._rows_per_step(experiment), own)
+        spread, bytes_each = hardware.spread(hardware.sft), stored_bytes(experiment)
         return StageEstimate(
             asset,
-            sft_memory(model, config, example, hardware.spread(hardware.sft), bytes_each=stored_bytes(experiment)),
+            sft_memory(model, config, row, spread, bytes_each=bytes_each, together=together),
             host=hardware.processes(asset) * 4.0 * model.parameters,
             disk=times * 2.0 * model.parameters,
             steps=times * steps,
-            tokens=float(times * seen * example.tokens(model)),
-            gpu_seconds=times * sft_seconds(model, config, example, seen, rates)
+            tokens=times * seen / together * row.tokens(model),
+            gpu_seconds=times * sft_seconds(model, config, row, seen, rates, together=together)
             + probe_seconds(model, answers, example, self._probed(config.probe_steps), 2, rates),
         )
 

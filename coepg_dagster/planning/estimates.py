@@ -282,21 +282,45 @@ def sft_memory(
     spread: Spread = ONE_GPU,
     *,
     bytes_each: int = 2,
+    together: int = 1,
 ) -> Memory:
-    """Memory of fine-tuning computed in bf16; `bytes_each`: bytes per stored weight."""
+    """Memory of fine-tuning computed in bf16.
+
+    Args:
+        bytes_each: bytes per stored weight.
+        together: rows of D_{k-1} in `example`, see `sft_row`.
+    """
     held = states(model, config, spread, bytes_each=bytes_each)
-    return replace(
-        held,
-        activations=training_activations(
-            model,
-            example,
-            config.micro_batch_size,
-            recompute=config.recompute,
-            compiled=config.compile,
-            freeze_vision=config.freeze_vision,
-            residual=2,
-        ),
+    rows = -(-config.micro_batch_size // together)
+    activations = training_activations(
+        model,
+        example,
+        rows,
+        recompute=config.recompute,
+        compiled=config.compile,
+        freeze_vision=config.freeze_vision,
+        residual=2,
     )
+    if together > 1:
+        activations += mask_bytes(rows, example.tokens(model))
+    return replace(held, activations=activations)
+
+
+def mask_bytes(rows: int, tokens: int) -> float:
+    """Bytes of the attention mask of packed rows, as booleans and as numbers that are added to the scores."""
+    return float(rows * tokens**2 * (1 + 2))
+
+
+def sft_row(config: Sft, example: Example, rows: int, own: int) -> tuple[Example, int]:
+    """(one row of SFT's passes, the rows of D_{k-1} in it): with `packing` the `rows` of a step share one.
+
+    Args:
+        example: a row of D_{k-1} alone.
+        own: text tokens of the prompt that are repeated for each of them: the last one, or all from the plan on.
+    """
+    if not config.packing or rows == 1:
+        return example, 1
+    return replace(example, prompt=example.prompt + (rows - 1) * own, answer=rows * example.answer), rows
 
 
 def training_activations(
@@ -329,14 +353,16 @@ def training_activations(
     return language + head + pixels + patches * (model.vision.layers * kept_patch + tower)
 
 
-def sft_seconds(model: Architecture, config: Sft, example: Example, rows: int, rates: Rates) -> float:
-    """GPU-seconds of one pass over `rows` sequences, recomputed layers included."""
+def sft_seconds(
+    model: Architecture, config: Sft, example: Example, rows: int, rates: Rates, *, together: int = 1
+) -> float:
+    """GPU-seconds of one pass over `rows` rows of D_{k-1}, recomputed layers included; `together`: as of `sft_memory`."""
     frozen, fixed = config.freeze_vision, config.lora is not None
     one = sequence_flops(model, config, example, train=True)
     operations = one.total + recomputed(one, config.recompute, freeze_vision=frozen, fixed_weights=fixed)
     layers = layer_passes(model, recompute=config.recompute, freeze_vision=frozen)
-    at_once = config.micro_batch_size
-    return rows / at_once * pass_seconds(at_once * operations, layers, rates, compiled=config.compile)
+    at_once = max(1.0, config.micro_batch_size / together)
+    return rows / together / at_once * pass_seconds(at_once * operations, layers, rates, compiled=config.compile)
 
 
 def generation_memory(
@@ -436,8 +462,8 @@ def grpo_memory(
     rollouts = -(-config.prompts_per_step * config.group_size // gpus)
     row, together, rows = update_row(config, example, gpus)
     update = training_activations(model, row, rows, recompute=1.0, compiled=False, freeze_vision=config.freeze_vision)
-    if together > 1:  # the attention mask of a row, as booleans and as numbers that are added to the scores
-        update += rows * row.tokens(model) ** 2 * (1 + 2)
+    if together > 1:
+        update += mask_bytes(rows, row.tokens(model))
     if config.freeze_vision:  # embeddings of the screenshots of a step
         visual = model.image_tokens(*example.image) * model.vision.merge**2
         made = bytes_each * visual * (model.vision.hidden + model.hidden / model.vision.merge**2)

@@ -1,15 +1,19 @@
-"""One row for a group of rollouts: the prompt, with its screenshot, is computed once for all its completions.
+"""Rows that begin alike as one row: the prompt, with its screenshot, is computed once for all of them.
 
-A row is [prompt without its last token][last token, c_1] … [last token, c_G]. The last token of the prompt is repeated before
-each completion, to predict its first token. A completion attends to the prompt and itself, and its positions continue from
-the prompt's, as in a separate row; so log-probabilities and gradients are the same. A screenshot is a thousand tokens and a
-plan fifty, so that this saves more here than for text (Prefix Grouper, arXiv 2506.05433).
+A packed row is [shared beginning][rest of row 1] … [rest of row G]. The rest begins at the last token of the prompt or before,
+since that token predicts the first one of the answer. A rest attends to the beginning and itself, and its positions continue
+from the beginning's, as in a separate row; so log-probabilities and gradients are the same. A screenshot is a thousand tokens
+and a plan fifty, so that this saves more here than for text (Prefix Grouper, arXiv 2506.05433).
+
+Rollouts of a prompt differ in their completions alone (GRPO). Rows of SFT may differ in their prompts too: a grounder's prompt is
+the screenshot, then the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -28,15 +32,15 @@ def can_pack(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rollouts as one row for each run of equal prompts."""
+    """Rows of a batch, of which those of each run share one."""
 
     inputs: dict[str, Any]  # of the model's forward pass
-    labels: torch.Tensor  # (groups, length), IGNORED but at completion tokens
-    places: torch.Tensor  # (rollouts, completion length): where a prediction is in (groups, length - 1), flattened
-    real: torch.Tensor  # (rollouts, completion length), bool: the tokens that are no padding
+    labels: torch.Tensor  # (runs, length), IGNORED but at the tokens of answers
+    places: torch.Tensor  # (rows, longest answer): where a prediction is in (runs, length - 1), flattened
+    real: torch.Tensor  # (rows, longest answer), bool: the tokens that are no padding
 
     def unpack(self, predictions: torch.Tensor) -> torch.Tensor:
-        """The model's value for each token, (groups, length - 1), as (rollouts, completion length); 0 for padding."""
+        """The model's value for each token, (runs, length - 1), as (rows, longest answer); 0 for padding."""
         return predictions.reshape(-1)[self.places].masked_fill(~self.real, 0.0)
 
 
@@ -59,40 +63,73 @@ def pack(
         pixel_values: the patches of one image for each rollout, (patches, width).
         image_grid_thw: frames, rows and columns of each image, (rollouts, 3).
     """
-    device, start = input_ids.device, input_ids.shape[1] - completion
+    start = input_ids.shape[1] - completion
     images = images_of(pixel_values, image_grid_thw)
-    new = first_of_runs(input_ids[:, :start], attention_mask[:, :start], images, image_grid_thw)
+    first = first_of_runs(input_ids[:, :start], attention_mask[:, :start], images, image_grid_thw)
+    batch = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "mm_token_type_ids": mm_token_type_ids,
+        "pixel_values": torch.cat([images[i] for i in first]),
+        "image_grid_thw": image_grid_thw[first],
+    }
+    return pack_runs(model, batch, attention_mask[:, start:].bool(), first)
+
+
+def pack_runs(model: Any, batch: Mapping[str, torch.Tensor], answers: torch.Tensor, first: Sequence[int]) -> Packed:
+    """Packs rows: those of a run share a row, in which what they begin with alike, up to the answers, is computed once.
+
+    Args:
+        model: the Qwen-VL model itself, without wrappers.
+        batch: `input_ids`, `attention_mask` and `mm_token_type_ids`, (rows, length), padded on either side; `pixel_values`, the
+            patches of one image for each run, (patches, width), and `image_grid_thw`, its frames, rows and columns, (runs, 3).
+        answers: (rows, longest answer), bool: the tokens of each answer, then padding. A row ends with its answer.
+        first: the first row of each run, ascending from 0.
+    Raises:
+        ValueError: the rows of a run differ before the end of their image.
+    """
+    device = batch["input_ids"].device
+    input_ids, real = batch["input_ids"].cpu(), batch["attention_mask"].cpu().bool()
+    tokens = [row[here] for row, here in zip(input_ids, real, strict=True)]
+    kinds = batch["mm_token_type_ids"].cpu()[first]
+    learnt = answers.sum(-1).tolist()
     positions, _ = model.model.get_rope_index(
-        input_ids[new, :start],
-        image_grid_thw=image_grid_thw[new],
-        attention_mask=attention_mask[new, :start],
-        mm_token_type_ids=mm_token_type_ids[new, :start],
+        input_ids[first],
+        image_grid_thw=batch["image_grid_thw"].cpu(),
+        attention_mask=real[first],
+        mm_token_type_ids=kinds,
     )
-    prompts = attention_mask[new, :start].sum(-1).tolist()
-    answers = attention_mask[:, start:].sum(-1).tolist()
-    rows = [range(a, b) for a, b in zip(new, [*new[1:], len(input_ids)], strict=True)]
-    lengths = [p - 1 + sum(1 + answers[i] for i in row) for p, row in zip(prompts, rows, strict=True)]
-    shape = len(rows), max(lengths)
-    ids = input_ids.new_zeros(shape)
-    labels = input_ids.new_full(shape, IGNORED)
-    part = input_ids.new_full(shape, -1)  # 0: the prompt; i: the i-th completion; -1: padding
+    runs = [range(a, b) for a, b in pairwise([*first, len(tokens)])]
+    shared = [_alike([tokens[i] for i in run], min(len(tokens[i]) - learnt[i] for i in run) - 1) for run in runs]
+    lengths = [n + sum(len(tokens[i]) - n for i in run) for n, run in zip(shared, runs, strict=True)]
+    shape = len(runs), max(lengths)
+    ids = torch.zeros(shape, dtype=input_ids.dtype)
+    labels = torch.full(shape, IGNORED, dtype=input_ids.dtype)
+    part = torch.full(shape, -1)  # 0: the beginning; i: the rest of the i-th row; -1: padding
     place = positions.new_zeros(3, *shape)
-    places = input_ids.new_zeros(len(input_ids), completion)
-    for g, (p, row) in enumerate(zip(prompts, rows, strict=True)):
-        at = p - 1
-        ids[g, :at] = input_ids[row[0], start - p : start - 1]
-        part[g, :at] = 0
-        place[:, g, :at] = positions[:, g, start - p : start - 1]
-        for i, rollout in enumerate(row, start=1):
-            n = answers[rollout]
-            end = at + 1 + n
-            ids[g, at:end] = input_ids[rollout, start - 1 : start + n]
-            labels[g, at + 1 : end] = ids[g, at + 1 : end]
+    places = torch.zeros(answers.shape, dtype=torch.long)
+    for g, (n, run) in enumerate(zip(shared, runs, strict=True)):
+        here = real[run[0]]
+        if kinds[g][here][n:].any():
+            raise ValueError(
+                f"rows {run[0]} to {run[-1]} have {n} tokens alike, and their image ends later: are they of one screenshot, and "
+                "is it before the text that differs?"
+            )
+        where = positions[:, g, here]
+        ids[g, :n] = tokens[run[0]][:n]
+        part[g, :n] = 0
+        place[:, g, :n] = where[:, :n]
+        at = n
+        for i, row in enumerate(run, start=1):
+            rest = tokens[row][n:]
+            end, answer = at + len(rest), learnt[row]
+            ids[g, at:end] = rest
+            labels[g, end - answer : end] = ids[g, end - answer : end]
             part[g, at:end] = i
-            place[:, g, at:end] = positions[:, g, start - 1 :] + torch.arange(n + 1, device=device)
-            places[rollout, :n] = g * (shape[1] - 1) + torch.arange(at, at + n, device=device)
+            place[:, g, at:end] = where[:, n, None] + torch.arange(len(rest))
+            places[row, :answer] = g * (shape[1] - 1) + torch.arange(end - answer - 1, end - 1)
             at = end
-    order = torch.arange(shape[1], device=device)
+    part, order = part.to(device), torch.arange(shape[1], device=device)
     before = order[:, None] >= order[None]
     sees = before & ((part[:, None, :] == 0) | (part[:, :, None] == part[:, None, :]))
     mask = sees[:, None]
@@ -100,16 +137,49 @@ def pack(
         mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
     return Packed(
         {
-            "input_ids": ids,
+            "input_ids": ids.to(device),
             "attention_mask": mask,
-            "position_ids": place,
-            "pixel_values": torch.cat([images[i] for i in new]),
-            "image_grid_thw": image_grid_thw[new],
+            "position_ids": place.to(device),
+            "pixel_values": batch["pixel_values"],
+            "image_grid_thw": batch["image_grid_thw"],
         },
-        labels,
-        places,
-        attention_mask[:, start:].bool(),
+        labels.to(device),
+        places.to(device),
+        answers,
     )
+
+
+def _alike(rows: Sequence[torch.Tensor], most: int) -> int:
+    """With how many tokens all rows begin alike, at most `most`."""
+    for row in rows[1:]:
+        different = (row[:most] != rows[0][:most]).nonzero()
+        most = int(different[0]) if len(different) else most
+    return most
+
+
+def packed_pass(
+    model: Any,
+    core: Any,
+    *,
+    labels: torch.Tensor,
+    first: torch.Tensor,
+    fused_lm_head: bool,
+    use_cache: bool,
+    **batch: Any,
+) -> Any:
+    """The output of a model with TRL's fused head for rows of SFT, packed; its `log_probs` are (rows, longest answer).
+
+    Args:
+        model: what is called: `core`, the Qwen-VL model itself, or a wrapper of it.
+        labels: (rows, length), IGNORED but at the tokens of answers.
+        first, batch: as of `pack_runs`; first as a tensor.
+    """
+    lengths = labels.ne(IGNORED).sum(-1, keepdim=True)
+    answers = torch.arange(int(lengths.max()), device=labels.device) < lengths
+    packed = pack_runs(core, batch, answers, first.tolist())
+    output = model(**packed.inputs, labels=packed.labels, fused_lm_head=fused_lm_head, use_cache=use_cache)
+    output.log_probs = packed.unpack(output.log_probs)
+    return output
 
 
 def select_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -33,8 +34,10 @@ from coepg_dagster.training.common import (
 )
 from coepg_dagster.training.curating import curated_rows
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
+from coepg_dagster.training.groups import FIRST, GroupOrder, Groups, in_groups
 from coepg_dagster.training.launch import accumulation, is_main, refuse
 from coepg_dagster.training.monitor import TrainingMonitor
+from coepg_dagster.training.packing import packed_pass
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import probe_sft
 from coepg_dagster.training.speed import (
@@ -54,12 +57,39 @@ LOADERS: Final = 4
 
 
 class PlainTrainer(Continues, SFTTrainer):  # type: ignore[misc]
-    """TRL's SFT trainer, which can be continued, and whose rows may have weights in the loss."""
+    """TRL's SFT trainer, which can be continued, and whose rows may have weights in the loss.
+
+    Args:
+        core: the model without wrappers.
+        groups: rows that share a row of a pass; None: each row is alone.
+    """
+
+    def __init__(self, *args: Any, core: Any, groups: Groups | None, **kwargs: Any) -> None:
+        self._core, self._groups = core, groups
+        super().__init__(*args, **kwargs)
+        if groups is not None:
+            # transformers then counts the tokens of a step for the loss; for Qwen-VL, whose classes forbid it, it takes the mean
+            # of the passes' means, and packed passes have very different numbers of tokens
+            self.model_accepts_loss_kwargs = True
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        if self._groups is None:
+            return super()._get_train_sampler(dataset)
+        return GroupOrder(
+            self._groups,
+            step=lambda: self.state.global_step,
+            shuffle=self.args.train_sampling_strategy == "random",
+            seed=self.args.data_seed,
+            rank=self.args.process_index,
+            processes=self.args.world_size,
+        )
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         weights = inputs.pop(WEIGHT, None)
+        if FIRST in inputs:
+            model = partial(packed_pass, model, self._core)
         if weights is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outputs = model(**inputs, use_cache=False, fused_lm_head=True)
@@ -160,7 +190,8 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     if job.on_gpu:
         if config.attention == "sdpa":
             fast_vision(model, job.device)
-            expect_right_padding(model)
+            if not config.packing:  # packed rows need their mask
+                expect_right_padding(model)
         if models.dtype == "bfloat16":
             half_activations(model)
             # sharded parameters of one unit have one type
@@ -178,10 +209,14 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     else:
         examples = grounder_examples(dataset, screens, models.prompts, models.coordinates, config.target)
     examples, checked = preflight(examples, processor, screens, config.max_tokens, job.out)
+    processes = job.placement.processes
+    groups = Groups.of(examples.with_format(None)["step_id"], config, processes) if config.packing else None
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
     monitor = TrainingMonitor(job.placement.on_anomaly)
     trainer = PlainTrainer(
         model=model,
+        core=model,
+        groups=groups,
         peft_config=lora_config(model, config.lora, freeze_vision=config.freeze_vision),
         processing_class=processor,
         train_dataset=examples,
@@ -191,9 +226,9 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
             num_train_epochs=config.epochs,
             max_steps=config.max_steps or -1,
             per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=accumulation(
-                config.batch_size, config.micro_batch_size, job.placement.processes
-            ),
+            gradient_accumulation_steps=groups.passes
+            if groups
+            else accumulation(config.batch_size, config.micro_batch_size, processes),
             learning_rate=config.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=config.warmup_ratio,
@@ -221,7 +256,9 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
     keep_float32_sums(trainer)
-    if not job.on_gpu:  # on a GPU other processes prepare the screenshots, and do not share this one's keys
+    if groups:
+        trainer.data_collator = in_groups(trainer.data_collator, shown, pixels=job.on_gpu)
+    elif not job.on_gpu:  # on a GPU other processes prepare the screenshots, and do not share this one's keys
         trainer.data_collator = with_keys(trainer.data_collator, shown)
     if WEIGHT in examples.column_names:
         trainer.data_collator = with_weights(trainer.data_collator)
@@ -234,6 +271,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "rows": len(examples),
+        **({"groups": len(groups.rows)} if groups else {}),
         **checked,
         "optimizer_steps": trainer.state.global_step,
         "loss": float(np.mean(losses)),

@@ -37,6 +37,7 @@ from coepg_dagster.planning.estimates import (
     policy_seconds,
     rates_of,
     sft_memory,
+    sft_row,
     sft_seconds,
     update_row,
     validations,
@@ -214,6 +215,23 @@ def test_a_group_is_one_row_of_the_update() -> None:
     vision = flops(model, image=example.image, text=170, scored=80, train=False).vision
     tower = 8 * pass_seconds(4 * vision, 4 * model.vision.layers, RATES)
     assert seconds(freeze_vision=False) - seconds() == pytest.approx(tower)
+
+
+def test_the_rows_of_a_step_are_one_row_of_packed_sft() -> None:
+    """A planner's rows share their prompt, a grounder's the screenshot alone."""
+    model, example = MODELS[0], Example((1288, 728), 90, 80)
+    alone = Sft(batch_size=48, micro_batch_size=6, freeze_vision=True)
+    packed = alone.model_copy(update={"packing": True})
+    assert sft_row(alone, example, 6, 1) == (example, 1) == sft_row(packed, example, 1, 1)
+    visual = example.tokens(model) - example.text
+    seconds = [sft_seconds(model, alone, example, 960, RATES)]
+    for own, tokens in ((1, 90 - 1 + 6 * (1 + 80)), (90, 6 * (90 + 80))):
+        row, together = sft_row(packed, example, 6, own)
+        assert together == 6 and row.tokens(model) == visual + tokens and row.answer == 6 * 80
+        seconds.append(sft_seconds(model, packed, row, 960, RATES, together=together))
+        assert sft_memory(model, packed, row, together=together).total < sft_memory(model, alone, example).total
+    rows, planner, grounder = seconds
+    assert 2 < rows / planner < 6 and planner < grounder < rows
 
 
 def test_what_another_engine_sampled_is_scored_by_the_policy_too() -> None:

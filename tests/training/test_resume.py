@@ -208,6 +208,37 @@ def test_sft_with_lora_is_continued(
     assert [file.name for file in kept.glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
+def test_packed_sft_is_continued_also_in_a_second_epoch(
+    common: dict[str, Any], dataset: pa.Table, random_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Two epochs of three steps of two groups each, with one, two or three plans of a step."""
+    rows = [
+        row | {"plan": row["plan"] + " now" * n} for i, row in enumerate(dataset.to_pylist()) for n in range(1 + i % 3)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, dataset.schema), tmp_path / "several.parquet")
+
+    def make(name: str) -> Job:
+        return SftJob(
+            **common | {"dataset": tmp_path / "several.parquet"},
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            role="planner",
+            init=str(random_checkpoint(2)),
+            validation_split="train",
+            max_plan_tokens=16,
+            max_point_tokens=8,
+            config=Sft(epochs=2, batch_size=4, micro_batch_size=2, learning_rate=1e-3, packing=True),
+            placement=Placement(save_every=1),
+        )
+
+    ends = [("step 2", signal.SIGKILL), ("save 4", signal.SIGKILL), ("step 4", signal.SIGTERM)]
+    printed = compare(make, ends, "model.safetensors")
+    assert "continues from checkpoint-2" in printed[1] and "continues from checkpoint-3" in printed[2]
+    assert "continues from checkpoint-5" in printed[3]
+    log = logged(tmp_path / "killed" / "out")
+    assert log == logged(tmp_path / "whole" / "out") and [line["step"] for line in log] == [1, 2, 3, 4, 5, 6]
+
+
 def test_grpo_is_continued_with_every_rollout_once(
     common: dict[str, Any],
     trained: Callable[[str, int], Path],
