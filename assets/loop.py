@@ -320,7 +320,7 @@ def evaluation(work: StageContext) -> Outcome:
         if experiment.evaluation.base_planner and work.k > 0:  # at 0 it is the agent's
             pairs["base_planner"] = recorded(work.loop.root, models["base_planner"])
         pairs["inference"] = experiment.evaluation.inference
-        if experiment.evaluation.oracle_plan:
+        if experiment.oracle_plan:
             pairs["oracle_plans"] = _reference_plans(work)
         boards = experiment.evaluation.boards
         pairs["boards"] = {name: read_board(board, work.loop.root, work.loop.imports) for name, board in boards.items()}

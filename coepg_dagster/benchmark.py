@@ -257,7 +257,7 @@ def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, 
 
 def _reads_plans(experiment: Experiment) -> bool:
     """Whether an evaluation reads reference plans from columns of the steps."""
-    wanted = experiment.evaluation.oracle_plan and experiment.agent == "decoupled"
+    wanted = experiment.oracle_plan and experiment.agent == "decoupled"
     return wanted and experiment.benchmark.reader != "miniwob"
 
 

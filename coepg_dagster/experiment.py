@@ -792,8 +792,9 @@ class Evaluation(Strict):
     attempts: int | None = Field(
         None, ge=2, le=64, description="n of pass@n: the steps that one of n sampled plans of π'_k solves with ϕ_k"
     )
-    oracle_plan: bool = Field(
-        False, description="a reference plan and the label's action with ϕ_k, if the data have plans"
+    oracle_plan: bool | None = Field(
+        None,
+        description="a reference plan and the label's action with ϕ_k, if the data have plans; null: on MiniWoB++, which has",
     )
     boards: dict[Name, GroundingBoard] = Field({}, description="grounding boards on which ϕ_k is tested alone, by name")
     inference: Named = Field(
@@ -915,6 +916,12 @@ class Experiment(Strict):
         if self.agent == "end_to_end":
             return END_TO_END
         return tuple(asset for asset in (LOOP_RL if self.grounder_rl.enabled else LOOP) if asset not in self.taken)
+
+    @property
+    def oracle_plan(self) -> bool:
+        """Whether reference plans are evaluated."""
+        given = self.evaluation.oracle_plan
+        return self.benchmark.reader == "miniwob" if given is None else given
 
     @property
     def phi(self) -> Phi:
@@ -1329,6 +1336,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
     pools, quality, input_format = experiment.regeneration, experiment.quality, {"prompts", "coordinates", "dtype"}
     # the default engine is left out, as settings of _OPTIONAL are
     answers = input_format | ({"engine"} if experiment.models.engine != "transformers" else set())
+    evaluation = experiment.evaluation.model_copy(update={"oracle_plan": experiment.oracle_plan or None})
     init: list[tuple[Strict, set[str] | None]] = [(experiment, {"init"})] if experiment.init != "base" else []
     validation: list[tuple[Strict, set[str] | None]] = []
     if experiment.grpo.validate_every is not None:
@@ -1375,7 +1383,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (pools, {"max_plan_tokens", "max_point_tokens"}),
             (experiment.models, answers),
             *([(experiment.models.without_places(), {"judge"})] if experiment.models.judge else []),
-            *([(experiment.evaluation, None)] if experiment.evaluation != Evaluation() else []),
+            *([(evaluation, None)] if evaluation != Evaluation() else []),
         ],
         "end_to_end": [
             (experiment.sft, None),

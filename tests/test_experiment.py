@@ -723,6 +723,17 @@ def test_an_overlay_of_a_plugin_changes_its_stage_only(file: Path) -> None:
     assert differs and set(differs) <= set.union(*(CHANGED[section] for section in sections))
 
 
+def test_reference_plans_are_evaluated_where_the_data_always_have_them(tmp_path: Path) -> None:
+    def version(**evaluation: Any) -> tuple[bool, str]:
+        loaded = load_experiment(write(tmp_path, content(evaluation=evaluation)))
+        return loaded.oracle_plan, code_version(loaded, "evaluation")
+
+    assert version()[0] and version() == version(oracle_plan=True)
+    assert not version(oracle_plan=False)[0] and version(oracle_plan=False) != version()
+    web = load_experiment(REPOSITORY / "experiments" / "web_7b.yaml")
+    assert not web.oracle_plan, "Mind2Web has no plan of a step"
+
+
 @pytest.mark.parametrize("score", ["infigui_r1_box", "step_gui_box"])
 def test_a_reward_of_boxes_is_for_a_grounder_that_answers_boxes(score: str, tmp_path: Path) -> None:
     learns: dict[str, Any] = {"enabled": True, "point_score": score}

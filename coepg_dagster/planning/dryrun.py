@@ -426,7 +426,7 @@ class DryRun:
                 (planner, plan, asked if "samples" not in settings else 1, validation),
                 (grounder, point, asked, validation),
             ]
-        if experiment.evaluation.oracle_plan:
+        if experiment.oracle_plan:
             work += [(grounder, point, 1, validation)]
         for board in self.boards.values():
             work.append((grounder, replace(point, image=board.screen or point.image), 1, board.items))

@@ -15,10 +15,10 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from benchmarks.ray_queue import Times, simulate
 from coepg_dagster.artifacts import CANDIDATES, write_steps
 from coepg_dagster.experiment import Models, Regeneration
 from coepg_dagster.jobs import CandidatesJob
-from coepg_dagster.planning.queue import Times, simulate
 from coepg_dagster.ray_cluster import run_on_cluster
 from coepg_dagster.running import chunked, run
 

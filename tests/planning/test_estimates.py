@@ -416,10 +416,13 @@ def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None
         stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates_of(CPU, Path("nowhere")))
         return next(one for one in stages if one.asset == "evaluation")
 
-    nobody, some = sandbox.models.model_copy(update={"judge": None}), Evaluation()
-    alone, judged = stage(models=nobody, evaluation=some), stage(evaluation=some)
+    def also(**of: Any) -> Evaluation:
+        return Evaluation.model_validate({"oracle_plan": False, **of})
+
+    nobody = sandbox.models.model_copy(update={"judge": None})
+    alone, judged = stage(models=nobody, evaluation=also()), stage(evaluation=also())
     assert judged.memory.weights > alone.memory.weights and judged.tokens > alone.tokens
-    for part in (Evaluation(base_planner=True), Evaluation(attempts=4), Evaluation(oracle_plan=True)):
+    for part in (also(base_planner=True), also(attempts=4), also(oracle_plan=True)):
         more = stage(models=nobody, evaluation=part)
         assert more.memory.weights == alone.memory.weights
         assert more.tokens > alone.tokens and more.gpu_seconds > alone.gpu_seconds and more.steps > alone.steps

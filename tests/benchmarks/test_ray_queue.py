@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.planning.queue import Times, simulate
+from benchmarks.ray_queue import Times, simulate
 from coepg_dagster.running import Chunk
 
 MEMBERS = st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(1, 12), st.floats(1, 50)), min_size=1)
