@@ -86,7 +86,9 @@ def test_results_have_every_number(projects: list[Path]) -> None:
             assert score["step_sr"]["micro"] <= min(score["ele_acc"]["micro"], score["op_f1"]["micro"]) + 1e-9
         assert 0 < row["purity"] <= 100 and row["diversity"] >= 1 and 0 < row["coverage"] <= 100
         assert all(seconds > 0 for seconds in row["seconds"].values()) and "dataset" in row["seconds"]
-        assert set(row["pairs"]) == {"judge", "attempts", "oracle_plan"} | ({"base_planner"} if row["iteration"] else set())
+        assert set(row["pairs"]) == {"judge", "attempts", "oracle_plan"} | (
+            {"base_planner"} if row["iteration"] else set()
+        )
         assert set(row["pairs"]["judge"]) == {"validation", *row["splits"]}
         assert row["stale"] == {}
 
