@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoProcessor
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks import baseline, sized
@@ -62,21 +61,18 @@ def main() -> None:
     parser.add_argument("--groups", type=int, help="prompts in all; default 16 (3B: 12)")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
-    small, cuda = options.size == "tiny", torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if cuda and not small else ("cpu", torch.float32)
-    if small:
-        torch.set_num_threads(1)
+    small, (device, dtype) = options.size == "tiny", sized.placed(options.size)
+    cuda = device == "cuda"
     groups, answer = options.groups or (16 if small else 12), 35 if small else 80
     say = baseline.Log(f"grpo_update_{options.size}")
     with tempfile.TemporaryDirectory() as folder:
-        processor = sized.write_processor(Path(folder) / "processor", options.size) if not small else None
-        processor = processor or AutoProcessor.from_pretrained(sized.SOURCE)
+        processor = sized.write_processor(Path(folder) / "processor", options.size)
     processor.tokenizer.padding_side = "left"
     model = sized.make_model(options.size, device, dtype)
     model.model.visual.requires_grad_(False)
     shown = Screenshots(processor)
     Tower(model, shown, VisualStore())
-    if device == "cuda":
+    if cuda:
         fast_vision(model)
         half_activations(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -103,7 +99,7 @@ def main() -> None:
         began, parts = time.perf_counter(), []
         for start in range(0, len(weights), each):
             chosen = range(start, min(len(weights), start + each))
-            with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
                 logps = compute(select_rows(batch, chosen))
             (logps * weights[start : start + each]).sum().backward()
             parts.append(logps.detach())
@@ -144,7 +140,7 @@ def main() -> None:
         unit="s, forward and backward passes of an update",
         against_what="the same rollouts, a row each",
         repetitions=taken,
-        device=None if device == "cuda" else baseline.cpu_name(),
+        device=None if cuda else baseline.cpu_name(),
         tokens={"prompt": int(batch["attention_mask"][:, :-answer].sum(1).max()), "completion": answer},
         prompts=groups,
         group_size=GROUP,

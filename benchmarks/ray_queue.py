@@ -17,7 +17,7 @@ from benchmarks.baseline import FOLDER, Log, command_line, write
 from coepg_dagster.planning.dryrun import DryRun, Hardware
 from coepg_dagster.planning.estimates import CARDS, StageEstimate, rates_of
 from coepg_dagster.project import find_project
-from coepg_dagster.running import CHUNK, Chunk, next_chunk
+from coepg_dagster.running import CHUNK, Chunk, next_chunk, taker
 
 NAME: Final = "ray_queue"
 EXPERIMENT: Final = "web_7b"
@@ -64,7 +64,7 @@ def simulate(
             its place.
     """
     slow, lost, left = dict(slow or {}), dict(lost or {}), list(chunks)
-    names, held, idle = count(), dict[int, str](), list[int]()
+    names, held, idle = count(), dict[int, str | None](), list[int]()
     kept, end, loads, again = 0.0, 0.0, 0, 0
     # when a worker asks for a chunk, the worker, and the chunk of a worker that is lost at this moment
     asks: list[tuple[float, int, Chunk | None]] = []
@@ -78,7 +78,7 @@ def simulate(
             heapq.heappush(asks, (now + times.start, next(names), None))
             if not idle:
                 continue
-            worker = next((one for one in idle if held.get(one) == back.member), idle[-1])
+            worker = taker(back, idle, held)
             idle.remove(worker)
         elif not left:
             idle.append(worker)

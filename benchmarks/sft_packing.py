@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoProcessor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
@@ -68,22 +67,19 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
-    small, cuda = options.size == "tiny", torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if cuda and not small else ("cpu", torch.float32)
-    if small:
-        torch.set_num_threads(1)
+    small, (device, dtype) = options.size == "tiny", sized.placed(options.size)
+    cuda = device == "cuda"
     name = f"sft_packing_{options.size}"
     say = baseline.Log(name)
     with tempfile.TemporaryDirectory() as folder:
-        processor = sized.write_processor(Path(folder) / "processor", options.size) if not small else None
-        processor = processor or AutoProcessor.from_pretrained(sized.SOURCE)
+        processor = sized.write_processor(Path(folder) / "processor", options.size)
     model = sized.make_model(options.size, device, dtype)
     model.model.visual.requires_grad_(False)
     shown = Screenshots(processor)
     Tower(model, shown, VisualStore())
     language = model.model.language_model.config
     masked = language._attn_implementation
-    if device == "cuda":
+    if cuda:
         fast_vision(model)
         half_activations(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -92,8 +88,8 @@ def main() -> None:
     add_fused_lm_head(model.train())
     collate = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
     collators = {
-        "rows": collate if device == "cuda" else with_keys(collate, shown),
-        "groups": in_groups(collate, shown, pixels=device == "cuda"),
+        "rows": collate if cuda else with_keys(collate, shown),
+        "groups": in_groups(collate, shown, pixels=cuda),
     }
     settings = {"fused_lm_head": True, "use_cache": False}
     clock = time.process_time if small else time.perf_counter
@@ -117,7 +113,7 @@ def main() -> None:
             torch.cuda.synchronize()
         began, logps = clock(), []
         for batch in batches:
-            with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
                 output = (
                     packed_pass(model, model, **batch, **settings) if kind == "groups" else model(**batch, **settings)
                 )
@@ -167,7 +163,7 @@ def main() -> None:
         unit=f"{'seconds of CPU time' if small else 's'}, forward and backward passes of SFT of planner and grounder",
         against_what="the same rows, each alone",
         repetitions=taken,
-        device=None if device == "cuda" else baseline.cpu_name(),
+        device=None if cuda else baseline.cpu_name(),
         ratios=ratios,
         steps=options.steps,
         rows=rows,

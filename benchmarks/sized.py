@@ -67,6 +67,13 @@ def make_model(
     return model
 
 
+def placed(size: Size) -> tuple[str, torch.dtype]:
+    """Device and precision of a size: the tiny one runs on one thread of a CPU, in float32, as all do without a GPU."""
+    if size == "tiny":
+        torch.set_num_threads(1)
+    return ("cuda", torch.bfloat16) if size != "tiny" and torch.cuda.is_available() else ("cpu", torch.float32)
+
+
 def write_processor(folder: Path, size: Size, source: Path = SOURCE) -> Any:
     """Tokenizer and processor of a size under `folder`, loaded."""
     folder.mkdir(parents=True, exist_ok=True)

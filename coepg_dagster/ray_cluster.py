@@ -17,7 +17,7 @@ from coepg_dagster.artifacts import write_table
 from coepg_dagster.jobs import ChunkedJob, Job, parse_job
 from coepg_dagster.progress import Report
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.running import Chunk, Chunked, chunked, next_chunk, run
+from coepg_dagster.running import Chunk, Chunked, chunked, next_chunk, run, taker
 
 POLL_SECONDS: Final = 1.0
 LOST_AT_MOST: Final = 3
@@ -175,7 +175,7 @@ def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict
                 if chunk is not None:
                     left.append(chunk)
                     if idle:
-                        free = next((one for one in idle if holds[one] == chunk.member), idle[-1])
+                        free = taker(chunk, idle, holds)
                         idle.remove(free)
                         hand_out(free)
                 continue

@@ -12,7 +12,7 @@ import multiprocessing.connection
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -93,6 +93,7 @@ CHUNK = 256
 """Input rows of a chunk of pool work or evaluation; a killed run loses at most this much for each process."""
 
 J = TypeVar("J", bound=ChunkedJob)
+W = TypeVar("W")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ def next_chunk(left: Sequence[Chunk], held: str | None) -> Chunk:
     waiting = Counter(chunk.member for chunk in left)
     member = held if held in waiting else waiting.most_common(1)[0][0]
     return next(chunk for chunk in left if chunk.member == member)
+
+
+def taker(chunk: Chunk, idle: Sequence[W], held: Mapping[W, str | None]) -> W:
+    """Which of the workers without work makes a chunk that came back: one that holds its member, else the last."""
+    return next((worker for worker in idle if held.get(worker) == chunk.member), idle[-1])
 
 
 class Chunked(ABC, Generic[J]):

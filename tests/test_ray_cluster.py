@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,11 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from coepg_dagster.artifacts import CANDIDATES, write_steps, write_table
-from coepg_dagster.experiment import Models, Regeneration, Sft
+from coepg_dagster.artifacts import CANDIDATES, write_table
+from coepg_dagster.experiment import Models, Sft
 from coepg_dagster.jobs import ALONE, CandidatesJob, SftJob
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
 from coepg_dagster.running import run
+from tests.ray_nodes import head, node, pool_work
 
 ray = pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
 pytestmark = pytest.mark.slow
@@ -26,50 +25,15 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a cluster of this machine, on the loopback interface."""
-    port, folder = "6391", tmp_path_factory.mktemp("r")
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
-    command += [f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false", "--disable-usage-stats"]
-    command += ["--object-store-memory=100000000", f"--temp-dir={folder}"]
-    # Ray gives its workers the priority 15: beside the other tests they would wait for minutes. And it starts two before any
-    # job asks for one, which no job here can use: each has variables of its own.
-    env = os.environ | {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
-    try:
-        deadline = time.monotonic() + 300
-        while b"Ray runtime started" not in (folder / "log").read_bytes():
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.2)
+    port, folder = 6391, tmp_path_factory.mktemp("r")
+    with node(folder / "log", *head(folder, port), cpus=2):
         yield f"127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)  # `--block` stops all that it started
-        process.wait(120)
 
 
 @pytest.fixture
 def candidates(tmp_path: Path, models: Models, steps: pa.Table) -> Callable[[str], CandidatesJob]:
     """The same pool work of two members, in a folder of its own for each name."""
-    write_steps(steps, tmp_path / "steps.arrow", ["train"])
-
-    def work(name: str) -> CandidatesJob:
-        for folder in ("out", "scratch"):
-            (tmp_path / name / folder).mkdir(parents=True)
-        return CandidatesJob(
-            out=tmp_path / name / "out",
-            scratch=tmp_path / name / "scratch",
-            steps=tmp_path / "steps.arrow",
-            models=models,
-            device="cpu",
-            batch_size=8,
-            seed=5,
-            processes=2,
-            members={"one": models.base_planner, "two": models.base_planner},
-            train_split="train",
-            max_steps=None,
-            config=Regeneration(plans_per_planner=2, max_plan_tokens=8),
-        )
-
-    return work
+    return lambda name: pool_work(tmp_path / name, models, steps, ("one", "two"))
 
 
 def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(

@@ -148,21 +148,24 @@ def compare(make: Callable[[str], Job], ends: list[tuple[str, signal.Signals]], 
     return printed
 
 
+def sft_in(folder: Path, common: dict[str, Any], checkpoint: Path, **more: Any) -> SftJob:
+    """SFT of the checkpoint, of a planner unless `more` says so, in a folder of its own."""
+    job = {"role": "planner", "validation_split": "train", "max_plan_tokens": 16, "max_point_tokens": 8}
+    return SftJob(
+        **common | job | {"out": folder / "out", "scratch": folder / "scratch", "init": str(checkpoint)} | more
+    )
+
+
 def test_sft_is_continued_also_in_a_second_epoch(
     common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
     """Three epochs of two steps. Killed in a step, in a checkpoint that is not whole yet, and ended by SIGTERM."""
 
     def make(name: str) -> Job:
-        return SftJob(
-            **common,
-            out=tmp_path / name / "out",
-            scratch=tmp_path / name / "scratch",
-            role="planner",
-            init=str(random_checkpoint(2)),
-            validation_split="train",
-            max_plan_tokens=16,
-            max_point_tokens=8,
+        return sft_in(
+            tmp_path / name,
+            common,
+            random_checkpoint(2),
             config=Sft(epochs=3, batch_size=3, micro_batch_size=3, learning_rate=1e-3),
             placement=Placement(save_every=2 if name == "whole" else 1),
         )
@@ -187,15 +190,11 @@ def test_sft_with_lora_is_continued(
     """Its checkpoints hold the adapters alone; the merged weights are the same bytes. `max_steps` goes beyond its epoch."""
 
     def make(name: str) -> Job:
-        return SftJob(
-            **common,
-            out=tmp_path / name / "out",
-            scratch=tmp_path / name / "scratch",
+        return sft_in(
+            tmp_path / name,
+            common,
+            random_checkpoint(2),
             role="grounder",
-            init=str(random_checkpoint(2)),
-            validation_split="train",
-            max_plan_tokens=16,
-            max_point_tokens=8,
             config=Sft(epochs=1, max_steps=4, batch_size=3, micro_batch_size=3, learning_rate=1e-2, lora=Lora(rank=4)),
             placement=Placement(save_every=2),
         )
@@ -218,15 +217,11 @@ def test_packed_sft_is_continued_also_in_a_second_epoch(
     pq.write_table(pa.Table.from_pylist(rows, dataset.schema), tmp_path / "several.parquet")
 
     def make(name: str) -> Job:
-        return SftJob(
-            **common | {"dataset": tmp_path / "several.parquet"},
-            out=tmp_path / name / "out",
-            scratch=tmp_path / name / "scratch",
-            role="planner",
-            init=str(random_checkpoint(2)),
-            validation_split="train",
-            max_plan_tokens=16,
-            max_point_tokens=8,
+        return sft_in(
+            tmp_path / name,
+            common,
+            random_checkpoint(2),
+            dataset=tmp_path / "several.parquet",
             config=Sft(epochs=2, batch_size=4, micro_batch_size=2, learning_rate=1e-3, packing=True),
             placement=Placement(save_every=1),
         )
