@@ -52,10 +52,13 @@ from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import READ, Run, Study, made_from, missing_runs, success_by_episode
+from coepg_dagster.reports.study import READ, STEP_SR, Run, Study, made_from, missing_runs, success_by_episode
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
-from coepg_dagster.running import JUDGE
+from coepg_dagster.running import BASE_PLANNER, JUDGE, ORACLE_PLAN
 from coepg_dagster.store import CLAIMS
+
+ONE_ANSWER: Final = frozenset({JUDGE, BASE_PLANNER, ORACLE_PLAN})
+"""Pairs of models that answer each step once."""
 
 ATTEMPTS: Final = 2
 """How often one iteration of a loop is tried before it counts as failed."""
@@ -406,16 +409,18 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
         if (evaluation := made.get("evaluation")) is not None:
             predictions = pq.read_table(folder(evaluation) / PREDICTIONS)
             steps_file = project.store / evaluation.input("benchmark_steps").folder / STEPS
-            tables = [(run.success, predictions)]
-            if JUDGE in evaluation.figures.get(PAIRS, {}):
+            answers = {STEP_SR: predictions}
+            if of_pairs := ONE_ANSWER & evaluation.figures.get(PAIRS, {}).keys():
                 pairs = pq.read_table(folder(evaluation) / PAIR_PREDICTIONS)
-                tables.append((run.judged, pairs.filter(pc.equal(pairs["pair"], JUDGE))))
-            for split in benchmark.test:
+                answers |= {f"{STEP_SR}_{pair}": pairs.filter(pc.equal(pairs["pair"], pair)) for pair in of_pairs}
+            for split in (benchmark.validation, *benchmark.test):
                 steps = steps_of(steps_file, split, benchmark.max_eval_steps)
-                for success, made_by in tables:
-                    answers = made_by.filter(pc.is_in(made_by["step_id"], steps["step_id"].combine_chunks()))
-                    judged = score_steps(benchmark.protocol, steps, answers).steps
-                    success[k, split] = success_by_episode(judged, headline(evaluation.figures[split]["metrics"]))
+                for measure, made_by in answers.items():
+                    mine_of = made_by.filter(pc.is_in(made_by["step_id"], steps["step_id"].combine_chunks()))
+                    if mine_of.num_rows:
+                        judged = score_steps(benchmark.protocol, steps, mine_of).steps
+                        metric = headline(evaluation.figures[split]["metrics"])
+                        run.success[k, split, measure] = success_by_episode(judged, metric)
             calls = _calls(made, folder, predictions.num_rows)
             run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))
         if {"verdicts", "candidate_plans", "dataset"} <= set(made):

@@ -101,6 +101,12 @@ class Estimate:
     seeds: int
     over: str  # `seeds and episodes`, or `episodes` where there is one seed
 
+    @property
+    def signed(self) -> str:
+        """A difference as text: `+1.3 [+0.1, +2.6]`."""
+        ends = f" [{self.ci95[0]:+.1f}, {self.ci95[1]:+.1f}]" if self.ci95 else ""
+        return f"{self.value:+.1f}{ends}"
+
 
 def over_seeds(measured: BySeed, unit: str = "episodes") -> Estimate:
     """The mean over S seeds, and a 95 % interval for other seeds and other episodes. In the unit of `measured`.

@@ -125,7 +125,7 @@ def findings(study: Study) -> list[Finding]:
         *(_rise(study, measure) for measure in ("purity_frozen", "purity", "diversity")),
         against("all labels - a quarter", full, (f"{root}_labels_25", FULL), "the loop with fewer labels", labels),
         against("all labels - half", full, (f"{root}_labels_50", FULL), "the loop with fewer labels", labels),
-        against("larger - smaller", (f"{root}_large", FULL), full, "a base pair of about five times the size", larger),
+        against("larger - smaller", (f"{root}_large", FULL), full, "a base pair of about ten times the size", larger),
         *(_live(study, k, before) for k, before in ((last, 1), (1, 0))),
     ]
 
@@ -142,31 +142,24 @@ def _difference(
     """The difference of Step SR of two sides, by the judge where both have it, with that by ϕ_k beside."""
     seeds = _common_seeds(study, one, other)
     if not seeds:
-        return replace(_missing(claim, [side for side in (one, other) if not study.seeds_with(*side)]), test=test)
+        return replace(_missing(claim, [side for side in (one, other) if not study.seeds_with(side)]), test=test)
     used = _used(study, (one, other), seeds, "evaluation")
     stale = _stale(used)
     if apart := _differing(used, about):
         return _not_comparable(claim, apart, test, stale)
-    judged = all(study.is_judged(side, seeds) for side in (one, other))
+    judged = all(set(seeds) <= set(study.seeds_with(side, measure=BY_JUDGE)) for side in (one, other))
     measures = [BY_JUDGE, STEP_SR] if judged else [STEP_SR]
-    estimates = {
-        measure: over_seeds(
-            weighted_sum(
-                (1.0, study.success(one, seeds, None, measure)), (-1.0, study.success(other, seeds, None, measure))
-            )
-        )
-        for measure in measures
-    }
+    estimates = {measure: study.difference(one, other, seeds, measure=measure) for measure in measures}
     measure, *others = measures
     beside = {name: estimates[name] for name in others}
     unit = f"points of mean {MEASURES[measure]}"
-    words += "".join(f"; {MEASURES[name]}: {_text(estimate)}" for name, estimate in beside.items())
+    words += "".join(f"; {MEASURES[name]}: {estimate.signed}" for name, estimate in beside.items())
     finding = _verdict(claim, estimates[measure], words, unit, stale, test)
     return replace(finding, measure=measure, beside=beside)
 
 
 def _common_seeds(study: Study, *sides: Side) -> list[int]:
-    return sorted(set.intersection(*(set(study.seeds_with(*side)) for side in sides)))
+    return sorted(set.intersection(*(set(study.seeds_with(side)) for side in sides)))
 
 
 Used = Mapping[Side, Mapping[int, tuple[Run, tuple[Ref, ...]]]]
@@ -243,10 +236,6 @@ def _staleness(stale: Sequence[str]) -> str:
     return f" Stale: {'; '.join(stale)}." if stale else ""
 
 
-def _text(one: Estimate) -> str:
-    return f"{one.value:+.1f}" + (f" [{one.ci95[0]:+.1f}, {one.ci95[1]:+.1f}]" if one.ci95 else "")
-
-
 def _verdict(
     claim: str, one: Estimate, words: str, unit: str, stale: tuple[str, ...], test: str = SUPERIORITY
 ) -> Finding:
@@ -255,7 +244,7 @@ def _verdict(
     opposite = "; the interval lies below 0: the opposite" if one.ci95 and one.ci95[1] < 0 else ""
     seeds = f"{one.seeds} seeds" if one.seeds > 1 else f"1 seed: over {one.over} only"
     named = f"; {test}" if test != SUPERIORITY else ""
-    text = f"{_text(one)} {unit}, {seeds}{named}; {words}{opposite}.{_staleness(stale)}"
+    text = f"{one.signed} {unit}, {seeds}{named}; {words}{opposite}.{_staleness(stale)}"
     return Finding(claim, verdict, text, one.value, one.ci95, test, one.over, stale=stale)
 
 
@@ -301,12 +290,13 @@ def _steadier(study: Study, about: About) -> Finding:
     sides: list[Side] = [(study.root, FULL, k), (study.root, "no_cdrem", k)]
     seeds = _common_seeds(study, *sides)
     if len(seeds) < 2:
-        return replace(_missing(claim, [side for side in sides if len(study.seeds_with(*side)) < 2]), test=RATIO)
+        return replace(_missing(claim, [side for side in sides if len(study.seeds_with(side)) < 2]), test=RATIO)
     used = _used(study, sides, seeds, "evaluation")
     stale = _stale(used)
     if apart := _differing(used, about):
         return _not_comparable(claim, apart, RATIO, stale)
-    measure = BY_JUDGE if all(study.is_judged(side, seeds) for side in sides) else STEP_SR
+    judged = all(set(seeds) <= set(study.seeds_with(side, measure=BY_JUDGE)) for side in sides)
+    measure = BY_JUDGE if judged else STEP_SR
     ensemble, single = (study.success(side, seeds, None, measure).values for side in sides)
     spread = [math.sqrt(variance(map(float, values))) for values in (ensemble, single)]
     if not all(spread):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from coepg_dagster.evaluation.tables import Cell, Table, table_of
+from coepg_dagster.evaluation.tables import MISSING, Cell, Table, table_of
 from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.findings import Finding
@@ -43,6 +43,15 @@ PARTS: Final = (
 )
 """Pair of models, variant, metric, and the metric of the same at k = 0, where all variants are the base pair."""
 
+GAINS: Final = (
+    ("SFT of ϕ: reference plans, ϕ_k − ϕ_{k-1}", "step_sr_oracle_plan", (FULL, 0), (FULL, 1)),
+    ("SFT of π: the judge, π_k − π'_{k-1}", BY_JUDGE, ("before_grpo", 0), (FULL, 1)),
+    ("GRPO: the judge, π'_k − π_k", BY_JUDGE, (FULL, 0), ("before_grpo", 0)),
+    ("the whole iteration: the judge, π'_k − π'_{k-1}", BY_JUDGE, (FULL, 0), (FULL, 1)),
+    ("the whole iteration: M_k − M_{k-1}", STEP_SR, (FULL, 0), (FULL, 1)),
+)
+"""What is compared, the measure, and both sides: variant, iterations before k."""
+
 
 def write_page(
     study: Study, findings: Sequence[Finding], missing: Sequence[str], left_out: Mapping[str, str], out: Path
@@ -67,6 +76,7 @@ def write_page(
             claims=_claims(findings),
             judged=_judged(study, cells),
             parts=_parts(study, cells),
+            gains=_gains(study),
             seen=seen,
             few=[rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS],
             enough=FEW_ROLLOUTS,
@@ -109,18 +119,39 @@ def _judged(study: Study, cells: Cells) -> Table:
     return table_of(title, ("agent", MEASURES[BY_JUDGE], MEASURES[STEP_SR]), rows)
 
 
+def _validation(study: Study) -> str | None:
+    """The split that pairs of models are scored on and claims are not about."""
+    measures = {metric for _, _, metric, _ in PARTS}
+    scored = (row.split for run in study.runs for row in run.rows if row.metric in measures)
+    return next((split for split in scored if split not in study.splits), None)
+
+
 def _parts(study: Study, cells: Cells) -> Table:
     """Step SR of pairs of models on the validation split: which of them gained, and what is left for whom."""
-    alone = {metric for _, _, metric, _ in PARTS} - {STEP_SR, BY_JUDGE}  # scored on validation only
-    split = next((row.split for run in study.runs for row in run.rows if row.metric in alone), None)
-    later, rows = range(1, study.last + 1), list[list[str | Cell | None]]()
+    split, later, rows = _validation(study), range(1, study.last + 1), list[list[str | Cell | None]]()
     for name, variant, metric, at_0 in PARTS if split is not None else ():
         at_0_and_later = [(FULL, 0, at_0), *((variant, k, metric) for k in later)]
-        values = [cells.cell(study.root, of, k, str(split), measured) for of, k, measured in at_0_and_later]
+        values = [cells.cell(study.root, of, k, split, measured) for of, k, measured in at_0_and_later]
         if any(values[1:]):
             rows.append([name, *values])
-    title = "Step SR on validation of pairs of models, per cent; the mean of the seeds that reached k"
+    title = "Step SR on validation of pairs of models, per cent; over the seeds that reached k"
     return table_of(title, ("pair", "k = 0", *(f"k = {k}" for k in later)), rows)
+
+
+def _gains(study: Study) -> Table:
+    """What each step of an iteration adds on the validation split, over the seeds that have both sides."""
+    split, iterations, rows = _validation(study), range(1, study.last + 1), list[list[str]]()
+    for name, measure, *sides in GAINS:
+        row = []
+        for k in iterations:
+            one, other = ((study.root, variant, k - back) for variant, back in sides)
+            scored = (set(study.seeds_with(side, split, measure)) for side in (one, other))
+            seeds = sorted(set.intersection(*scored)) if split is not None else []
+            row.append(study.difference(one, other, seeds, split, measure).signed if seeds else MISSING)
+        if any(text != MISSING for text in row):
+            rows.append([name, *row])
+    title = "What each step of iteration k adds on validation, points of Step SR; paired by seeds and episodes"
+    return Table(title, ("step", *(f"k = {k}" for k in iterations)), tuple(map(tuple, rows)))
 
 
 def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str, str]]:

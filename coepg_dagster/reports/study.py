@@ -91,8 +91,9 @@ class Run:
     seed: int
     reference: str  # NAME/sSEED, for commands
     rows: list[Row] = field(default_factory=list)  # from `results`, and from tables of artifacts
-    success: dict[tuple[int, str], ByEpisode] = field(default_factory=dict)  # (k, split) → Step SR by ϕ_k, by episode
-    judged: dict[tuple[int, str], ByEpisode] = field(default_factory=dict)  # the same by the judge, where there is one
+    success: dict[tuple[int, str, str], ByEpisode] = field(
+        default_factory=dict
+    )  # (k, split, measure) → Step SR by episode
     data: dict[int, dict[str, ByEpisode]] = field(default_factory=dict)  # k → figure of `data_quality` → by episode
     curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # k → success of GRPO's rollouts
     stale: dict[Ref, str] = field(default_factory=dict)  # stale artifact → why
@@ -157,15 +158,21 @@ class Study:
         experiment, variant, k = side
         runs = self.find(experiment, variant)
         splits = self.splits if split is None else (split,)
-        tables = {seed: runs[seed].judged if measure == BY_JUDGE else runs[seed].success for seed in seeds}
-        each = [by_seed([tables[seed][k, name] for seed in seeds]) for name in splits]
+        each = [by_seed([runs[seed].success[k, name, measure] for seed in seeds]) for name in splits]
         return weighted_sum(*((100 / len(splits), one) for one in each))
 
-    def is_judged(self, side: Side, seeds: Sequence[int]) -> bool:
-        """Whether every one of these seeds has Step SR by the judge on every test split."""
+    def difference(
+        self, one: Side, other: Side, seeds: Sequence[int], split: str | None = None, measure: str = STEP_SR
+    ) -> Estimate:
+        """`success` of one side minus that of the other, in points; paired by seeds and episodes."""
+        sides = ((1.0, one), (-1.0, other))
+        return over_seeds(weighted_sum(*((sign, self.success(side, seeds, split, measure)) for sign, side in sides)))
+
+    def seeds_with(self, side: Side, split: str | None = None, measure: str = STEP_SR) -> list[int]:
+        """The seeds for which an iteration was scored on a split, or on every test split."""
         experiment, variant, k = side
-        runs = self.find(experiment, variant)
-        return bool(seeds) and all((k, split) in runs[seed].judged for seed in seeds for split in self.splits)
+        runs, splits = self.find(experiment, variant), self.splits if split is None else (split,)
+        return sorted(seed for seed, run in runs.items() if all((k, name, measure) in run.success for name in splits))
 
     def data(self, experiment: str, k: int, seeds: Sequence[int], figure: str) -> BySeed:
         """A figure of D_k."""
@@ -204,17 +211,12 @@ class Study:
         rates = self.live([k], players, split)
         return (over_seeds(rates[0], "families"), protocol) if rates else None
 
-    def seeds_with(self, experiment: str, variant: str, k: int) -> list[int]:
-        """The seeds for which an iteration was scored on every test split."""
-        runs = self.find(experiment, variant)
-        return sorted(seed for seed, run in runs.items() if all((k, split) in run.success for split in self.splits))
-
     def reached(self, *sides: tuple[str, str]) -> int | None:
         """The last k > 0 at which all seeds of all sides (experiment, variant) were scored, or as many as at any earlier k."""
         wanted = len({run.seed for run in self.runs if run.experiment == self.root})
         best: tuple[int, int] | None = None
         for k in range(self.last + 1):
-            common = set.intersection(*(set(self.seeds_with(*side, k)) for side in sides))
+            common = set.intersection(*(set(self.seeds_with((*side, k))) for side in sides))
             if common and (best is None or len(common) >= min(wanted, best[1])):
                 best = k, len(common)
         return best[0] if best and best[0] > 0 else None
@@ -252,10 +254,11 @@ class Study:
         for experiment, variant in sorted({(run.experiment, run.variant) for run in self.runs}):
             for k in range(self.last + 1):
                 side: Side = (experiment, variant, k)
-                seeds = self.seeds_with(*side)
-                measures = [STEP_SR, *([BY_JUDGE] if self.is_judged(side, seeds) else [])] if seeds else []
-                for measure in measures:
-                    for split in (None, *self.splits):
+                seeds = self.seeds_with(side)
+                places = {place[1:] for seed in seeds for place in self.find(*side[:2])[seed].success if place[0] == k}
+                of_tests = [(None, measure) for measure in MEASURES] if seeds else []
+                for split, measure in (*of_tests, *sorted(places)):
+                    if self.seeds_with(side, split, measure) == seeds:
                         estimate = over_seeds(self.success(side, seeds, split, measure))
                         add(side, split or AVERAGE, measure, estimate, protocols[*side, measure])
                 for metric, figure in QUALITY.items() if variant == FULL else ():
@@ -279,7 +282,7 @@ def missing_runs(study: Study, wanted: Mapping[str, tuple[str, str, int, range]]
     lacking = []
     for reference, (experiment, variant, seed, needed) in wanted.items():
         run = study.find(experiment, variant).get(seed)
-        if not all(run and (k, split) in run.success for k in needed for split in study.splits):
+        if not all(run and (k, split, STEP_SR) in run.success for k in needed for split in study.splits):
             since = f" --from {needed[0]}" if needed[0] else ""
             lacking.append(f"coepg evolve {reference}{since} --through {needed[-1]}")
     return lacking

@@ -9,7 +9,7 @@ import numpy as np
 from coepg_dagster.evaluation.statistics import ByEpisode
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.findings import Finding, findings
-from coepg_dagster.reports.study import READ, MadeFrom, Run, Study
+from coepg_dagster.reports.study import BY_JUDGE, READ, STEP_SR, MadeFrom, Run, Study
 from coepg_dagster.results import FULL, Row
 
 SPLITS = ("test_a", "test_b")
@@ -34,8 +34,8 @@ def run(variant: str, seed: int, rates: dict[int, float], experiment: str = "box
     made.made_from = {Ref(asset, k): MadeFrom({}, {}) for asset in READ for k in range(4)}
     for k, rate in rates.items():
         for split in SPLITS:
-            made.success[k, split] = measured(rate, seed)
-            value = 100 * float(made.success[k, split].above.mean())
+            made.success[k, split, STEP_SR] = measured(rate, seed)
+            value = 100 * float(made.success[k, split, STEP_SR].above.mean())
             made.rows.append(measured_row(made, k, split, "step_sr", value, low=0.0, high=100.0))
     return made
 
@@ -52,7 +52,7 @@ def judge(made: Run, rates: dict[int, float]) -> Run:
     """The same run with these rates by the judge."""
     for k, rate in rates.items():
         for split in SPLITS:
-            made.judged[k, split] = measured(rate, made.seed)
+            made.success[k, split, BY_JUDGE] = measured(rate, made.seed)
             made.rows.append(measured_row(made, k, split, "step_sr_judge", 100 * rate))
     return made
 

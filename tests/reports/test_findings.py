@@ -9,7 +9,7 @@ import pytest
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.findings import NON_INFERIORITY, findings
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import MadeFrom, Run, made_from
+from coepg_dagster.reports.study import BY_JUDGE, MadeFrom, Run, made_from
 from coepg_dagster.results import FULL
 from tests.reports.runs import by_claim, judge, made_with, measured, measured_row, played, run, study
 
@@ -87,7 +87,7 @@ def test_the_judge_decides_where_all_have_one_and_phi_stands_beside() -> None:
     assert "Step SR by the judge" in by_judge.text and "Step SR by ϕ_k: +" in by_judge.text
     written = by_judge.to_json()
     assert written["beside"]["step_sr"]["ci95"][0] > 0 and written["over"] == "seeds and episodes"
-    del full[0].judged[1, "test_b"]
+    del full[0].success[1, "test_b", BY_JUDGE]
     by_phi = by_claim(study(*full))["M_3 - M_1"]
     assert by_phi.measure == "step_sr" and by_phi.verdict == "confirmed" and "by ϕ_k, 3 seeds" in by_phi.text
 

@@ -11,7 +11,7 @@ from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import Study, missing_runs, success_by_episode
+from coepg_dagster.reports.study import BY_JUDGE, Study, missing_runs, success_by_episode
 from coepg_dagster.results import FULL
 from tests.reports.runs import SPLITS, judge, measured, measured_row, played, run, study
 
@@ -145,6 +145,25 @@ def test_the_page_says_which_model_gained(tmp_path: Path) -> None:
     assert "| π'_k and the judge: GRPO too | 25.0 | 53.0 |" in parts
     assert "| reference plans and ϕ_k | – | 81.0 |" in parts and "best of several" not in parts
     assert "What each part brings" not in _page(study(run(FULL, 1, {0: 0.2, 1: 0.5})), tmp_path)
+
+
+def test_the_page_says_what_each_step_of_an_iteration_adds(tmp_path: Path) -> None:
+    runs = []
+    for seed in (1, 2, 3):
+        for variant, rates in ((FULL, {0: 0.2, 1: 0.8}), ("before_grpo", {1: 0.5})):
+            one = run(variant, seed, rates)
+            for k, rate in rates.items():
+                one.success[k, "validation", BY_JUDGE] = measured(rate, seed)
+                one.rows.append(measured_row(one, k, "validation", "step_sr_judge", 100 * rate))
+            runs.append(one)
+    of = study(*runs)
+    of_grpo = of.difference(("box", FULL, 1), ("box", "before_grpo", 1), [1, 2, 3], "validation", BY_JUDGE)
+    page = _page(of, tmp_path).split("## What each part brings")[1].split("## Tables")[0]
+    assert of_grpo.ci95 is not None and 0 < of_grpo.ci95[0] < 30 < of_grpo.ci95[1]
+    assert f"| GRPO: the judge, π'_k − π_k | {of_grpo.signed} | – | – |" in page
+    assert "| π'_k and the judge: GRPO too |" in page and "SFT of ϕ: reference plans" not in page
+    del runs[-1].success[1, "validation", BY_JUDGE]
+    assert of.seeds_with(("box", "before_grpo", 1), "validation", BY_JUDGE) == [1, 2]
 
 
 def _page(of: Study, folder: Path) -> str:
