@@ -295,6 +295,7 @@ def refuse_prompts(experiment: Experiment, source: str, covered: int, of: int) -
     """Why GRPO has too few prompts, if `covered` of the `of` training steps have a row in D_k; empty: it has enough."""
     config = experiment.grpo
     prompts = covered if config.prompts == "dataset" else of - covered
+    prompts = min(prompts, config.max_prompts or prompts)
     if not config.enabled or not {"planner", "end_to_end"} & set(experiment.made) or prompts >= config.prompts_per_step:
         return []
     if config.prompts == "dataset":

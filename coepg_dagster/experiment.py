@@ -647,6 +647,9 @@ class Grpo(PolicyTraining):
         "dataset",
         description="training steps to ask about: `dataset`, those with a row in D_{k-1}; `unseen`, those without one",
     )
+    max_prompts: int | None = Field(
+        None, ge=1, description="at most so many of these steps, whole episodes, always the same; null: all"
+    )
     curation: Named = Field(
         {}, description="data strategies for these prompts, by name, with settings: see docs/methods.md"
     )
@@ -677,6 +680,14 @@ class Grpo(PolicyTraining):
         None,
         description="live pages that perform the action at ϕ_k's point, and decide the reward; null: graders do, Eq. 9",
     )
+
+    @model_validator(mode="after")
+    def _prompts_fill_a_step(self) -> Self:
+        if self.max_prompts is not None and self.max_prompts < self.prompts_per_step:
+            raise ValueError(
+                f"max_prompts {self.max_prompts} is below the {self.prompts_per_step} prompts_per_step: raise it, or lower those"
+            )
+        return self
 
     @property
     def plays(self) -> Environment | None:
@@ -1296,7 +1307,8 @@ _OPTIONAL_POLICY: Final = frozenset(
 _OPTIONAL: Final[dict[type[Strict], frozenset[str]]] = {
     Sft: frozenset({"max_tokens", "lora", "attention", "target", "curation", "folds", "packing"}),
     GrounderRl: _OPTIONAL_POLICY,
-    Grpo: _OPTIONAL_POLICY | {"prompts", "curation", "value_mode", "validate_every", "validation_steps", "environment"},
+    Grpo: _OPTIONAL_POLICY
+    | {"prompts", "max_prompts", "curation", "value_mode", "validate_every", "validation_steps", "environment"},
     Regeneration: frozenset({"value_mode", "hindsight_hint"}),
     Models: frozenset({"judge"}),
     Evaluation: frozenset({"oracle_plan", "boards", "inference", "third_party"}),

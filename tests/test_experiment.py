@@ -423,6 +423,7 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
         "carry_over": {"carry_over": "none"},
         "confidence": {"confidence": "constant"},
         "prompts": {"prompts": "unseen"},
+        "max_prompts": {"max_prompts": 100},
         "max_steps": {"max_steps": 4},
         "max_num_gen_batches": {"max_num_gen_batches": 2},
         "replay": {"replay": {}},
@@ -654,8 +655,8 @@ def test_ablations_of_the_repository_differ_from_the_sandbox_in_what_they_say_on
         "literal": {"grpo.confidence"},
         "temperature": {"grpo.confidence_temperature"},
         "validated": {"grpo.validate_every"},
-        "labels_25": {"benchmark.max_train_steps"},
-        "labels_50": {"benchmark.max_train_steps"},
+        "labels_25": {"benchmark.max_train_steps", "grpo.max_prompts"},
+        "labels_50": {"benchmark.max_train_steps", "grpo.max_prompts"},
         "init_base": {"init"},
     }
     for name, expected in changes.items():

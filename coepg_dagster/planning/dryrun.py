@@ -346,6 +346,7 @@ class DryRun:
         covered = round(COVERED * self.train_steps)
         unseen = experiment.grpo.prompts == "unseen"
         prompts = self.all_train_steps - covered if unseen else covered
+        prompts = min(prompts, experiment.grpo.max_prompts or prompts)
         return exposure(experiment.grpo, round(prompts / EPISODE_STEPS) if experiment.grpo.plays else prompts)
 
     def _probed(self, limit: int) -> int:

@@ -97,7 +97,7 @@ def findings(study: Study) -> list[Finding]:
         about = About(tuple(f"grpo.{name}" for name in settings), _SAME_MODELS)
         return against(claim, (root, one), (root, other), words, about, test)
 
-    labels = About(("benchmark.max_train_steps",))
+    labels = About(("benchmark.max_train_steps", "grpo.max_prompts"))
     larger = About((*_BASE_PAIR, "sft.learning_rate", "grpo.learning_rate"))
     same_data = About((), ("dataset",))
     return [

@@ -27,7 +27,7 @@ from coepg_dagster.prompts import (
 )
 from coepg_dagster.provenance import Agent
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.steps import short_hash
+from coepg_dagster.steps import short_hash, whole_episodes
 
 _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 
@@ -122,7 +122,7 @@ def _weight(row: dict[str, Any]) -> dict[str, float]:
 
 
 def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
-    """The ids of the train steps that GRPO asks about, as `config.prompts` says. Loads no model.
+    """The ids of the train steps that GRPO asks about, as `config.prompts` and `max_prompts` say. Loads no model.
 
     Of whole episodes on live pages they are those that begin one.
 
@@ -135,6 +135,9 @@ def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
     if config.plays:
         steps = job.train_steps().select(["step_id", "step_index"]).to_pylist()
         asked &= {row["step_id"] for row in steps if row["step_index"] == 0}
+    if config.max_prompts is not None:
+        steps = all_steps(job.steps).select(["step_id", "episode_id"])
+        asked = frozenset(whole_episodes(steps, config.max_prompts, among=asked)["step_id"].to_pylist())
     refuse_few(len(asked), config)
     return asked
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer
 
@@ -38,7 +39,7 @@ from coepg_dagster.steps import ROLLOUT_SCHEMA
 from coepg_dagster.training import grpo
 from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.end_to_end import train_end_to_end
-from coepg_dagster.training.examples import NothingToTrainOn
+from coepg_dagster.training.examples import NothingToTrainOn, asked_steps
 from coepg_dagster.training.grpo import train_grpo
 from tests import conftest
 from tests.inference.openai_server import OpenAIServer, status
@@ -574,6 +575,17 @@ def test_prompts_are_steps_that_sft_did_not_see(
     assert {row["step_id"] for row in pq.read_table(job.out / "rollouts.parquet").to_pylist()} <= unseen
     answers = json.loads((job.scratch / "probe" / "00000000.json").read_text())["greedy"]
     assert set(answers) - {"v0"} == unseen
+
+
+def test_labels_may_be_fewer_for_grpo_too(dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path) -> None:
+    """A share of the labels is a share of those that GRPO reads as well, and a larger one holds a smaller one."""
+    data, asked = (dataset.slice(0, 2), steps, models), list[frozenset[str]]()
+    for most in (1, 2, 3, 9):
+        config = Grpo(prompts="unseen", prompts_per_step=1, group_size=2, micro_batch_size=2, max_prompts=most)
+        asked.append(asked_steps(grpo_job(tmp_path / f"{most}", data, "no model", "no model", config), config))
+    assert [len(one) for one in asked] == [1, 2, 3, 4] and asked[0] < asked[1] < asked[2] < asked[3]
+    with pytest.raises(ValidationError, match="max_prompts 1 is below the 2 prompts_per_step"):
+        Grpo(prompts_per_step=2, group_size=2, micro_batch_size=2, max_prompts=1)
 
 
 @pytest.mark.parametrize("covered", [4, 6])
