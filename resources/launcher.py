@@ -16,6 +16,7 @@ from typing import Any
 
 import dagster as dg
 from coepg_dagster.resources import worker
+from coepg_dagster.resources.messages import Messages
 from coepg_dagster.resources.warm import WarmProcess
 
 from coepg_dagster.jobs import Job
@@ -70,7 +71,7 @@ def run_process(
     with dg.open_pipes_session(
         context,
         context_injector=dg.PipesTempFileContextInjector(),
-        message_reader=dg.PipesTempFileMessageReader(),
+        message_reader=Messages(),
     ) as session:
         process = WarmProcess(
             module,
