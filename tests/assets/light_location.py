@@ -2,7 +2,7 @@
 
 Sensors look every three seconds once they are turned on, and cron ticks pass every second minute. Runs are processes forked
 from one that has Dagster, its storage and our definitions imported, where Dagster's code server starts each from nothing:
-more than half of what a light run costs.
+the half of what a light run costs.
 """
 
 import multiprocessing
