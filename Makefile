@@ -21,6 +21,9 @@ demo: setup  ## D_0 and one iteration of co-evolution on MiniWoB++, on the CPU
 ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
 	$(VENV)/bin/coepg ui
 
+# modules are compiled once, whatever the environment says: the tests start many processes that import them
+test faults: export PYTHONDONTWRITEBYTECODE :=
+
 test: setup  ## lint goes on beside the tests; three processes for two cores, since some of them wait for Dagster
 	$(MAKE) lint & lint=$$!; \
 	$(VENV)/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder; passed=$$?; \

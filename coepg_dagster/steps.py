@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 
 NO_VALUE: Final = ""
@@ -210,7 +211,14 @@ def whole_episodes(steps: pa.Table, limit: int, among: Collection[str] | None = 
     for episode in sorted(rows, key=lambda name: hashlib.sha256((draw + name).encode()).digest()):
         if len(chosen) + len(rows[episode]) <= limit:
             chosen += rows[episode]
-    return steps.take(pa.array(sorted(chosen), pa.int64()))
+    return at_rows(steps, chosen)
+
+
+def at_rows(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    """Some rows, in the order of the table. `Table.take` would copy all screenshots of the table first."""
+    wanted = np.zeros(table.num_rows, dtype=bool)
+    wanted[list(rows)] = True
+    return table.filter(pa.array(wanted))
 
 
 def rows_in_batches(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

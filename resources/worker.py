@@ -32,9 +32,6 @@ def main(job_file: Path, result_file: Path) -> None:
         job = read_job(job_file)
     except Refusal as why:
         sys.exit(str(why))
-    from coepg_dagster.inference.visual import keep_in  # torch: the definitions name this module, and must load fast
-
-    keep_in(job.visual)
     on_gpu = job.device != "cpu"
     try:
         if isinstance(job, TrainingJob) and not is_rank():
@@ -42,6 +39,10 @@ def main(job_file: Path, result_file: Path) -> None:
                 arguments = [str(job_file), str(result_file)]
                 sys.exit(launch_ranks(job.placement, job.scratch, MODULE, arguments, on_gpu=on_gpu))
             see_one_gpu()
+        # torch here: the definitions name this module and must load fast, and a process that only starts ranks needs none
+        from coepg_dagster.inference.visual import keep_in
+
+        keep_in(job.visual)
         if on_gpu and is_rank():
             import torch
 

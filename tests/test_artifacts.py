@@ -97,3 +97,17 @@ def test_steps_of_a_split_in_file_order(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "steps.arrow", "train")["step_id"].to_pylist() == ["s1", "s3", "s5"]
     some = steps_of(tmp_path / "steps.arrow", "train", 2)["step_id"].to_pylist()
     assert len(some) == 2 and some == sorted(some) and set(some) < {"s1", "s3", "s5"}
+
+
+def test_a_few_steps_of_a_split_cost_no_memory_for_the_others(tmp_path: Path) -> None:
+    screenshot = bytes(20_000)
+    rows = [step(f"s{i}", screenshot=screenshot) for i in range(300)]
+    write_steps(step_table(*rows), tmp_path / "steps.arrow", ["train"])
+    usual = pa.default_memory_pool()
+    counting = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(counting)
+    try:
+        assert steps_of(tmp_path / "steps.arrow", "train", 4).num_rows == 4
+    finally:
+        pa.set_memory_pool(usual)
+    assert counting.max_memory() < 20 * len(screenshot)

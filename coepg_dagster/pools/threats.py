@@ -27,7 +27,7 @@ from coepg_dagster.inference.agents import Grounder, Grounding, Planner, planner
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import decode
 from coepg_dagster.plugins import plugin
-from coepg_dagster.steps import BOX, GATE_PASSED
+from coepg_dagster.steps import BOX, GATE_PASSED, at_rows
 
 PATTERNS: Final = ("noise", "checks", "square", "cross")
 """What is drawn as a trigger: coloured noise, black and white checks, a red square, a white cross on black."""
@@ -141,10 +141,10 @@ def _inside(point: Point | None, at: Rect) -> bool:
 
 def chosen(steps: pa.Table, limit: int) -> pa.Table:
     """Up to `limit` steps with a target, one after another by a hash of their ids."""
-    with_target = steps.filter(pc.greater(pc.list_value_length(steps["boxes"]), 0))
-    ids = with_target["step_id"].to_pylist()
-    order = sorted(range(len(ids)), key=lambda i: hashlib.sha256(ids[i].encode()).digest())
-    return with_target.take(pa.array(sorted(order[:limit]), pa.int64()))
+    ids = steps["step_id"].to_pylist()
+    with_target = pc.indices_nonzero(pc.greater(pc.list_value_length(steps["boxes"]), 0)).to_pylist()
+    order = sorted(with_target, key=lambda i: hashlib.sha256(ids[i].encode()).digest())
+    return at_rows(steps, order[:limit])
 
 
 @plugin("check", "VisualTrap (arXiv 2507.06899)", name="trigger_probe")
