@@ -52,6 +52,8 @@ GAINS: Final = (
 )
 """What is compared, the measure, and both sides: variant, iterations before k."""
 
+NOTHING: Final = Table("", (), ())
+
 
 def write_page(
     study: Study, findings: Sequence[Finding], missing: Sequence[str], left_out: Mapping[str, str], out: Path
@@ -128,8 +130,10 @@ def _validation(study: Study) -> str | None:
 
 def _parts(study: Study, cells: Cells) -> Table:
     """Step SR of pairs of models on the validation split: which of them gained, and what is left for whom."""
-    split, later, rows = _validation(study), range(1, study.last + 1), list[list[str | Cell | None]]()
-    for name, variant, metric, at_0 in PARTS if split is not None else ():
+    if (split := _validation(study)) is None:
+        return NOTHING
+    later, rows = range(1, study.last + 1), list[list[str | Cell | None]]()
+    for name, variant, metric, at_0 in PARTS:
         at_0_and_later = [(FULL, 0, at_0), *((variant, k, metric) for k in later)]
         values = [cells.cell(study.root, of, k, split, measured) for of, k, measured in at_0_and_later]
         if any(values[1:]):
@@ -140,13 +144,15 @@ def _parts(study: Study, cells: Cells) -> Table:
 
 def _gains(study: Study) -> Table:
     """What each step of an iteration adds on the validation split, over the seeds that have both sides."""
-    split, iterations, rows = _validation(study), range(1, study.last + 1), list[list[str]]()
+    if (split := _validation(study)) is None:
+        return NOTHING
+    iterations, rows = range(1, study.last + 1), list[list[str]]()
     for name, measure, *sides in GAINS:
         row = []
         for k in iterations:
             one, other = ((study.root, variant, k - back) for variant, back in sides)
             scored = (set(study.seeds_with(side, split, measure)) for side in (one, other))
-            seeds = sorted(set.intersection(*scored)) if split is not None else []
+            seeds = sorted(set.intersection(*scored))
             row.append(study.difference(one, other, seeds, split, measure).signed if seeds else MISSING)
         if any(text != MISSING for text in row):
             rows.append([name, *row])
