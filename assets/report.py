@@ -52,7 +52,7 @@ def _made(context: dg.AssetExecutionContext, loop: Loop, store: StoreResource) -
         raise dg.Failure("there is no evaluation yet: materialize iteration 0 first", allow_retries=False)
     table = results(loop.experiment, loop.seed, records, loop.stale(records))
     with artifacts.draft(loop.experiment.name, f"s{loop.seed}", "evolution_report") as draft:
-        # only this loop's results, so that the version depends on its inputs alone
+        # only this loop's results, so that the version depends on its inputs alone, and on the minutes that they took
         cases = case_study_of(artifacts.root, loop.experiment, records)
         evolution = Evolution(loop.experiment, loop.seed, table, [ShownLoop(loop.experiment, records)], cases=cases)
         preview = write_report(evolution, draft / REPORT)

@@ -121,6 +121,7 @@ def test_so_does_the_loop_with_its_models_whichever_of_its_processes_is_killed(s
     assert dataset_versions(killed, "tiny", 1) == dataset_versions(whole, "tiny", 1), victims
     made = [sorted(str(path.relative_to(root)) for path in (root / "store" / "tiny").rglob("*") if path.is_dir())
             for root in (whole, killed)]  # fmt: skip
+    made = [[path for path in folders if "/evolution_report/all/" not in path] for folders in made]  # it shows minutes
     assert made[0] == made[1], victims
     assert not list((killed / "store" / ".drafts").iterdir()) and not list(
         (killed / "store" / ".claims/evolve").iterdir()
