@@ -93,12 +93,18 @@ def write_page(
             mechanism=_mechanism(cells, root, study.last),
             missing=_by_experiment(missing),
             left_out=left_out,
-            causes=sorted({cause.rpartition(": ")[2] for run in study.runs for cause in run.stale.values()}),
+            causes=sorted({_cause(why) for run in study.runs for why in run.stale.values()}),
             stale=sum(bool(run.stale) for run in study.runs),
             runs=len(study.runs),
         )
     )
     return page
+
+
+def _cause(why: str) -> str:
+    """The first cause of a staleness, without the names of the artifacts between and of files."""
+    ahead, _, cause = why.rpartition(": ")
+    return "files are not in the store, such as weights of models" if ahead.endswith("gone from the store") else cause
 
 
 def _claims(findings: Sequence[Finding]) -> Table:
