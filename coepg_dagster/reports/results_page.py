@@ -172,9 +172,11 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
     sizes = {size: name for size, name in (("small", root), ("large", f"{root}_large")) if study.find(name)}
     shares = {100.0: root, 50.0: f"{root}_labels_50", 25.0: f"{root}_labels_25"}
     there = {share: name for share, name in shares.items() if study.find(name)}
+    scored = [{k for k, _ in cells.series(name, FULL, AVERAGE, STEP_SR)} for name in there.values()]
+    by_all = max(set.intersection(*scored), default=last)
     drawn: list[tuple[str, str, Figure]] = [
         ("figure-2", "Figure 2: with and without GRPO over iterations", paper.figure_2(cells, sizes)),
-        ("figure-4", "Figure 4: Step SR against labelled steps", paper.figure_4(cells, there, last)),
+        ("figure-4", f"Figure 4: Step SR at k = {by_all} against labelled steps", paper.figure_4(cells, there, by_all)),
         ("figure-6", "Figure 6: purity, coverage and diversity of D_k", paper.figure_6(cells, root)),
         ("figure-7", "Figure 7: each test split over the iterations", paper.figure_7(cells, sizes)),
     ]

@@ -147,6 +147,25 @@ def test_the_page_says_which_model_gained(tmp_path: Path) -> None:
     assert "What each part brings" not in _page(study(run(FULL, 1, {0: 0.2, 1: 0.5})), tmp_path)
 
 
+def test_shares_of_labels_are_shown_where_all_of_them_are(tmp_path: Path) -> None:
+    whole, quarter = run(FULL, 1, {0: 0.2, 1: 0.5, 3: 0.6}), run(FULL, 1, {0: 0.2, 1: 0.4}, "box_labels_25")
+    assert "Figure 4: Step SR at k = 1 against labelled steps" in _page(study(whole, quarter), tmp_path)
+    assert "Figure 4: Step SR at k = 3 against labelled steps" in _page(study(whole), tmp_path)
+
+
+def test_a_page_names_the_first_cause_of_what_is_stale(tmp_path: Path) -> None:
+    one = run(FULL, 1, {0: 0.2, 1: 0.5})
+    one.stale = {
+        Ref(
+            "planner", 1
+        ): "planner_sft[1]: its files are gone from the store: box/s1/planner_sft/1/x/model.safetensors",
+        Ref("evaluation", 1): "planner[1]: code or configuration changed (1-a → 1-b)",
+    }
+    page = _page(study(one), tmp_path)
+    assert "1 of 1 loops have artifacts that are stale" in page and "safetensors" not in page
+    assert "- files are not in the store" in page and "- code or configuration changed (1-a → 1-b)" in page
+
+
 def test_the_page_says_what_each_step_of_an_iteration_adds(tmp_path: Path) -> None:
     runs = []
     for seed in (1, 2, 3):
