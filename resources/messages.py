@@ -48,7 +48,7 @@ def _hand_over(path: Path, handler: Any, over: Event) -> None:
         with path.open("rb") as file:
             for line in whole_lines(file, lambda: not over.wait(POLL_SECONDS)):
                 handler.handle_message(json.loads(line))
-    except BaseException:
+    except Exception:
         handler.report_pipes_framework_exception("reader of a job's messages", sys.exc_info())
         raise
 
