@@ -415,11 +415,11 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
                 answers |= {f"{STEP_SR}_{pair}": pairs.filter(pc.equal(pairs["pair"], pair)) for pair in of_pairs}
             for split in (benchmark.validation, *benchmark.test):
                 steps = steps_of(steps_file, split, benchmark.max_eval_steps)
-                for measure, made_by in answers.items():
-                    mine_of = made_by.filter(pc.is_in(made_by["step_id"], steps["step_id"].combine_chunks()))
-                    if mine_of.num_rows:
-                        judged = score_steps(benchmark.protocol, steps, mine_of).steps
-                        metric = headline(evaluation.figures[split]["metrics"])
+                ids, metric = steps["step_id"].combine_chunks(), headline(evaluation.figures[split]["metrics"])
+                for measure, of_all in answers.items():
+                    of_split = of_all.filter(pc.is_in(of_all["step_id"], ids))
+                    if of_split.num_rows:
+                        judged = score_steps(benchmark.protocol, steps, of_split).steps
                         run.success[k, split, measure] = success_by_episode(judged, metric)
             calls = _calls(made, folder, predictions.num_rows)
             run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))

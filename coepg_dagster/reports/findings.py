@@ -147,8 +147,7 @@ def _difference(
     stale = _stale(used)
     if apart := _differing(used, about):
         return _not_comparable(claim, apart, test, stale)
-    judged = all(set(seeds) <= set(study.seeds_with(side, measure=BY_JUDGE)) for side in (one, other))
-    measures = [BY_JUDGE, STEP_SR] if judged else [STEP_SR]
+    measures = [BY_JUDGE, STEP_SR] if _judged(study, seeds, one, other) else [STEP_SR]
     estimates = {measure: study.difference(one, other, seeds, measure=measure) for measure in measures}
     measure, *others = measures
     beside = {name: estimates[name] for name in others}
@@ -156,6 +155,11 @@ def _difference(
     words += "".join(f"; {MEASURES[name]}: {estimate.signed}" for name, estimate in beside.items())
     finding = _verdict(claim, estimates[measure], words, unit, stale, test)
     return replace(finding, measure=measure, beside=beside)
+
+
+def _judged(study: Study, seeds: Sequence[int], *sides: Side) -> bool:
+    """Whether the judge scored every one of these seeds on every test split, for all sides."""
+    return all(set(seeds) <= set(study.seeds_with(side, measure=BY_JUDGE)) for side in sides)
 
 
 def _common_seeds(study: Study, *sides: Side) -> list[int]:
@@ -295,8 +299,7 @@ def _steadier(study: Study, about: About) -> Finding:
     stale = _stale(used)
     if apart := _differing(used, about):
         return _not_comparable(claim, apart, RATIO, stale)
-    judged = all(set(seeds) <= set(study.seeds_with(side, measure=BY_JUDGE)) for side in sides)
-    measure = BY_JUDGE if judged else STEP_SR
+    measure = BY_JUDGE if _judged(study, seeds, *sides) else STEP_SR
     ensemble, single = (study.success(side, seeds, None, measure).values for side in sides)
     spread = [math.sqrt(variance(map(float, values))) for values in (ensemble, single)]
     if not all(spread):
