@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +22,16 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import AssetC
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
+from dagster._core.errors import DagsterUserCodeUnreachableError as DagsterUserCodeUnreachableError
 from dagster._core.event_api import PartitionKeyFilter
 from dagster._core.execution.api import execute_run
 from dagster._core.execution.context.system import PlanOrchestrationContext
 from dagster._core.execution.plan.plan import ExecutionPlan
 from dagster._core.execution.retries import RetryMode
 from dagster._core.executor.in_process import InProcessExecutor
+from dagster._core.launcher import CheckRunHealthResult as CheckRunHealthResult
+from dagster._core.launcher import LaunchRunContext as LaunchRunContext
+from dagster._core.launcher import WorkerStatus as WorkerStatus
 from dagster._core.origin import DEFAULT_DAGSTER_ENTRY_POINT, JobPythonOrigin, RepositoryPythonOrigin
 from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.run_coordinator import SubmitRunContext
@@ -36,6 +42,7 @@ from dagster._core.storage.asset_check_execution_record import (
 from dagster._core.workspace.load import location_origin_from_module_name
 
 if TYPE_CHECKING:
+    from dagster._core.workspace.context import WorkspaceProcessContext
     from starlette.applications import Starlette
 
 QUEUE_DAEMON: Final = "QUEUED_RUN_COORDINATOR"
@@ -238,5 +245,39 @@ def web_ui(instance: dg.DagsterInstance, workspace: Path) -> Iterator[Starlette]
     from dagster_webserver.app import create_app_from_workspace_process_context
 
     target = WorkspaceFileTarget([str(workspace)])
-    with WorkspaceProcessContext(instance, target, version=dg.__version__) as context:
+    with WorkspaceProcessContext(instance, target, version=dg.__version__) as context, _keeping_code_servers(context):
         yield create_app_from_workspace_process_context(context)
+
+
+@contextmanager
+def _keeping_code_servers(context: WorkspaceProcessContext) -> Iterator[None]:
+    """Starts a code server of the web server anew within seconds of its end.
+
+    Dagster does so for its daemon only; until somebody reloads the location, the web server refuses every launch.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(5):
+            for name, entry in context.get_current_workspace().code_location_entries.items():
+                client = getattr(entry.code_location, "client", None)
+                if client is not None and client.socket is not None and not _listens(client.socket):
+                    context.reload_code_location(name)
+
+    thread = threading.Thread(target=watch, name="code-servers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _listens(path: str) -> bool:
+    """Whether a process listens at a socket, however busy it is."""
+    with socket.socket(socket.AF_UNIX) as end:
+        try:
+            end.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import dagster as dg
-import psutil
 from coepg_dagster.assets.internals import claim_slots_in_one_statement, json_metadata
+from coepg_dagster.assets.run_launcher import HOST_TAG, is_gone
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from yaml import YAMLError
@@ -49,8 +49,6 @@ from coepg_dagster.store import CLAIMS, Store, changes
 BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
 """Tags of every run."""
-HOST_TAG = "coepg/host"
-"""Tag with the machine of a run that made something."""
 EVOLVE_TAG = "coepg/evolve"
 """Tag of the runs of `coepg evolve`: IN_PROCESS or QUEUED."""
 IN_PROCESS, QUEUED = "yes", "queued"
@@ -567,17 +565,14 @@ _EVOLVING: Final = f"{CLAIMS}/evolve"
 def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
     """Marks the runs whose process is gone as failed, so that their claims and slots are free again. Returns their ids.
 
-    Dagster does this only as long as the code server that started a run is alive. A run of `coepg evolve` holds a lock; of the
+    A daemon does this for the runs that it started, as long as it is there. A run of `coepg evolve` holds a lock; of the
     others, those of this machine are looked at.
     """
     ended = []
     unfinished = instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
     for run in unfinished:
-        if run.tags.get(EVOLVE_TAG) == IN_PROCESS:
-            dead = _let_go(store / _EVOLVING / run.run_id)
-        else:
-            dead = run.tags.get(HOST_TAG) == socket.gethostname() and not _has_worker(instance, run.run_id)
-        if dead:
+        evolving = run.tags.get(EVOLVE_TAG) == IN_PROCESS
+        if _let_go(store / _EVOLVING / run.run_id) if evolving else is_gone(instance, run):
             instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
             ended.append(run.run_id)
     _free_slots(instance)
@@ -605,18 +600,4 @@ def _let_go(file: Path) -> bool:
             file.unlink(missing_ok=True)
     except Timeout:
         return False
-    return True
-
-
-def _has_worker(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether the process that Dagster started for a run of this machine is alive, or it is unknown which it is."""
-    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
-        event = entry.dagster_event
-        if event is not None and (event.message or "").startswith("Started process for run"):
-            try:
-                process = psutil.Process(int(str(event.engine_event_data.metadata["pid"].value)))
-                # its number may be another process's by now
-                return bool(process.status() != psutil.STATUS_ZOMBIE and "python" in process.name().lower())
-            except psutil.NoSuchProcess:
-                return False
     return True

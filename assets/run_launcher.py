@@ -1,0 +1,79 @@
+"""Dagster's launcher of local runs, which also knows runs whose code server is gone; dagster.yaml names it.
+
+Dagster cancels a run, and sees that its process has ended, through the code server that started it. Where that was killed, a
+cancelled run would go on while its slots are given away, and a run whose process has ended would count as started for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import dagster as dg
+import psutil
+from coepg_dagster.assets.internals import (
+    CheckRunHealthResult,
+    DagsterUserCodeUnreachableError,
+    LaunchRunContext,
+    WorkerStatus,
+)
+
+HOST_TAG = "coepg/host"
+"""Tag with the machine of a run."""
+
+
+class RunLauncher(dg.DefaultRunLauncher):
+    """Launches runs as Dagster does; cancels and watches those without a code server by their processes."""
+
+    def launch_run(self, context: LaunchRunContext) -> None:
+        self._instance.add_run_tags(context.dagster_run.run_id, {HOST_TAG: socket.gethostname()})
+        super().launch_run(context)
+
+    def terminate(self, run_id: str) -> bool:
+        """Interrupts a run; returns whether somebody was there to be interrupted."""
+        try:
+            return bool(super().terminate(run_id))
+        except DagsterUserCodeUnreachableError:
+            run = self._instance.get_run_by_id(run_id)
+            pid = None if run is None else _pid(self._instance, run)
+            worker = None if pid is None else _worker(pid)
+            if worker is None:
+                return False
+            worker.send_signal(signal.SIGINT)  # as its code server would have done
+            return True
+
+    @property
+    def supports_check_run_worker_health(self) -> bool:
+        return True
+
+    def check_run_worker_health(self, run: dg.DagsterRun) -> CheckRunHealthResult:
+        if is_gone(self._instance, run):
+            return CheckRunHealthResult(WorkerStatus.FAILED, "its process is gone: it was killed")
+        return CheckRunHealthResult(WorkerStatus.RUNNING)
+
+
+def is_gone(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+    """Whether the process that Dagster started for a run on this machine has ended; False where that cannot be told."""
+    pid = _pid(instance, run)
+    return pid is not None and _worker(pid) is None
+
+
+def _pid(instance: dg.DagsterInstance, run: dg.DagsterRun) -> int | None:
+    """The id of the process that Dagster started for a run; None for a run of another machine, or before it said so."""
+    if run.tags.get(HOST_TAG) != socket.gethostname():
+        return None
+    for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        event = entry.dagster_event
+        if event is not None and (event.message or "").startswith("Started process for run"):
+            return int(str(event.engine_event_data.metadata["pid"].value))
+    return None
+
+
+def _worker(pid: int) -> psutil.Process | None:
+    """The process of a run, if it is alive; the id may be another process's by now."""
+    try:
+        process = psutil.Process(pid)
+        alive = process.status() != psutil.STATUS_ZOMBIE and "multiprocessing" in " ".join(process.cmdline())
+        return process if alive else None
+    except psutil.NoSuchProcess:
+        return None
