@@ -32,7 +32,7 @@ class RunLauncher(dg.DefaultRunLauncher):
     def terminate(self, run_id: str) -> bool:
         """Interrupts a run; returns whether somebody was there to be interrupted."""
         try:
-            return bool(super().terminate(run_id))
+            return bool(super().terminate(run_id))  # type: ignore[no-untyped-call]
         except DagsterUserCodeUnreachableError:
             run = self._instance.get_run_by_id(run_id)
             pid = None if run is None else _pid(self._instance, run)

@@ -33,7 +33,10 @@ def worker() -> Iterator[multiprocessing.process.BaseProcess]:
 
 def launched(light: InProcess, pid: int, server: Path, **tags: str) -> tuple[RunLauncher, dg.DagsterRun]:
     """A launcher, and a run that is being made by a process; `server` is the socket of its code server."""
-    tags = {HOST_TAG: socket.gethostname(), GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(server)})} | tags
+    tags = {
+        HOST_TAG: socket.gethostname(),
+        GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(server)}),
+    } | tags
     job = light.defs.resolve_implicit_global_asset_job_def()
     run = light.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED, tags=tags)
     launcher = RunLauncher()
