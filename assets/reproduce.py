@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 import dagster as dg
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import Where, make_inputs
@@ -52,10 +53,11 @@ from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import READ, STEP_SR, Run, Study, made_from, missing_runs, success_by_episode
+from coepg_dagster.reports.study import DOMAIN, READ, STEP_SR, Run, Study, made_from, missing_runs, success_by_episode
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
 from coepg_dagster.running import BASE_PLANNER, JUDGE, ORACLE_PLAN
 from coepg_dagster.store import CLAIMS
+from coepg_dagster.yaml_files import read as read_yaml
 
 ONE_ANSWER: Final = frozenset({JUDGE, BASE_PLANNER, ORACLE_PLAN})
 """Pairs of models that answer each step once."""
@@ -383,6 +385,14 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
     return write_page(numbers, claims, missing, study.left_out, out)
 
 
+def pretrained_on(root: Path, model: str) -> list[str]:
+    """The families of pages that a model was pretrained on, by the recipe in the folder of its checkpoint; else none."""
+    checkpoint = root / model
+    recipe = checkpoint.parent / "recipe.yaml"
+    of_model = read_yaml(recipe).get("checkpoints", {}).get(checkpoint.name, {}) if recipe.exists() else {}
+    return list(of_model.get("families") or [])
+
+
 def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive, loop: Loop) -> Run:
     """The measurements of one loop, from its current artifacts."""
     experiment = loop.experiment
@@ -413,14 +423,22 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
             if of_pairs := ONE_ANSWER & evaluation.figures.get(PAIRS, {}).keys():
                 pairs = pq.read_table(folder(evaluation) / PAIR_PREDICTIONS)
                 answers |= {f"{STEP_SR}_{pair}": pairs.filter(pc.equal(pairs["pair"], pair)) for pair in of_pairs}
+            known = pretrained_on(project.root, experiment.models.base_planner)
             for split in (benchmark.validation, *benchmark.test):
                 steps = steps_of(steps_file, split, benchmark.max_eval_steps)
                 ids, metric = steps["step_id"].combine_chunks(), headline(evaluation.figures[split]["metrics"])
+                new = pc.invert(pc.is_in(steps["family"], pa.array(known, pa.string())))
+                mixed = split in benchmark.test and 0 < pc.sum(new).as_py() < steps.num_rows
                 for measure, of_all in answers.items():
                     of_split = of_all.filter(pc.is_in(of_all["step_id"], ids))
                     if of_split.num_rows:
                         judged = score_steps(benchmark.protocol, steps, of_split).steps
                         run.success[k, split, measure] = success_by_episode(judged, metric)
+                        if mixed:
+                            of_new = judged.filter(
+                                pc.is_in(judged["step_id"], steps["step_id"].filter(new).combine_chunks())
+                            )
+                            run.success[k, split + DOMAIN, measure] = success_by_episode(of_new, metric)
             calls = _calls(made, folder, predictions.num_rows)
             run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))
         if {"verdicts", "candidate_plans", "dataset"} <= set(made):

@@ -11,7 +11,7 @@ from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.findings import Finding
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.study import BY_JUDGE, MEASURES, STEP_SR, Study, played_by
+from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, MEASURES, STEP_SR, Study, played_by
 from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, tables_of_boards
 from coepg_dagster.training.learned import FEW_ROLLOUTS
 
@@ -79,6 +79,7 @@ def write_page(
             judged=_judged(study, cells),
             parts=_parts(study, cells),
             gains=_gains(study),
+            domain=_domain(study, cells),
             seen=seen,
             few=[rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS],
             enough=FEW_ROLLOUTS,
@@ -164,6 +165,25 @@ def _gains(study: Study) -> Table:
             rows.append([name, *row])
     title = "What each step of iteration k adds on validation, points of Step SR; paired by seeds and episodes"
     return Table(title, ("step", *(f"k = {k}" for k in iterations)), tuple(map(tuple, rows)))
+
+
+def _domain(study: Study, cells: Cells) -> Table:
+    """Step SR of M_k in those families of the test splits that the base pair was not pretrained on."""
+    iterations, rows = range(study.last + 1), list[list[str | Cell | None]]()
+    for split in study.splits:
+        for measure in (BY_JUDGE, STEP_SR):
+            values = [cells.cell(study.root, FULL, k, split + DOMAIN, measure) for k in iterations]
+            if any(values):
+                gains: list[str | Cell | None] = []
+                for one, other in ((1, 0), (study.last, 1)):
+                    sides = (study.root, FULL, one), (study.root, FULL, other)
+                    seeds = sorted(
+                        set.intersection(*(set(study.seeds_with(s, split + DOMAIN, measure)) for s in sides))
+                    )
+                    gains.append(study.difference(*sides, seeds, split + DOMAIN, measure).signed if seeds else None)
+                rows.append([f"{split + DOMAIN}, {MEASURES[measure]}", *values, *gains])
+    title = "Families that the base pair was never pretrained on: Step SR, per cent, and gains in points"
+    return table_of(title, ("split", *(f"M_{k}" for k in iterations), "M_1 - M_0", f"M_{study.last} - M_1"), rows)
 
 
 def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str, str]]:

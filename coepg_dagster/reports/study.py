@@ -23,6 +23,8 @@ from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 STEP_SR, BY_JUDGE = "step_sr", "step_sr_judge"
 """π'_k with ϕ_k, which rewarded it; and with the judge, an independent grounder."""
 MEASURES: Final = {STEP_SR: "Step SR by ϕ_k", BY_JUDGE: "Step SR by the judge"}
+DOMAIN: Final = "/domain"
+"""Ends the name of the part of a test split whose families the base pair was not pretrained on."""
 Side = tuple[str, str, int]
 """Experiment, variant, iteration."""
 READ: Final[tuple[Asset, ...]] = ("evaluation", "dataset", "planner", "grounder")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
-from coepg_dagster.assets.reproduce import Reproduction, find_study, loop_tasks, one_at_a_time, pool_slots
+from coepg_dagster.assets.reproduce import (
+    Reproduction,
+    find_study,
+    loop_tasks,
+    one_at_a_time,
+    pool_slots,
+    pretrained_on,
+)
 
 from coepg_dagster.experiment import ABLATIONS, ExperimentError
 from coepg_dagster.planning.machine import Machine, TrainingSettings
 from tests.assets.conftest import InProcess
 from tests.assets.test_evolve import QUIET
+from tests.project import REPOSITORY
 
 SHARING = "description: x\nparent: light\nvariant: single\ntake: [planner_sft, grounder]\ngrpo: {ensemble: false}\n"
 
@@ -83,3 +93,10 @@ def test_two_at_once_are_refused(study: InProcess) -> None:
     with one_at_a_time(study.project), pytest.raises(ExperimentError, match="`coepg reproduce` is running here"):  # noqa: SIM117
         with one_at_a_time(study.project):
             raise AssertionError("it was let in")
+
+
+def test_what_a_model_was_pretrained_on_is_in_the_recipe_beside_it(tmp_path: Path) -> None:
+    families = pretrained_on(REPOSITORY, "models/base-planner")
+    assert {"general-page", "click-button"} < set(families) and "click-shades" not in families
+    assert pretrained_on(REPOSITORY, "models/planner-a") == []  # all families
+    assert pretrained_on(REPOSITORY, "models/nobody") == [] == pretrained_on(tmp_path, "OWNER/NAME")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -11,7 +12,7 @@ from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.provenance import Ref
 from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import BY_JUDGE, Study, missing_runs, success_by_episode
+from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, STEP_SR, Study, missing_runs, success_by_episode
 from coepg_dagster.results import FULL
 from tests.reports.runs import SPLITS, judge, measured, measured_row, played, run, study
 
@@ -126,6 +127,19 @@ def test_the_page_says_who_judges(tmp_path: Path) -> None:
     text = write_page(both, findings(both), [], {}, tmp_path).read_text()
     assert "The primary measure is **Step SR by the judge**" in text
     assert "| box M_1 |" in text.split("## Who judges")[1].split("## Tables")[0] and "uniform M_1" not in text
+
+
+def test_the_page_shows_what_is_new_to_the_base_pair(tmp_path: Path) -> None:
+    both = study(*(run("full", seed, {0: 0.3, 1: 0.6, 3: 0.6}) for seed in (1, 2)))
+    assert "## The new domain" not in write_page(both, findings(both), [], {}, tmp_path).read_text()
+    for one in both.runs:
+        one.success |= {(k, "test_a" + DOMAIN, STEP_SR): measured(rate, one.seed) for k, rate in ((0, 0.1), (1, 0.7))}
+    text = write_page(both, findings(both), [], {}, tmp_path).read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| test_a/domain, Step SR by ϕ_k |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    gain = np.mean([100 * (measured(0.7, seed).above - measured(0.1, seed).above).mean() for seed in (1, 2)])
+    assert cells[3:5] == ["–", "–"] and cells[5].startswith(f"+{gain:.1f} [") and cells[6] == "–"
+    assert "test_b/domain" not in text
 
 
 def test_the_page_says_which_model_gained(tmp_path: Path) -> None:
