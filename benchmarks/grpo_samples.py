@@ -12,10 +12,10 @@ update with a KL term, full fine-tuning with float32 weights, bf16 passes and re
 - batched TRL: TRL's GRPOTrainer with one call of transformers' `generate` per grader for all completions of a step;
 - plain TRL: the same with one call per completion and grader, the reward written the obvious way.
 
-Weights are random, so on all sides the completions are replaced by the same made plans, all different, before graders see them. The
-graders are one checkpoint loaded N times; nothing is shared between them. The first step is not counted: in plain TRL its graders
-see one group alone, to save time. Each run is a process with a time limit, and writes every step when it ends; without a whole
-measured step it is recorded as failed.
+Weights are random, so on all sides the completions are replaced by the same made plans, all different, before graders see
+them. The graders are one checkpoint loaded N times; nothing is shared between them. The first step is not counted: in plain TRL
+its graders see one group alone, to save time. Each run is a process with a time limit, and writes every step when it ends;
+without a whole measured step it is recorded as failed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from coepg_dagster.inference.processing import token_bytes, vision_token_ids
 from coepg_dagster.prompts import PlannerAnswer, grounder_messages, parse_grounder, parse_planner
 from coepg_dagster.rewards.cdrem import token_f1
 
-
 Vote = tuple[tuple[float, float] | None, float]
 """A point in pixels of the image that the model sees, and the mean log-probability of its coordinate tokens, or of all tokens."""
 
