@@ -234,9 +234,9 @@ def served(job: GrpoJob, folder: Path, second: str) -> Iterator[dict[str, Engine
     """
     there = job.model_copy(update={"device": "cuda:0" if second else job.device, "serving": SERVERS})
     seen = {"CUDA_VISIBLE_DEVICES": second} if second else {}
-    load_processor(
-        job.init
-    )  # transformers imports its modules when they are first used, which threads must not do at once
+    if second:
+        torch.cuda.init()  # before the environment names another GPU
+    load_processor(job.init)  # transformers imports modules on their first use, which threads must not do at once
     with ExitStack() as stack, ThreadPoolExecutor(len(job.verifiers)) as pool:
         with patch.dict(os.environ, seen):
             servers = {

@@ -207,7 +207,9 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
 def measure(options: argparse.Namespace, way: str, graders: int, say: baseline.Log) -> dict[str, Any]:
     """A run in a separate process. Raises RuntimeError with the end of its output if no measured step was done."""
     device, _ = sized.placed(options.size)
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    # five graders nearly fill the card: memory must not be lost between blocks
+    environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     with (
         tempfile.TemporaryDirectory(prefix="grpo-samples-") as folder,
         sized.shared_checkpoint(options.size, device) as checkpoint,
@@ -215,7 +217,7 @@ def measure(options: argparse.Namespace, way: str, graders: int, say: baseline.L
         file, log = Path(folder) / "found.json", Path(folder) / "log"
         asked = ["--size", options.size, "--steps", str(options.steps), "--way", way, "--graders", str(graders)]
         asked += ["--run", str(file), "--checkpoint", str(checkpoint)]
-        code = limited.run(["benchmarks.grpo_samples", *asked], log, options.limit, CUDA_VISIBLE_DEVICES=first)
+        code = limited.run(["benchmarks.grpo_samples", *asked], log, options.limit, **environment)
         lines = log.read_text(errors="replace").splitlines()
         for line in lines:
             if line.startswith("step "):
