@@ -256,9 +256,11 @@ def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
     stages: dict[str, dict[str, Any]] = {}
     steps = baseline_of(grpo_breakdown.NAME, device)
     for kind, of in steps.get("kinds", {}).items():
+        if of["servers"] or of["processes"] > 1:
+            continue  # more than one GPU
         stages[f"grpo, rollouts from {kind}"] = {
             "kind": "grpo",
-            "size": "3B",
+            "size": of["size"],
             "config": steps["configurations"][kind],
             "batch": 64,
             "measured": {"gb": of["memory_gb"], "seconds": of["collect_seconds"] + of["update_seconds"]},

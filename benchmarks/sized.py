@@ -8,9 +8,13 @@ so that every id that a random model writes is a token.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -29,6 +33,7 @@ from transformers import (
 from coepg_dagster.artifacts import DATASET, STEPS, write_steps, write_table
 from coepg_dagster.experiment import Models
 from coepg_dagster.inference.architecture import KNOWN, Architecture
+from coepg_dagster.prompts import planner_answer
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash
 
 Size = Literal["3B", "7B", "qwen3-4B", "tiny", "qwen3-tiny"]
@@ -172,12 +177,43 @@ def make_checkpoint(
     return folder
 
 
+@contextmanager
+def shared_checkpoint(size: Size, device: str) -> Iterator[Path]:
+    """A checkpoint of a size, in memory if it has room there; the last of the processes that use it at once deletes it."""
+    if size == "tiny":
+        yield SOURCE
+        return
+    needed, memory = 2 * architecture_of(size).parameters, Path("/dev/shm")  # noqa: S108
+    folder = memory / f"coepg-{size}"
+    if not folder.exists() and (not memory.is_dir() or shutil.disk_usage(memory).free < 1.2 * needed):
+        folder = Path(tempfile.gettempdir()) / f"coepg-{size}"
+    with folder.with_suffix(".used").open("a") as used:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        with folder.with_suffix(".made").open("a") as made:
+            fcntl.flock(made, fcntl.LOCK_EX)
+            make_checkpoint(folder, size, device=device)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        try:
+            yield folder
+        finally:
+            with suppress(BlockingIOError):  # another process uses it
+                fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+
+
 _WORDS: Final = ("click", "press", "the", "blue", "button", "below", "field", "search", "second", "row", "menu", "near")
 
 
 def plan_of(draw: np.random.Generator, words: int) -> str:
     """A made plan of `words` words from the tokenizer's vocabulary."""
     return " ".join(_WORDS[i] for i in draw.integers(len(_WORDS), size=words))
+
+
+def made_answers(texts: Sequence[str], step_ids: Sequence[str]) -> list[str]:
+    """Answers of a planner that pass the gate of made steps, in place of `texts`: the same for the same text and step."""
+    draws = [np.random.default_rng(zlib.crc32(f"{pair}".encode())) for pair in zip(texts, step_ids, strict=True)]
+    return [planner_answer(plan_of(draw, int(draw.integers(20, 60))), "CLICK", "") for draw in draws]
 
 
 def models_of(checkpoint: str, **more: Any) -> Models:
