@@ -18,7 +18,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -213,12 +212,11 @@ def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
 def grpo_here(options: argparse.Namespace) -> dict[str, Any]:
     """The steps of `grpo_breakdown` with rollouts of transformers, in this process; the first is not measured."""
     given = ["--rollouts", "transformers", "--train", "full", "--steps", "3", "--run", str(options.out)]
-    asked = grpo_breakdown.arguments([*given, *["--prompts", "2", "--group", "4"] * options.quick])
+    given += ["--checkpoint", str(options.checkpoint), *["--prompts", "2", "--group", "4"] * options.quick]
+    asked = grpo_breakdown.arguments(given)
     asked.size = options.size
     with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
-        steps = Path(folder) / "steps.json"
-        with patch.object(grpo_breakdown, "checkpoint_of", lambda size: options.checkpoint):
-            figures = grpo_breakdown.run(asked, "transformers", steps)
+        figures = grpo_breakdown.run(asked, "transformers", Path(folder) / "steps.json")
     of = grpo_breakdown.summary(figures)
     return {
         "kind": "grpo",
