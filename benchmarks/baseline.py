@@ -7,6 +7,7 @@ A benchmark that could not run has the value null and a reason.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -15,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +105,35 @@ def write_scaling(name: str, one: float, together: float, many: int, **more: Any
     )
 
 
-class Log:
-    """Prints lines and appends them to NAME.log beside the baseline."""
+@contextmanager
+def alone(folder: Path = FOLDER) -> Iterator[None]:
+    """A context in which no other process that asks for it changes the baselines in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
-    def __init__(self, name: str, folder: Path = FOLDER) -> None:
+
+def earlier(name: str, folder: Path, device: str) -> dict[str, Any]:
+    """The baseline `name`, if it was measured on this device and has a value; else empty."""
+    file = folder / f"{name}.json"
+    facts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return facts if facts.get("value") is not None and facts["device"] == device else {}
+
+
+class Log:
+    """Prints lines and appends them to NAME.log beside the baseline; with `keep`, after those of earlier runs."""
+
+    def __init__(self, name: str, folder: Path = FOLDER, *, keep: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{name}.log"
-        self.path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC, {device_name()}, {commit()}\n")
+        if not keep:
+            self.path.unlink(missing_ok=True)
+        with self.path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC, {device_name()}, {commit()}\n")
 
     def __call__(self, line: str) -> None:
         print(line, flush=True)

@@ -74,37 +74,46 @@ def ours(steps: pa.Table) -> Clock:
 
 
 def plain(steps: pa.Table) -> Clock:
-    """TRL alone. Vision tokens are suppressed in its completions, since it fails on them."""
+    """TRL alone."""
     clock = Clock()
+    grounders = {name: PlainGrounder(path, tiny.MAX_POINT_TOKENS) for name, path in tiny.GROUNDERS.items()}
+    reward = PlainReward(grounders, tiny.PRIORS, steps)
+    train_plain(tiny.PLANNER, steps, reward, CONFIG, Ticks(clock), device="cpu")
+    return clock
+
+
+def train_plain(
+    planner: str, steps: pa.Table, reward: Any, config: Grpo, callback: TrainerCallback, *, device: str
+) -> None:
+    """TRL's GRPOTrainer with our settings. Vision tokens are suppressed in its completions, since it fails on them."""
     set_seed(SEED)
-    model, processor = load_for_training(tiny.PLANNER, "cpu", "float32", CONFIG)
+    model, processor = load_for_training(planner, device, "float32", config)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
     prompts = grpo_prompts(steps["step_id"].to_pylist(), steps, screens, "compact")
-    grounders = {name: PlainGrounder(path, tiny.MAX_POINT_TOKENS) for name, path in tiny.GROUNDERS.items()}
     out = Path(tempfile.mkdtemp(prefix="coepg-bench-"))
-    rollouts = CONFIG.prompts_per_step * CONFIG.group_size
+    rollouts, on_gpu = config.prompts_per_step * config.group_size, device != "cpu"
     trainer = GRPOTrainer(
         model=model,
         processing_class=processor,
-        reward_funcs=PlainReward(grounders, tiny.PRIORS, steps),
+        reward_funcs=reward,
         train_dataset=prompts,
-        callbacks=[Ticks(clock)],
+        callbacks=[callback],
         args=GRPOConfig(
             output_dir=str(out),
             num_train_epochs=1,
-            max_steps=CONFIG.max_steps,
-            num_generations=CONFIG.group_size,
-            per_device_train_batch_size=CONFIG.micro_batch_size,
-            gradient_accumulation_steps=rollouts // CONFIG.micro_batch_size,
-            max_completion_length=CONFIG.max_plan_tokens,
-            temperature=CONFIG.temperature,
+            max_steps=config.max_steps,
+            num_generations=config.group_size,
+            per_device_train_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=rollouts // config.micro_batch_size,
+            max_completion_length=config.max_plan_tokens,
+            temperature=config.temperature,
             top_p=1.0,
             top_k=0,
-            learning_rate=CONFIG.learning_rate,
+            learning_rate=config.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=0.03,
-            beta=CONFIG.kl_beta,
-            epsilon=CONFIG.clip_epsilon,
+            beta=config.kl_beta,
+            epsilon=config.clip_epsilon,
             loss_type="grpo",
             scale_rewards="group",
             use_bias_correction_kl=False,
@@ -115,9 +124,9 @@ def plain(steps: pa.Table) -> Clock:
             disable_tqdm=True,
             seed=SEED,
             data_seed=SEED,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
+            use_cpu=not on_gpu,
+            bf16=on_gpu,
+            gradient_checkpointing=on_gpu,
         ),
     )
     trainer.remove_callback(PrinterCallback)
@@ -125,7 +134,6 @@ def plain(steps: pa.Table) -> Clock:
         trainer.train()
     finally:
         shutil.rmtree(out)
-    return clock
 
 
 def conclude(

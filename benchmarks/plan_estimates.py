@@ -1,10 +1,12 @@
-"""What `coepg plan` estimates against what is measured: memory and time of each kind of stage, 3B-sized, one GPU.
+"""What `coepg plan` estimates against what is measured: memory and time of each kind of stage, one GPU.
 
-SFT, a planner's candidates and a verifier's verdicts are run here, as jobs of the loop; GRPO is the step that `grpo_breakdown`
-measured on the same device, and compiled SFT the runs of `sft_mfu`. The estimate gets rates and lengths of texts as in
+SFT, a planner's candidates and a verifier's verdicts are run here, as jobs of the loop. At 3B GRPO is the step that
+`grpo_breakdown` measured on the same device, and compiled SFT the runs of `sft_mfu`; of another `--size`, GRPO is a step of
+`grpo_breakdown` that is run here, and the baseline is `plan_estimates_SIZE`. The estimate gets rates and lengths of texts as in
 `coepg plan`; memory is the peak of tensors. `ratio` is estimate over measurement, of the stage that is farthest off; a stage
 with a `note` was measured with other code and is in no ratio. The baseline is written anew after each stage. `--again`
-measures nothing: it estimates anew what is in the baseline. `--quick` runs the tiny model; its ratios mean nothing.
+measures nothing: it estimates anew what is in the baseline. `--quick` runs the tiny model of the family; its ratios mean
+nothing.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ SFT_RUNS: Final[dict[str, list[str]]] = {
 PROMPT: Final = 90
 """Text tokens of a planner's prompt, as `coepg plan` takes them for compact prompts; a grounder's has half of them."""
 POINT: Final = 12
+
+
+def name_of(size: sized.Size) -> str:
+    """The name of the baseline of a size."""
+    return NAME if size == "3B" else f"{NAME}_{size}"
 
 
 def off(ratio: float) -> float:
@@ -108,12 +115,13 @@ def sft_stage(size: sized.Size, figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def candidates(options: argparse.Namespace, size: sized.Size, checkpoint: Path, say: Log) -> dict[str, Any]:
+def candidates(options: argparse.Namespace, say: Log) -> dict[str, Any]:
     """One measured planner pool."""
+    size: sized.Size = options.size
     batch, plans, tokens = (8, 2, 8) if options.quick else (48, 4, 64)
     settings = ["--size", size, "--batch", str(batch), "--plans", str(plans), "--tokens", str(tokens)]
     settings += ["--chunk", "8" if options.quick else "24", "--chunks", "3"]
-    figures = pool_scaling.measure(settings, 1, checkpoint, say, timeout=options.timeout)
+    figures = pool_scaling.measure(settings, 1, options.checkpoint, say, timeout=options.timeout)
     return {
         "kind": "generation",
         "size": size,
@@ -177,7 +185,7 @@ def verdicts_work(size: sized.Size, screens: int, plans: int, batch: int, checkp
 def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
     """One measured verifier pool, in this process: rates are those after the first chunk."""
     screens, plans, batch = (4, 2, 4) if options.quick else (24, 8, 64)
-    size: sized.Size = "tiny" if options.quick else "3B"
+    size: sized.Size = options.size
     running.CHUNK = screens * plans // 3
     with tempfile.TemporaryDirectory(prefix="verdicts-") as temporary:
         work = verdicts_work(size, screens, plans, batch, options.checkpoint, Path(temporary))
@@ -201,18 +209,44 @@ def verdicts_here(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def verdicts(options: argparse.Namespace, checkpoint: Path, say: Log) -> dict[str, Any]:
-    """`verdicts_here` in a separate process."""
+def grpo_here(options: argparse.Namespace) -> dict[str, Any]:
+    """The steps of `grpo_breakdown` with rollouts of transformers, in this process; the first is not measured."""
+    given = ["--rollouts", "transformers", "--train", "full", "--steps", "3", "--run", str(options.out)]
+    given += ["--checkpoint", str(options.checkpoint), *["--prompts", "2", "--group", "4"] * options.quick]
+    asked = grpo_breakdown.arguments(given)
+    asked.size = options.size
+    with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
+        figures = grpo_breakdown.run(asked, "transformers", Path(folder) / "steps.json")
+    of = grpo_breakdown.summary(figures)
+    return {
+        "kind": "grpo",
+        "size": options.size,
+        "config": figures["config"],
+        "batch": 64,
+        "measured": {"gb": of["memory_gb"], "seconds": of["collect_seconds"] + of["update_seconds"]},
+        "figures": of,
+    }
+
+
+STAGES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
+    "verdicts": verdicts_here,
+    "grpo": grpo_here,
+}
+
+
+def in_process(stage: str, options: argparse.Namespace, say: Log) -> dict[str, Any]:
+    """A stage of STAGES in a separate process."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "stage.json", Path(temporary) / "log"
-        arguments = ["benchmarks.plan_estimates", "--verdicts", str(file), "--checkpoint", str(checkpoint)]
-        code = limited.run([*arguments, *["--quick"] * options.quick], log, options.timeout)
+        arguments = ["benchmarks.plan_estimates", "--stage", stage, "--out", str(file), "--size", options.size]
+        arguments += ["--checkpoint", str(options.checkpoint), *["--quick"] * options.quick]
+        code = limited.run(arguments, log, options.timeout)
         lines = log.read_text(errors="replace").splitlines()
         say("\n".join(f"  {line}" for line in lines[-6 if code == 0 else -80 :]))
         if not file.exists():
-            raise RuntimeError(f"the verdicts ended by {'their limit' if code is None else f'code {code}'}")
-        stage: dict[str, Any] = json.loads(file.read_text())
-        return stage
+            raise RuntimeError(f"{stage} ended by {'the limit' if code is None else f'code {code}'}")
+        made: dict[str, Any] = json.loads(file.read_text())
+        return made
 
 
 def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
@@ -220,9 +254,11 @@ def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
     stages: dict[str, dict[str, Any]] = {}
     steps = baseline_of(grpo_breakdown.NAME, device)
     for kind, of in steps.get("kinds", {}).items():
+        if of["servers"] or of["processes"] > 1:
+            continue  # more than one GPU
         stages[f"grpo, rollouts from {kind}"] = {
             "kind": "grpo",
-            "size": "3B",
+            "size": of["size"],
             "config": steps["configurations"][kind],
             "batch": 64,
             "measured": {"gb": of["memory_gb"], "seconds": of["collect_seconds"] + of["update_seconds"]},
@@ -246,7 +282,7 @@ def baseline_of(name: str, device: str) -> dict[str, Any]:
 
 
 def known_stages(device: str) -> dict[str, dict[str, Any]]:
-    """Stages measured on such a device: those in the baseline, replaced by newer ones of other benchmarks."""
+    """Stages of the 3B measured on such a device: those in the baseline, replaced by newer ones of other benchmarks."""
     stages: dict[str, dict[str, Any]] = baseline_of(NAME, device).get("stages", {})
     newer = {
         name: stage
@@ -256,19 +292,21 @@ def known_stages(device: str) -> dict[str, dict[str, Any]]:
     return stages | newer
 
 
-def record(stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, log: Path, **more: Any) -> None:
-    """Writes the baseline of `stages` with the current estimate of each; `more`: as in `write`."""
+def record(
+    name: str, stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, log: Path, **more: Any
+) -> None:
+    """Writes the baseline `name` of `stages` with the current estimate of each; `more`: as in `write`."""
     rates = rates_of(CARDS[card], FOLDER)
     ratios = {}
-    for name, stage in stages.items():
+    for of, stage in stages.items():
         memory, seconds = estimated(stage, rates, CARDS[card].memory)
         stage["estimate"] = {"gb": memory.total / 1e9, "seconds": seconds}
         for unit, measured in stage["measured"].items():
             if measured and "note" not in stage:
-                ratios[f"{name}: {unit}"] = stage["estimate"][unit] / measured
+                ratios[f"{of}: {unit}"] = stage["estimate"][unit] / measured
     worst = max(ratios, key=lambda key: off(ratios[key]))
     write(
-        NAME,
+        name,
         command=command_line(),
         value=round(ratios[worst], 4),
         unit="× (estimate over measurement)",
@@ -291,62 +329,71 @@ def estimate_again() -> None:
     of_measured = {key: facts[key] for key in ("device", "commit", "date", "versions")}
     stages, log = known_stages(facts["device"]), FOLDER / f"{NAME}.log"
     note = "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
-    record(stages, facts["failed"], facts["card"], log, note=note, **of_measured)
+    record(NAME, stages, facts["failed"], facts["card"], log, note=note, **of_measured)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
-    parser.add_argument("--again", action="store_true", help="estimate anew what was measured; needs no GPU")
+    parser.add_argument("--quick", action="store_true", help="a tiny model; proves the code path")
+    parser.add_argument("--again", action="store_true", help="estimate anew what was measured at 3B; needs no GPU")
+    parser.add_argument("--size", choices=sized.SIZES, default="3B")
     parser.add_argument("--timeout", type=float, default=85, help="seconds for each run")
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)  # one stage, in this process; its JSON file
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)  # one stage, in this process
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # its JSON file
     options = parser.parse_args()
-    if options.verdicts:
-        options.verdicts.write_text(json.dumps(verdicts_here(options)))
+    if options.stage:
+        options.out.write_text(json.dumps(STAGES[options.stage](options)))
         return
     if options.again:
         estimate_again()
         return
+    name = name_of(options.size)
     here = detect_card()
     if here is None and not options.quick:
         reason = f"no GPU here of a kind that `coepg plan` knows ({', '.join(CARDS)}); `--quick` proves the code path on a CPU"
-        write_none(NAME, "×", reason)
+        write_none(name, "×", reason)
         raise SystemExit(reason)
+    if options.quick:
+        options.size = "qwen3-tiny" if options.size.startswith("qwen3") else "tiny"
     cuda, card = torch.cuda.is_available(), here[0].name if here else "H200-141GB"
-    say = Log(NAME, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(NAME)
+    say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
     say(f"{card}, rates: {rates_of(CARDS[card], FOLDER).basis}")
-    size: sized.Size = "tiny" if options.quick else "3B"
-    checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}-sharp"  # noqa: S108
-    sized.make_checkpoint(checkpoint, size, device="cuda" if cuda else "cpu", sharp=True)
+    size: sized.Size = options.size
+    options.checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}-sharp"  # noqa: S108
+    sized.make_checkpoint(options.checkpoint, size, device="cuda" if cuda else "cpu", sharp=True)
+    if cuda:
+        torch.cuda.empty_cache()  # the runs need the whole card
     runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "candidates": lambda: candidates(options, size, checkpoint, say),
-        "verdicts": lambda: verdicts(options, checkpoint, say),
+        "candidates": lambda: candidates(options, say),
+        "verdicts": lambda: in_process("verdicts", options, say),
     }
-    for name, settings in SFT_RUNS.items():
-        small = ["--size", "tiny", "--device", "cuda" if cuda else "cpu", "--micro", "2", "--steps", "3"]
-        chosen = small if options.quick else [*settings, "--steps", "4"]
+    for of, settings in SFT_RUNS.items():
+        small = ["--device", "cuda" if cuda else "cpu", "--micro", "2", "--steps", "3"]
+        chosen = ["--size", size, *(small if options.quick else [*settings, "--steps", "4"])]
         chosen += ["--accumulation", "2" if options.quick else "4", "--warmup", "1"]
-        runs[name] = lambda chosen=chosen: sft(size, chosen, say, options.timeout)  # type: ignore[misc]
-    known = {} if options.quick else known_stages(device_name())
-    stages, failed = {name: stage for name, stage in known.items() if "from" in stage}, dict[str, str]()
-    for name, run in runs.items():
+        runs[of] = lambda chosen=chosen: sft(size, chosen, say, options.timeout)  # type: ignore[misc]
+    known = known_stages(device_name()) if size == "3B" else {}
+    if size not in ("3B", "tiny"):
+        runs["grpo, rollouts from transformers"] = lambda: in_process("grpo", options, say)
+    stages, failed = {of: stage for of, stage in known.items() if "from" in stage}, dict[str, str]()
+    for of, run in runs.items():
         try:
-            stages[name] = run()
-            for unit, measured in stages[name]["measured"].items():
-                say(f"{name}: {measured:.2f} {unit}")
+            stages[of] = run()
+            for unit, measured in stages[of]["measured"].items():
+                say(f"{of}: {measured:.2f} {unit}")
         except RuntimeError as error:
-            failed[name] = str(error)[-3000:]
-            say(f"{name} failed: {failed[name]}")
+            failed[of] = str(error)[-3000:]
+            say(f"{of} failed: {failed[of]}")
         if stages and not options.quick:
-            record(stages, failed, card, say.path)
+            record(name, stages, failed, card, say.path)
     rates = rates_of(CARDS[card], FOLDER)
-    for name, stage in stages.items():
+    for of, stage in stages.items():
         memory, seconds = estimated(stage, rates, CARDS[card].memory)
         measured = stage["measured"]
-        say(f"{name}: {memory.total / 1e9:.1f} GB estimated, {measured['gb'] or 0:.1f} measured")
+        say(f"{of}: {memory.total / 1e9:.1f} GB estimated, {measured['gb'] or 0:.1f} measured")
         if "seconds" in measured:
-            say(f"{name}: {seconds:.1f} s estimated, {measured['seconds']:.1f} measured")
+            say(f"{of}: {seconds:.1f} s estimated, {measured['seconds']:.1f} measured")
     if failed:
         raise SystemExit(f"not measured: {', '.join(failed)}")
 

@@ -117,7 +117,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny model; proves the code path")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--size", choices=("3B", "7B", "tiny"), default="3B")
+    parser.add_argument("--size", choices=sized.SIZES, default="3B")
     parser.add_argument("--batch", type=int, default=128, help="sequences per forward pass")
     parser.add_argument("--plans", type=int, default=4, help="plans per screenshot")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each plan")

@@ -1,8 +1,8 @@
-"""One measured SFT run, through coepg_dagster.training.sft; one process per GPU. Started by other benchmarks.
+"""One measured SFT run, through coepg_dagster.training.sft; one process per GPU, with any strategy. Started by other benchmarks.
 
 Weights are random and made on the GPU; nothing is saved. Examples, screenshots, trainer and optimizer are those of the loop.
-Writes a JSON file with seconds, operations and memory of each step, anew after each step, so that a run that is cut short
-leaves a partial result.
+Writes a JSON file with losses, seconds, operations and memory, anew after each step, so that a run that is cut short leaves a
+partial result.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -26,14 +27,16 @@ from benchmarks import sized
 from coepg_dagster.artifacts import whole
 from coepg_dagster.experiment import Sft
 from coepg_dagster.inference.architecture import Architecture, flops
-from coepg_dagster.jobs import SftJob
+from coepg_dagster.jobs import Placement, SftJob
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.training import sft
+from coepg_dagster.training.launch import is_main, is_rank, see_one_gpu
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=("3B", "7B", "tiny"), default="3B")
+    parser.add_argument("--size", choices=sized.SIZES, default="3B")
+    parser.add_argument("--strategy", choices=("ddp", "zero2", "zero3", "fsdp"), default="ddp", help="as a placement's")
     parser.add_argument("--role", choices=("planner", "grounder"), default="planner")
     parser.add_argument("--micro", type=int, default=4, help="rows per GPU and forward pass")
     parser.add_argument("--accumulation", type=int, default=8, help="forward passes per optimizer step")
@@ -51,10 +54,13 @@ def arguments() -> argparse.Namespace:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, data loading included; calls `keep` after each measured one."""
+    """Seconds of each optimizer step, data loading included, and its loss; calls `keep` after each measured one."""
 
     def __init__(self, options: argparse.Namespace, keep: Callable[[], None]) -> None:
-        self.options, self.seconds, self.keep = options, [], keep
+        self.options, self.keep = options, keep
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.memory: list[float] = []
         self.last = 0.0
         self.over = self.profiled = False
 
@@ -73,20 +79,40 @@ class Clock(TrainerCallback):
         now = self.now()
         self.seconds.append(now - self.last)
         self.last = now
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"step {state.global_step}: {self.seconds[-1]:.2f} s, {peak():.1f} GB at most", flush=True)
-            if len(self.seconds) > self.options.warmup:
-                self.keep()
-                self.last = self.now()
         measured = sum(self.seconds[self.options.warmup :])
         if len(self.seconds) >= self.options.steps or (self.options.seconds and measured >= self.options.seconds):
             self.over = True
             control.should_training_stop = not self.options.profile
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" not in (logs or {}) or len(self.losses) == len(self.seconds):
+            return
+        self.losses.append(logs["loss"])
+        self.memory = peaks(self.options.device)
+        if is_main():
+            each = ", ".join(f"{gb:.1f}" for gb in self.memory)
+            print(
+                f"step {state.global_step}: {self.seconds[-1]:.2f} s, loss {self.losses[-1]:.4f}, {each} GB at most",
+                flush=True,
+            )
+            if len(self.seconds) > self.options.warmup:
+                self.keep()
+        self.last = self.now()
+
 
 def peak() -> float:
     """Peak GPU memory of tensors, in GB."""
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def peaks(device: str) -> list[float]:
+    """`peak` of each process."""
+    if not torch.distributed.is_initialized():
+        return [peak()]
+    mine = torch.tensor([peak()], device=device)
+    each = [torch.zeros_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(each, mine)
+    return [gb.item() for gb in each]
 
 
 def profiled(work: Callable[[], Any]) -> Any:
@@ -144,7 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if world > 1:  # first, so that a machine whose processes cannot communicate fails here
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+        PartialState(cpu=not on_gpu)
         met = torch.ones(1, device=options.device)
         torch.distributed.all_reduce(met)
         say(f"{met.item():.0f} processes met")
@@ -155,13 +181,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     def keep() -> None:
         with whole(options.out) as draft:
-            draft.write_text(json.dumps(result(options, clock.seconds, batches, rate, world)))
+            draft.write_text(json.dumps(result(options, clock, batches, rate)))
 
     clock = Clock(options, keep)
 
-    def model_of(*_: Any, **__: Any) -> tuple[Any, Any]:
-        model = sized.make_model(options.size, options.device, torch.float32)
-        say("model made")
+    def model_of(init: str, device: str, *_: Any) -> tuple[Any, Any]:
+        model = sized.make_model(options.size, options.device, torch.float32).to(device)
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        say(f"model made, on {device}")
         if options.freeze_vision:
             model.model.visual.requires_grad_(False)
         if options.kernels == "liger":
@@ -173,7 +202,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     begin, step = SFTTrainer.__init__, SFTTrainer.training_step
 
     def timed_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["args"].gradient_accumulation_steps = options.accumulation
         begin(self, *args, **kwargs)
         self.add_callback(clock)
         say("trainer made")
@@ -197,6 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         epochs=100,
         probe_steps=0,
         max_steps=options.steps + options.profile,
+        learning_rate=5e-6,  # losses of random weights fall within a few steps
         batch_size=batch,
         micro_batch_size=options.micro,
         freeze_vision=options.freeze_vision,
@@ -220,22 +249,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             max_point_tokens=0,
             batch_size=1,
             device=options.device,
+            placement=Placement(processes=world, strategy=options.strategy),
         )
         sft.train_sft(job, lambda done, of, figures: None)
-    return result(options, clock.seconds, batches, rate, world)
+    return result(options, clock, batches, rate)
 
 
 def result(
-    options: argparse.Namespace,
-    seconds: list[float],
-    batches: list[tuple[torch.Tensor, torch.Tensor, int]],
-    rate: float,
-    world: int,
+    options: argparse.Namespace, clock: Clock, batches: list[tuple[torch.Tensor, torch.Tensor, int]], rate: float
 ) -> dict[str, Any]:
     """The figures of the measured steps of one process."""
     model = sized.architecture_of(options.size)
     image = sized.SCREENS[options.size]
     skipped = options.warmup * options.accumulation
+    seconds = clock.seconds
     measured, times = batches[skipped : len(seconds) * options.accumulation], seconds[options.warmup :]
     lengths = [int(n) for tokens, _, _ in measured for n in tokens]
     scored = [int(n) for _, labels, _ in measured for n in labels]
@@ -248,7 +275,8 @@ def result(
             for key, value in vars(options).items()
             if key not in ("out", "device", "seconds", "steps", "profile")
         },
-        "processes": world,
+        "processes": len(clock.memory),
+        "losses": clock.losses,
         "step_seconds": times,
         "warmup_seconds": seconds[: options.warmup],
         "sequences": len(lengths),
@@ -262,7 +290,8 @@ def result(
         "tflops": total / sum(times) / 1e12,
         "matmul_tflops": rate / 1e12,
         "mfu": total / sum(times) / rate,
-        "memory_gb": peak(),
+        "memory_gb": max(clock.memory),
+        "memory_gb_each": clock.memory,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if torch.cuda.is_available() else 0.0,
         "host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
@@ -282,9 +311,11 @@ def operations(
 
 def main() -> None:
     end_with_parent()  # torchrun starts each process in a new session, where it would outlive torchrun
+    if not is_rank():
+        see_one_gpu()
     options = arguments()
     figures = run(options)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_main():
         options.out.write_text(json.dumps(figures))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

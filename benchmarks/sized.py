@@ -1,34 +1,58 @@
 """Checkpoints of true size with random weights, for machines without downloads; and made screenshots and rows.
 
-A size is `3B` or `7B` (the configurations of Qwen2.5-VL, from inference/architecture.py) or `tiny` (a copy of the source,
-to test a benchmark's code on a CPU). Tokenizer and processor come from a local checkpoint: its tokens get the first ids, and
-the rest of the vocabulary is filled, so that every id that a random model writes is a token.
+A size is `3B` or `7B` (the configurations of Qwen2.5-VL, from inference/architecture.py), `qwen3-4B` (that of Qwen3-VL),
+`tiny` (a copy of the source) or `qwen3-tiny` (Qwen3-VL with the source's width); the tiny ones test a benchmark's code on a CPU.
+Tokenizer and processor come from a local checkpoint: its tokens get the first ids, and the rest of the vocabulary is filled,
+so that every id that a random model writes is a token.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import torch
 from PIL import Image
-from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from coepg_dagster.artifacts import DATASET, STEPS, write_steps, write_table
 from coepg_dagster.experiment import Models
 from coepg_dagster.inference.architecture import KNOWN, Architecture
+from coepg_dagster.prompts import planner_answer
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash
 
-Size = Literal["3B", "7B", "tiny"]
+Size = Literal["3B", "7B", "qwen3-4B", "tiny", "qwen3-tiny"]
+SIZES: Final[tuple[Size, ...]] = get_args(Size)
+TINY: Final[tuple[Size, ...]] = ("tiny", "qwen3-tiny")
 SOURCE: Final = Path(__file__).parents[1] / "models" / "base-planner"
-SCREENS: Final[dict[Size, tuple[int, int]]] = {"3B": (1288, 728), "7B": (1288, 728), "tiny": (168, 224)}
-"""Screenshots (width, height) that pass the image processor unresized; 1280 x 720 becomes 1288 x 728."""
-MAX_PIXELS: Final = 1280 * 28 * 28
+SCREENS: Final[dict[Size, tuple[int, int]]] = {
+    "3B": (1288, 728),
+    "7B": (1288, 728),
+    "qwen3-4B": (1280, 704),
+    "tiny": (168, 224),
+    "qwen3-tiny": (160, 224),
+}
+"""Screenshots (width, height) that pass the image processor unresized, as it resizes 1280 x 720."""
+MAX_VISUAL_TOKENS: Final = 1280
+MODELS: Final[dict[str, tuple[Any, Any]]] = {
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+}
 
 
 def config_of(size: Size, source: Path = SOURCE, layers: int | None = None) -> dict[str, Any]:
@@ -36,12 +60,21 @@ def config_of(size: Size, source: Path = SOURCE, layers: int | None = None) -> d
     small: dict[str, Any] = json.loads((source / "config.json").read_text())
     if size == "tiny":
         return small
+    name = "Qwen/Qwen3-VL-4B-Instruct" if size.startswith("qwen3") else f"Qwen/Qwen2.5-VL-{size}-Instruct"
+    known = json.loads(json.dumps(KNOWN[name]))
     ids = {key: value for key, value in small.items() if key.endswith("token_id")}
-    known = json.loads(json.dumps(KNOWN[f"Qwen/Qwen2.5-VL-{size}-Instruct"]))
     known["text_config"] |= {k: small["text_config"][k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if size == "qwen3-tiny":
+        same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        known["text_config"] |= {k: small["text_config"][k] for k in (*same, "vocab_size", "max_position_embeddings")}
+        known["text_config"] |= {"head_dim": 32}
+        known["text_config"]["rope_parameters"]["mrope_section"] = [6, 5, 5]
+        known["vision_config"] |= {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+        known["vision_config"] |= {"out_hidden_size": small["text_config"]["hidden_size"]}
+        known["vision_config"] |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     if layers is not None:
         known["text_config"]["num_hidden_layers"] = layers
-    return {**known, **ids, "architectures": small["architectures"]}
+    return {**known, **ids, "architectures": [MODELS[known["model_type"]][1].__name__]}
 
 
 def architecture_of(size: Size) -> Architecture:
@@ -52,14 +85,15 @@ def make_model(
     size: Size, device: str, dtype: torch.dtype, source: Path = SOURCE, seed: int = 0, layers: int | None = None
 ) -> Any:
     """A model with random weights, made on the device itself: a few seconds for 3B on a GPU."""
-    settings = {key: value for key, value in config_of(size, source, layers).items() if key != "model_type"}
-    config = Qwen2_5_VLConfig(**settings)
+    settings = config_of(size, source, layers)
+    configured, kind = MODELS[settings.pop("model_type")]
+    config = configured(**settings)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Qwen2_5_VLForConditionalGeneration(config)
+            model = kind(config)
     finally:
         torch.set_default_dtype(before)
     stops, pad = config.text_config.eos_token_id, config.text_config.pad_token_id
@@ -68,10 +102,10 @@ def make_model(
 
 
 def placed(size: Size) -> tuple[str, torch.dtype]:
-    """Device and precision of a size: the tiny one runs on one thread of a CPU, in float32, as all do without a GPU."""
-    if size == "tiny":
+    """Device and precision of a size: tiny ones run on one thread of a CPU, in float32, as all do without a GPU."""
+    if size in TINY:
         torch.set_num_threads(1)
-    return ("cuda", torch.bfloat16) if size != "tiny" and torch.cuda.is_available() else ("cpu", torch.float32)
+    return ("cuda", torch.bfloat16) if size not in TINY and torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 def write_processor(folder: Path, size: Size, source: Path = SOURCE) -> Any:
@@ -85,15 +119,26 @@ def write_processor(folder: Path, size: Size, source: Path = SOURCE) -> Any:
         for index in range(len(vocabulary), config_of(size, source)["text_config"]["vocab_size"]):
             vocabulary[f"<{index}>"] = index
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-        processor = json.loads((folder / "processor_config.json").read_text())
-        for part in ("image_processor", "video_processor"):
-            processor[part]["size"] = {"shortest_edge": 4 * 28 * 28, "longest_edge": MAX_PIXELS}
-        (folder / "processor_config.json").write_text(json.dumps(processor))
+        (folder / "processor_config.json").write_text(json.dumps(_processor_settings(folder, size)))
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 128000}))
     processor = AutoProcessor.from_pretrained(folder)
     processor.tokenizer.padding_side = "left"
     return processor
+
+
+def _processor_settings(folder: Path, size: Size) -> dict[str, Any]:
+    """The processor's settings in `folder`, for the screenshots and the family of a size."""
+    settings: dict[str, Any] = json.loads((folder / "processor_config.json").read_text())
+    side = 28
+    if size.startswith("qwen3"):
+        side = 32
+        settings["processor_class"] = "Qwen3VLProcessor"
+        settings["video_processor"]["video_processor_type"] = "Qwen3VLVideoProcessor"
+    for part in ("image_processor", "video_processor"):
+        settings[part]["patch_size"] = side // settings[part]["merge_size"]
+        settings[part]["size"] = {"shortest_edge": 4 * side**2, "longest_edge": MAX_VISUAL_TOKENS * side**2}
+    return settings
 
 
 def make_checkpoint(
@@ -132,12 +177,43 @@ def make_checkpoint(
     return folder
 
 
+@contextmanager
+def shared_checkpoint(size: Size, device: str) -> Iterator[Path]:
+    """A checkpoint of a size, in memory if it has room there; the last of the processes that use it at once deletes it."""
+    if size == "tiny":
+        yield SOURCE
+        return
+    needed, memory = 2 * architecture_of(size).parameters, Path("/dev/shm")  # noqa: S108
+    folder = memory / f"coepg-{size}"
+    if not folder.exists() and (not memory.is_dir() or shutil.disk_usage(memory).free < 1.2 * needed):
+        folder = Path(tempfile.gettempdir()) / f"coepg-{size}"
+    with folder.with_suffix(".used").open("a") as used:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        with folder.with_suffix(".made").open("a") as made:
+            fcntl.flock(made, fcntl.LOCK_EX)
+            make_checkpoint(folder, size, device=device)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        try:
+            yield folder
+        finally:
+            with suppress(BlockingIOError):  # another process uses it
+                fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+
+
 _WORDS: Final = ("click", "press", "the", "blue", "button", "below", "field", "search", "second", "row", "menu", "near")
 
 
 def plan_of(draw: np.random.Generator, words: int) -> str:
     """A made plan of `words` words from the tokenizer's vocabulary."""
     return " ".join(_WORDS[i] for i in draw.integers(len(_WORDS), size=words))
+
+
+def made_answers(texts: Sequence[str], step_ids: Sequence[str]) -> list[str]:
+    """Answers of a planner that pass the gate of made steps, in place of `texts`: the same for the same text and step."""
+    draws = [np.random.default_rng(zlib.crc32(f"{pair}".encode())) for pair in zip(texts, step_ids, strict=True)]
+    return [planner_answer(plan_of(draw, int(draw.integers(20, 60))), "CLICK", "") for draw in draws]
 
 
 def models_of(checkpoint: str, **more: Any) -> Models:

@@ -1,10 +1,13 @@
 """Grounder calls per second of a Qwen2.5-VL-3B-sized model in vLLM: screenshots first and grouped, against plans first.
 
     python -m benchmarks.verifier_gpu              # one H100 or H200, 2 to 4 minutes, most of them vLLM's start
+    python -m benchmarks.verifier_gpu --as-engines # vLLM's own settings, as in the loop: the language model compiled
     python -m benchmarks.verifier_gpu --compiled   # language model and vision tower compiled: a minute or two more
+    python -m benchmarks.verifier_gpu --kept       # screenshots as embeddings too, made before, not by the tower
     python -m benchmarks.verifier_gpu --quick      # a tiny model on the CPU, to test the code; writes nothing
 
-The baseline is written anew after each repetition, so that a run that is cut short leaves a partial result.
+The baseline is written anew after each repetition, so that a run that is cut short leaves a partial result. It holds what each
+of these commands measured on such a device, by name, under `variants`; its value is that of the fastest.
 
 Each screenshot (1288 × 728) gets 8 plans, with answers of 12 tokens, as in GRPO and the verifier pool. Both ways run in
 one engine, with the same flags, number of requests in flight and prefix caching, in turns:
@@ -14,6 +17,9 @@ one engine, with the same flags, number of requests in flight and prefix caching
   given: images per second of one front end), and encoded and prefilled once;
 - against: plan before image, requests in any order, images handed over as they are. vLLM's own cache still spares it
   preprocessing an image twice.
+
+With `--kept`, at the end, also ours with the embeddings of each screenshot in place of its pixels, as if its tower's had been
+kept: the rate without the vision tower. They are random here.
 
 Before each repetition the prefix cache and the GPU's cache of encoded images are emptied; preprocessed images stay.
 
@@ -138,6 +144,19 @@ class Shape:
         }
 
 
+_SIZES = [64, 128, 256, 384, 512]
+COMPILATION: dict[str, dict[str, Any]] = {
+    "graphs": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": _SIZES},
+    "as the engines": {},
+    "compiled": {
+        "mode": 3,
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "compile_mm_encoder": True,
+        "cudagraph_capture_sizes": _SIZES,
+    },
+}
+"""How vLLM is set up: CUDA graphs alone; as it decides itself, the vision tower not compiled; all compiled."""
+
 TINY = Shape(128, 2, 4, 2, 256, 1400, 64, 2, 128, (1,))
 
 
@@ -145,7 +164,7 @@ class Bench:
     """One engine and one workload in two orders."""
 
     def __init__(
-        self, shape: Shape, work: Workload, *, quick: bool, compiled: bool, log: Callable[[str], None]
+        self, shape: Shape, work: Workload, *, quick: bool, compiled: str, kept: bool, log: Callable[[str], None]
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -157,7 +176,8 @@ class Bench:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vision = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
         self.start, self.end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-        self.llm = self._engine(folder, quick, compiled)
+        self._width = shape.hidden
+        self.llm = self._engine(folder, quick, compiled, kept)
         draw = random.Random(0)
         self.images = [_noise(work.width, work.height, seed) for seed in range(work.screenshots)]
         # not measured: in the loop this is done once per screenshot, when it is stored
@@ -166,21 +186,19 @@ class Bench:
         self.requests = [(s, texts[draw.randrange(2000)]) for s in range(work.screenshots) for _ in range(work.plans)]
         self.shuffled = draw.sample(self.requests, len(self.requests))
 
-    def _engine(self, folder: Path, quick: bool, compiled: bool) -> Any:
+    def _engine(self, folder: Path, quick: bool, compiled: str, kept: bool) -> Any:
         from vllm import LLM
 
         serving = Serving(memory=0.75, context=4096)
         settings = vllm_settings(str(folder), "float32" if quick else "bfloat16", serving, share=1)
         settings |= {"load_format": "dummy", "max_num_seqs": 64 if quick else 512}
+        if kept:
+            settings |= {"enable_mm_embeds": True}
         if quick:
             return LLM(**settings, enforce_eager=True)
         # what a first start would spend a minute on: a largest image to guess memory, and trying out kernels
         settings |= {"skip_mm_profiling": True, "enable_flashinfer_autotune": False}
-        graphs: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        if compiled:
-            graphs = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "compile_mm_encoder": True}
-        graphs["cudagraph_capture_sizes"] = [64, 128, 256, 384, 512]
-        self.flags = settings | {"compilation_config": graphs}
+        self.flags = settings | ({"compilation_config": COMPILATION[compiled]} if COMPILATION[compiled] else {})
         return LLM(**self.flags)
 
     def run(self, prompts: list[dict[str, Any]], tokens: int) -> dict[str, float]:
@@ -218,6 +236,30 @@ class Bench:
     def ours(self) -> dict[str, float]:
         order = grouped([s for s, _ in self.requests])
         return self.run([self._image_first(*self.requests[i]) for i in order], self.work.answer_tokens)
+
+    def kept(self) -> dict[str, float]:
+        """Ours with embeddings in place of pixels."""
+        order = grouped([s for s, _ in self.requests])
+        prompts = []
+        for s, plan in (self.requests[i] for i in order):
+            image = {"image_embeds": self._embeddings[s], "image_grid_thw": self._grid}
+            more = {"multi_modal_data": {"image": image}, "multi_modal_uuids": {"image": [f"kept-{self.names[s]}"]}}
+            prompts.append(self._image_first(s, plan) | more)
+        return self.run(prompts, self.work.answer_tokens)
+
+    @functools.cached_property
+    def _grid(self) -> Any:
+        import torch
+
+        return torch.tensor([[1, self.work.height // 14, self.work.width // 14]])
+
+    @functools.cached_property
+    def _embeddings(self) -> list[Any]:
+        """Of each screenshot, (visual tokens, width)."""
+        import torch
+
+        tokens = self.work.width * self.work.height // 28**2
+        return [0.02 * torch.randn(tokens, self._width, dtype=torch.bfloat16) for _ in self.images]
 
     def against(self) -> dict[str, float]:
         return self.run([self._plan_first(s, plan) for s, plan in self.shuffled], self.work.answer_tokens)
@@ -291,7 +333,10 @@ def measured_rate(shapes: list[tuple[int, int, int]], seconds: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU; writes nothing")
-    parser.add_argument("--compiled", action="store_true", help="torch.compile, the vision tower's layers too")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--as-engines", action="store_true", help="vLLM's own settings: the language model compiled")
+    how.add_argument("--compiled", action="store_true", help="torch.compile, the vision tower's layers too")
+    parser.add_argument("--kept", action="store_true", help="screenshots as embeddings too, without the vision tower")
     parser.add_argument("--screenshots", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
@@ -304,12 +349,15 @@ def main() -> None:
         # else a C++ compiler builds small functions of vLLM's sampler
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     folder = Path(tempfile.mkdtemp()) if arguments.quick else baseline.FOLDER
-    log = baseline.Log(NAME, folder)
+    log = baseline.Log(NAME, folder, keep=True)
+    compiled = "compiled" if arguments.compiled else "as the engines" if arguments.as_engines else "graphs"
+    variant = compiled + ", with embeddings" * arguments.kept
+    log(f"{baseline.command_line()}: {variant}")
     shape, work = Shape(), Workload(1288, 728, arguments.screenshots)
     if arguments.quick:
         shape, work = TINY, Workload(672, 448, 4)  # over 128 tokens, the size of a block on a CPU
     began = time.perf_counter()
-    bench = Bench(shape, work, quick=arguments.quick, compiled=arguments.compiled, log=log)
+    bench = Bench(shape, work, quick=arguments.quick, compiled=compiled, kept=arguments.kept, log=log)
     log(f"engine ready after {time.perf_counter() - began:.0f} s")
 
     first = bench.images_only()
@@ -325,7 +373,14 @@ def main() -> None:
         for name, run in (("ours", bench.ours), ("against", bench.against)):
             runs[name].append(run())
             log(f"repetition {repetition}, {name}: {runs[name][-1]}")
-        report(bench, shape, runs, rates, profile | {"warm_up": warm}, log, write=not arguments.quick)
+        report(bench, shape, runs, rates, profile | {"warm_up": warm}, log, "" if arguments.quick else variant)
+    if arguments.kept:
+        log(f"warm-up of kept embeddings, not counted: {bench.kept()}")
+        runs["kept"] = []
+        for repetition in range(arguments.repetitions):
+            runs["kept"].append(bench.kept())
+            log(f"repetition {repetition}, kept embeddings: {runs['kept'][-1]}")
+        report(bench, shape, runs, rates, profile | {"warm_up": warm}, log, "" if arguments.quick else variant)
     if arguments.quick:
         assert _median(runs, "ours", "hit_rate") > 0.5 > _median(runs, "against", "hit_rate")
         log("quick: nothing written")
@@ -355,10 +410,9 @@ def report(
     rates: dict[str, float],
     profile: dict[str, dict[str, float]],
     log: baseline.Log,
-    *,
-    write: bool,
+    variant: str,
 ) -> None:
-    """Logs the results of the repetitions so far, and writes them as the baseline."""
+    """Logs the results of the repetitions so far, and writes them to the baseline as `variant`; empty: writes nothing."""
     work, flop = bench.work, shape.flop(bench.work)
     possible = rates["model"] / sum(flop.values()) * work.plans
     middle = functools.partial(_median, runs)
@@ -372,7 +426,9 @@ def report(
         f"{rates['model'] / 1e12:.0f} TFLOP/s in the model's shapes, {rates['square'] / 1e12:.0f} in squares of 8192: "
         f"{possible:.1f} calls/s are possible, ours is {value / possible:.2f} of that"
     )
-    if not write:
+    if kept := runs.get("kept"):
+        log(f"kept embeddings: {middle('kept', 'calls_per_second'):.1f} calls/s, {len(kept)} repetitions")
+    if not variant:
         return
     parts = {
         "adding requests (CPU, overlaps)": middle("ours", "adding"),
@@ -380,30 +436,42 @@ def report(
         "prefix as text": profile["text_only"]["seconds"],
         "all": middle("ours", "seconds"),
     }
-    baseline.write(
-        NAME,
-        command=baseline.command_line(),
-        value=value,
-        unit="grounder calls per second",
-        against=against,
-        ratio=round(value / against, 3),
-        repetitions=runs,
-        log=log.path,
-        hit_rate=middle("ours", "hit_rate"),
-        hit_rate_against=middle("against", "hit_rate"),
-        of_arithmetic=round(value / possible, 4),
-        of_arithmetic_at_square_rate=round(value / (rates["square"] / sum(flop.values()) * work.plans), 4),
-        arithmetic={
+    facts: dict[str, Any] = {
+        "command": baseline.command_line(),
+        "commit": baseline.commit(),
+        "value": value,
+        "against": against,
+        "ratio": round(value / against, 3),
+        "repetitions": runs,
+        **({"kept_embeddings": middle("kept", "calls_per_second")} if kept else {}),
+        "hit_rate": middle("ours", "hit_rate"),
+        "hit_rate_against": middle("against", "hit_rate"),
+        "of_arithmetic": round(value / possible, 4),
+        "of_arithmetic_at_square_rate": round(value / (rates["square"] / sum(flop.values()) * work.plans), 4),
+        "arithmetic": {
             "TFLOP per screenshot": {name: round(part / 1e12, 4) for name, part in flop.items()},
             "TFLOP/s, matrices of the model's shapes": round(rates["model"] / 1e12, 1),
             "TFLOP/s, squares of 8192": round(rates["square"] / 1e12, 1),
             "calls per second possible": round(possible, 2),
         },
-        seconds_of_parts=parts,
-        profile=profile,
-        workload=vars(work),
-        flags={name: setting for name, setting in bench.flags.items() if name != "model"},
-    )
+        "seconds_of_parts": parts,
+        "profile": profile,
+        "workload": vars(work),
+        "flags": {name: setting for name, setting in bench.flags.items() if name != "model"},
+    }
+    add(facts, variant, baseline.FOLDER, baseline.device_name(), log.path)
+
+
+def add(facts: dict[str, Any], variant: str, folder: Path, device: str, log: Path) -> None:
+    """Puts the facts of a variant into the baseline, beside the others of this device; its value is that of the fastest."""
+    with baseline.alone(folder):
+        variants = baseline.earlier(NAME, folder, device).get("variants", {}) | {variant: facts}
+        fastest = max(variants, key=lambda name: float(variants[name]["value"]))
+        shown = {name: fact for name, fact in variants[fastest].items() if name != "commit"}
+        unit = "grounder calls per second"
+        baseline.write(
+            NAME, unit=unit, log=log, folder=folder, device=device, fastest=fastest, variants=variants, **shown
+        )
 
 
 def _median(runs: dict[str, list[dict[str, float]]], name: str, figure: str) -> float:

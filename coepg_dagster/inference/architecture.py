@@ -286,10 +286,40 @@ def _qwen2_5_vl(hidden: int, mlp: int, layers: int, heads: int, kv: int, vocabul
     }
 
 
+_QWEN3_VL_4B: Final[Mapping[str, Any]] = {
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
 KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": _qwen2_5_vl(2048, 11008, 36, 16, 2, 151936, 3420),
     "Qwen/Qwen2.5-VL-7B-Instruct": _qwen2_5_vl(3584, 18944, 28, 28, 4, 152064, 3420),
     "Qwen/Qwen2.5-VL-32B-Instruct": _qwen2_5_vl(5120, 27648, 64, 40, 8, 152064, 3456),
     "Qwen/Qwen2.5-VL-72B-Instruct": _qwen2_5_vl(8192, 29568, 80, 64, 8, 152064, 3456),
+    "Qwen/Qwen3-VL-4B-Instruct": _QWEN3_VL_4B,
 }
 """Configurations of models on the Hugging Face hub, so that a plan needs no network."""

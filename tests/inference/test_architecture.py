@@ -39,8 +39,9 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert Architecture.of(config.to_dict()) == architecture
 
 
-def test_parameters_of_qwen3_vl() -> None:
-    config = Qwen3VLConfig()
+@pytest.mark.parametrize("known", [{}, KNOWN["Qwen/Qwen3-VL-4B-Instruct"]], ids=["default", "4B"])
+def test_parameters_of_qwen3_vl(known: dict[str, Any]) -> None:
+    config = Qwen3VLConfig(**{key: value for key, value in known.items() if key != "model_type"})
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(config)
     architecture = Architecture.of(config.to_dict())
