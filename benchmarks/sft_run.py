@@ -187,6 +187,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     def model_of(init: str, device: str, *_: Any) -> tuple[Any, Any]:
         model = sized.make_model(options.size, options.device, torch.float32).to(device)
+        for weight in model.parameters():  # as published ones are; strategies that begin with bf16 need the same start
+            weight.data = weight.data.bfloat16().float()
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
