@@ -63,6 +63,11 @@ def name_of(size: sized.Size) -> str:
     return NAME if size == "3B" else f"{NAME}_{size}"
 
 
+AGAIN: Final = (
+    "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
+)
+
+
 def off(ratio: float) -> float:
     """How far a ratio is from 1, in either direction."""
     return max(ratio, 1 / ratio) if ratio > 0 else float("inf")
@@ -328,8 +333,7 @@ def estimate_again() -> None:
     facts = json.loads((FOLDER / f"{NAME}.json").read_text())
     of_measured = {key: facts[key] for key in ("device", "commit", "date", "versions")}
     stages, log = known_stages(facts["device"]), FOLDER / f"{NAME}.log"
-    note = "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
-    record(NAME, stages, facts["failed"], facts["card"], log, note=note, **of_measured)
+    record(NAME, stages, facts["failed"], facts["card"], log, note=AGAIN, **of_measured)
 
 
 def main() -> None:

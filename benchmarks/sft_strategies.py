@@ -12,6 +12,7 @@ written anew after each run, and a run that fails is recorded, and the others ar
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ import yaml
 
 from benchmarks import sized
 from benchmarks.baseline import FOLDER, Log, command_line, write
-from benchmarks.plan_estimates import off, sft_stage
+from benchmarks.plan_estimates import AGAIN, off, sft_stage
 from benchmarks.scaling import need_gpus
 from benchmarks.sft_mfu import line_of, measure
 from coepg_dagster.experiment import Sft
@@ -70,13 +71,13 @@ def apart(losses: list[float], alone: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=False))
 
 
-def record(name: str, runs: dict[str, dict[str, Any]], failed: dict[str, str], log: Path) -> None:
-    """Writes the baseline of the runs so far."""
+def record(name: str, runs: dict[str, dict[str, Any]], failed: dict[str, str], log: Path, **more: Any) -> None:
+    """Writes the baseline of the runs so far; `more`: as in `baseline.write`."""
     ratios = {of: run["estimate"]["gb"] / run["memory_gb"] for of, run in runs.items()}
     worst = max(ratios, key=lambda of: off(ratios[of])) if ratios else None
     write(
         name,
-        command=command_line(),
+        **{"command": command_line()} | more,
         value=ratios[worst] if worst else None,
         unit=UNIT,
         against=1.0,
@@ -94,9 +95,19 @@ def record(name: str, runs: dict[str, dict[str, Any]], failed: dict[str, str], l
     )
 
 
+def estimate_again(name: str, size: sized.Size) -> None:
+    """Writes the baseline with current estimates; what was measured, and how, stays."""
+    facts = json.loads((FOLDER / f"{name}.json").read_text())
+    for of, run in facts["runs"].items():
+        run["estimate"] = estimated(size, run, rates_of(CARDS["H200-141GB"], FOLDER), of)
+    of_measured = {key: facts[key] for key in ("device", "commit", "date", "versions", "command")}
+    record(name, facts["runs"], facts["failed"], FOLDER / f"{name}.log", note=AGAIN, **of_measured)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny model, DDP on a CPU; proves the code path")
+    parser.add_argument("--again", action="store_true", help="estimate anew what was measured; needs no GPU")
     parser.add_argument("--size", choices=sized.SIZES, default="3B")
     parser.add_argument("--gpus", type=int, default=2, help="processes of a strategy")
     parser.add_argument("--only", action="append", choices=(ALONE, *STRATEGIES), help="again for more; default: all")
@@ -110,6 +121,9 @@ def main() -> None:
         options.size, options.only = "tiny", [ALONE, "ddp"]
     chosen = options.only or [ALONE, *STRATEGIES]
     name = "_".join([f"sft_strategies_{options.gpus}gpu_{options.size}", *(options.only or [])]).replace(" ", "-")
+    if options.again:
+        estimate_again(name, options.size)
+        return
     if not options.quick:
         need_gpus(name, UNIT, options.gpus, "on a CPU")
     say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)

@@ -242,36 +242,37 @@ class Spread:
 
 
 ONE_GPU: Final = Spread()
+SUB_GROUP: Final = 1e9
+"""Parameters that DeepSpeed's ZeRO-3 updates at a time (`sub_group_size`)."""
 
 
 def states(model: Architecture, config: Sft | PolicyTraining, spread: Spread, *, bytes_each: int = 2) -> Memory:
     """Weights, gradients and optimizer states per GPU, without activations.
 
     One GPU and ddp: float32 weights, gradients and AdamW, and the bf16 copies of trained weights that autocast keeps from the
-    forward to the backward pass; a frozen vision tower is bf16. ddp over several GPUs counts gradients twice, as
-    sft_scaling_2gpu measured without GradientsInBuckets, which keeps them once: it may take less. ZeRO: bf16
-    weights and gradients, float32 master weights and AdamW over all GPUs; ZeRO-3 and FSDP spread the weights too and gather
-    two layers at a time.
+    forward to the backward pass; a frozen vision tower is bf16. ZeRO: bf16 weights and gradients, float32 master weights and
+    AdamW over all GPUs, and float32 copies of a GPU's gradients for the optimizer (ZeRO-3: of SUB_GROUP at a time); ZeRO-3
+    and FSDP spread the weights too and gather two layers at a time. Within 5 % of sft_strategies_2gpu_3B and _7B.
     LoRA: the weights as they are stored (`bytes_each`; float32 where vLLM is given merged ones), and all of the above for the
     adapters alone.
     """
     strategy, gpus = spread.strategy, spread.gpus
-    kept = 8.0 if strategy == "ddp" and gpus > 1 else 4.0  # bytes per gradient
     if config.lora is not None:
         trained = model.adapters(config.lora.rank, vision=not config.freeze_vision)
         shards = gpus if strategy == "zero2" else 1
         merged = isinstance(config, PolicyTraining) and config.rollouts == "vllm"
         held = model.language * (4 if merged else bytes_each) + model.vision.parameters * bytes_each
-        return Memory(float(held + 6 * trained), kept * trained, 8.0 * trained / shards)
+        return Memory(float(held + 6 * trained), 4.0 * trained, 8.0 * trained / shards)
     trained = model.language + (0 if config.freeze_vision else model.vision.parameters)
     if gpus == 1 or strategy == "ddp":
         half = 2 * model.vision.parameters if config.freeze_vision and bytes_each == 2 else 0
-        return Memory(4.0 * model.parameters - half + 2 * trained, kept * trained, 8.0 * trained)
+        return Memory(4.0 * model.parameters - half + 2 * trained, 4.0 * trained, 8.0 * trained)
     gathered = 2 * 2.0 * max(model.block, model.embedding)
     if strategy == "zero2":
-        return Memory(2.0 * model.parameters, 2.0 * trained / gpus, 12.0 * trained / gpus)
+        return Memory(2.0 * model.parameters, 6.0 * trained / gpus, 12.0 * trained / gpus)
     if strategy == "zero3":
-        return Memory(2.0 * model.parameters / gpus + gathered, 2.0 * trained / gpus, 12.0 * trained / gpus)
+        gradients = 2.0 * trained / gpus + 4.0 * min(trained / gpus, SUB_GROUP)
+        return Memory(2.0 * model.parameters / gpus + gathered, gradients, 12.0 * trained / gpus)
     return Memory(4.0 * model.parameters / gpus + gathered, 4.0 * trained / gpus, 8.0 * trained / gpus)
 
 

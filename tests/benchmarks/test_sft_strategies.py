@@ -49,3 +49,15 @@ def test_the_baseline_has_the_memory_estimate_that_is_farthest_off(
     assert facts["memory_ratios"].keys() == runs.keys() and facts["ratio"] in facts["memory_ratios"].values()
     assert facts["rows_per_second"]["ddp"] == pytest.approx(25.2, rel=0.01)
     assert facts["failed"] == {"fsdp": "why"}
+
+
+@pytest.mark.parametrize(
+    ("size", "of"),
+    [("3B", of) for of in (sft_strategies.ALONE, *sft_strategies.STRATEGIES)] + [("7B", "zero3")],
+)
+def test_memory_is_estimated_as_it_was_measured(size: Any, of: str) -> None:
+    """The constants come from how each strategy works; both sizes check them."""
+    name = "sft_strategies_2gpu_3B" if size == "3B" else "sft_strategies_2gpu_7B_zero3"
+    measured = json.loads((FOLDER / f"{name}.json").read_text())["runs"][of]
+    estimate = sft_strategies.estimated(size, measured, RATES, of)["gb"]
+    assert 0.95 < estimate / measured["memory_gb"] < 1.05
