@@ -387,12 +387,12 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def record(figures: Sequence[dict[str, Any]], failed: Mapping[str, str], folder: Path) -> Path:
-    """Adds runs to the baseline, by their names; its value is of the variant with the highest ratio."""
+    """Adds runs to the baseline, by their names; its value is of the variant with the most rollouts per second."""
     with baseline.alone(folder):
         before = baseline.earlier(NAME, folder, card())
         kinds = before.get("kinds", {}) | {of["name"]: summary(of) | {"commit": baseline.commit()} for of in figures}
         configurations = before.get("configurations", {}) | {of["name"]: of["config"] for of in figures}
-        best = max(kinds, key=lambda kind: float(kinds[kind]["ratio"]), default=None)
+        best = max(kinds, key=lambda kind: float(kinds[kind]["rollouts_per_second"]), default=None)
         common: dict[str, Any] = {
             "command": baseline.command_line(),
             "unit": "s/step until the rewards are known",
@@ -413,6 +413,7 @@ def record(figures: Sequence[dict[str, Any]], failed: Mapping[str, str], folder:
             ratio=kinds[best]["ratio"],
             against_what=f"seconds of the update of the same step; rollouts from {best}",
             rollouts=best,
+            commit=kinds[best]["commit"],
             trained="lora" if configurations[best]["lora"] else "full",
             **common,
         )
