@@ -379,7 +379,8 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
     claims = findings(numbers)
     out.mkdir(parents=True, exist_ok=True)
     content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [claim.to_json() for claim in claims]}
-    lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in content.items()]
+    compact = json.JSONEncoder(separators=(",", ":")).encode
+    lists = [f'"{name}": [\n' + ",\n".join(map(compact, rows)) + "\n]" for name, rows in content.items()]
     (out / "results.json").write_text("{" + ",\n".join(lists) + "}\n")  # a row per line
     missing = missing_runs(numbers, wanted)
     return write_page(numbers, claims, missing, study.left_out, out)

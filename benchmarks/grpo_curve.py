@@ -38,6 +38,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, GrpoJob, SftJob, VerdictsJob, seed_of
 from coepg_dagster.pools.selection import select
 from coepg_dagster.project import Project
+from coepg_dagster.reports.figures import save
 from coepg_dagster.sandbox.miniwob.reader import load_snapshot
 from coepg_dagster.training import grpo
 
@@ -338,7 +339,7 @@ def draw(table: dict[str, Any]) -> None:
     axes[1].legend(frameon=False, loc="lower right")
     figure.tight_layout()
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(FIGURE, dpi=160)
+    save(figure, FIGURE, dpi=160)
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ from coepg_dagster.experiment import Grpo, Member
 from coepg_dagster.inference import transformers_engine
 from coepg_dagster.inference.visual import VisualStore
 from coepg_dagster.jobs import GrpoJob
+from coepg_dagster.reports.figures import save
 from coepg_dagster.training import grpo
 
 NAME: Final = "grpo_samples"
@@ -292,7 +293,7 @@ def draw(folder: Path) -> None:
     axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(FIGURE, dpi=160)
+    save(figure, FIGURE, dpi=160)
 
 
 def main(given: Sequence[str] | None = None) -> None:

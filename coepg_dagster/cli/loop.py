@@ -918,6 +918,7 @@ def rewards_calibration(
 
     from coepg_dagster.artifacts import ROLLOUTS, VERDICTS
     from coepg_dagster.reports.calibration import reliability_figure
+    from coepg_dagster.reports.figures import save
     from coepg_dagster.rewards.calibration import as_json as plain
     from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
 
@@ -930,7 +931,7 @@ def rewards_calibration(
         out.mkdir(parents=True, exist_ok=True)
         (out / "calibration.json").write_text(json.dumps(facts, indent=1))
         for source, calibrations in by_source.items():
-            reliability_figure(calibrations).savefig(out / f"reliability-{source}.png", dpi=110)
+            save(reliability_figure(calibrations), out / f"reliability-{source}.png")
     if as_json:
         echo(json.dumps(facts))
         return

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import: only where a figure is drawn
 
@@ -35,11 +37,12 @@ def dress(axes: Any, label: str) -> None:
         axes.legend(frameon=False, fontsize="small")
 
 
-def png_bytes(drawn: Figure) -> bytes:
-    """A figure as PNG; the same figure gives the same bytes."""
-    buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    return buffer.getvalue()
+def png_bytes(drawn: Figure, dpi: int = 110) -> bytes:
+    """A figure as PNG of 128 colours, a third of the size; the same figure gives the same bytes."""
+    full, small = io.BytesIO(), io.BytesIO()
+    drawn.savefig(full, format="png", dpi=dpi)
+    Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def png(drawn: Figure) -> str:
@@ -47,6 +50,6 @@ def png(drawn: Figure) -> str:
     return base64.b64encode(png_bytes(drawn)).decode()
 
 
-def save(drawn: Figure, file: Path) -> None:
+def save(drawn: Figure, file: Path, dpi: int = 110) -> None:
     """Writes a figure as a PNG file."""
-    file.write_bytes(png_bytes(drawn))
+    file.write_bytes(png_bytes(drawn, dpi))
