@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 ENTRIES = (
+    "coepg_dagster.assets.run_launcher",
     "coepg_dagster.cli.__main__",
     "coepg_dagster.definitions",
     "coepg_dagster.plugged",
@@ -17,8 +18,8 @@ ENTRIES = (
     "coepg_dagster.training.launch",
 )
 """Modules that something else starts: the shell, Dagster, accelerate, a pool of environments."""
-ENTRY_NAMES = ("defs", "app")
-"""Names that Dagster or the console script takes from a module."""
+ENTRY_NAMES = ("defs", "app", "RunLauncher")
+"""Names that Dagster, its dagster.yaml or the console script takes from a module."""
 Definition = tuple[str, str]
 """(module, name at its top); the name is empty for what runs when the module is imported."""
 
