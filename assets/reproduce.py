@@ -414,6 +414,7 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
     in_store = records.keys() - records.lost.keys() if Ref("benchmark_steps") not in records.lost else set()
     mine = {ref: records[ref] for ref in in_store if ref.asset in loop.made}
     run.rows = list(rows_of(experiment, loop.seed, mine))
+    known = pa.array(pretrained_on(project.root, experiment.models.base_planner), pa.string())
     for k in range(experiment.iterations + 1):
         made = {ref.asset: record for ref, record in mine.items() if ref.iteration == k}
         of = {"experiment": run.experiment, "variant": run.variant, "seed": run.seed, "k": k, "split": TRAIN}
@@ -424,21 +425,18 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
             if of_pairs := ONE_ANSWER & evaluation.figures.get(PAIRS, {}).keys():
                 pairs = pq.read_table(folder(evaluation) / PAIR_PREDICTIONS)
                 answers |= {f"{STEP_SR}_{pair}": pairs.filter(pc.equal(pairs["pair"], pair)) for pair in of_pairs}
-            known = pretrained_on(project.root, experiment.models.base_planner)
             for split in (benchmark.validation, *benchmark.test):
                 steps = steps_of(steps_file, split, benchmark.max_eval_steps)
                 ids, metric = steps["step_id"].combine_chunks(), headline(evaluation.figures[split]["metrics"])
-                new = pc.invert(pc.is_in(steps["family"], pa.array(known, pa.string())))
-                mixed = split in benchmark.test and 0 < pc.sum(new).as_py() < steps.num_rows
+                new = ids.filter(pc.invert(pc.is_in(steps["family"].combine_chunks(), known)))
+                mixed = split in benchmark.test and 0 < len(new) < len(ids)
                 for measure, of_all in answers.items():
                     of_split = of_all.filter(pc.is_in(of_all["step_id"], ids))
                     if of_split.num_rows:
                         judged = score_steps(benchmark.protocol, steps, of_split).steps
                         run.success[k, split, measure] = success_by_episode(judged, metric)
                         if mixed:
-                            of_new = judged.filter(
-                                pc.is_in(judged["step_id"], steps["step_id"].filter(new).combine_chunks())
-                            )
+                            of_new = judged.filter(pc.is_in(judged["step_id"], new))
                             run.success[k, split + DOMAIN, measure] = success_by_episode(of_new, metric)
             calls = _calls(made, folder, predictions.num_rows)
             run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))

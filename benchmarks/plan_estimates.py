@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks import grpo_breakdown, limited, pool_scaling, sized
-from benchmarks.baseline import FOLDER, Log, command_line, device_name, write, write_none
+from benchmarks.baseline import FOLDER, Log, command_line, device_name, earlier, write, write_none
 from benchmarks.sft_mfu import measure as measure_sft
 from coepg_dagster import running
 from coepg_dagster.artifacts import write_steps
@@ -61,11 +61,6 @@ POINT: Final = 12
 def name_of(size: sized.Size) -> str:
     """The name of the baseline of a size."""
     return NAME if size == "3B" else f"{NAME}_{size}"
-
-
-AGAIN: Final = (
-    "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
-)
 
 
 def off(ratio: float) -> float:
@@ -257,7 +252,7 @@ def in_process(stage: str, options: argparse.Namespace, say: Log) -> dict[str, A
 def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
     """Stages that other benchmarks measured on such a device: GRPO steps by source of the rollouts, compiled SFT runs."""
     stages: dict[str, dict[str, Any]] = {}
-    steps = baseline_of(grpo_breakdown.NAME, device)
+    steps = earlier(grpo_breakdown.NAME, FOLDER, device)
     for kind, of in steps.get("kinds", {}).items():
         if of["servers"] or of["processes"] > 1:
             continue  # more than one GPU
@@ -269,7 +264,7 @@ def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
             "measured": {"gb": of["memory_gb"], "seconds": of["collect_seconds"] + of["update_seconds"]},
             "from": f"{grpo_breakdown.NAME}, {of.get('commit', steps['commit'])}",
         }
-    runs = baseline_of("sft_mfu", device)
+    runs = earlier("sft_mfu", FOLDER, device)
     for name, figures in runs.get("configurations", {}).items():
         stage = sft_stage(figures["configuration"]["size"], figures)
         del stage["figures"]
@@ -279,16 +274,9 @@ def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
     return stages
 
 
-def baseline_of(name: str, device: str) -> dict[str, Any]:
-    """The baseline `name` if it has a value from such a device; else empty."""
-    file = FOLDER / f"{name}.json"
-    facts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return facts if facts.get("value") is not None and facts["device"] == device else {}
-
-
 def known_stages(device: str) -> dict[str, dict[str, Any]]:
     """Stages of the 3B measured on such a device: those in the baseline, replaced by newer ones of other benchmarks."""
-    stages: dict[str, dict[str, Any]] = baseline_of(NAME, device).get("stages", {})
+    stages: dict[str, dict[str, Any]] = earlier(NAME, FOLDER, device).get("stages", {})
     newer = {
         name: stage
         for name, stage in measured_by_others(device).items()
@@ -328,12 +316,17 @@ def record(
     )
 
 
+def measured_before(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(a baseline, what of it stays where its measurements are estimated again, with a note that says so)."""
+    facts = json.loads((FOLDER / f"{name}.json").read_text())
+    note = "Estimated again by the code that this file is committed with; commit, date and versions are of the measurements."
+    return facts, {key: facts[key] for key in ("device", "commit", "date", "versions")} | {"note": note}
+
+
 def estimate_again() -> None:
     """Writes the baseline with current estimates; commit, date and versions stay those of the measurements."""
-    facts = json.loads((FOLDER / f"{NAME}.json").read_text())
-    of_measured = {key: facts[key] for key in ("device", "commit", "date", "versions")}
-    stages, log = known_stages(facts["device"]), FOLDER / f"{NAME}.log"
-    record(NAME, stages, facts["failed"], facts["card"], log, note=AGAIN, **of_measured)
+    facts, stays = measured_before(NAME)
+    record(NAME, known_stages(facts["device"]), facts["failed"], facts["card"], FOLDER / f"{NAME}.log", **stays)
 
 
 def main() -> None:

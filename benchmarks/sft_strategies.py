@@ -12,7 +12,6 @@ written anew after each run, and a run that fails is recorded, and the others ar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -23,7 +22,7 @@ import yaml
 
 from benchmarks import sized
 from benchmarks.baseline import FOLDER, Log, command_line, write
-from benchmarks.plan_estimates import AGAIN, off, sft_stage
+from benchmarks.plan_estimates import measured_before, off, sft_stage
 from benchmarks.scaling import need_gpus
 from benchmarks.sft_mfu import line_of, measure
 from coepg_dagster.experiment import Sft
@@ -97,11 +96,10 @@ def record(name: str, runs: dict[str, dict[str, Any]], failed: dict[str, str], l
 
 def estimate_again(name: str, size: sized.Size) -> None:
     """Writes the baseline with current estimates; what was measured, and how, stays."""
-    facts = json.loads((FOLDER / f"{name}.json").read_text())
+    facts, stays = measured_before(name)
     for of, run in facts["runs"].items():
         run["estimate"] = estimated(size, run, rates_of(CARDS["H200-141GB"], FOLDER), of)
-    of_measured = {key: facts[key] for key in ("device", "commit", "date", "versions", "command")}
-    record(name, facts["runs"], facts["failed"], FOLDER / f"{name}.log", note=AGAIN, **of_measured)
+    record(name, facts["runs"], facts["failed"], FOLDER / f"{name}.log", command=facts["command"], **stays)
 
 
 def main() -> None:

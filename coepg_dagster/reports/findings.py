@@ -140,7 +140,7 @@ def _difference(
     test: str = SUPERIORITY,
 ) -> Finding:
     """The difference of Step SR of two sides, by the judge where both have it, with that by ϕ_k beside."""
-    seeds = _common_seeds(study, one, other)
+    seeds = study.common_seeds(one, other)
     if not seeds:
         return replace(_missing(claim, [side for side in (one, other) if not study.seeds_with(side)]), test=test)
     used = _used(study, (one, other), seeds, "evaluation")
@@ -160,10 +160,6 @@ def _difference(
 def _judged(study: Study, seeds: Sequence[int], *sides: Side) -> bool:
     """Whether the judge scored every one of these seeds on every test split, for all sides."""
     return all(set(seeds) <= set(study.seeds_with(side, measure=BY_JUDGE)) for side in sides)
-
-
-def _common_seeds(study: Study, *sides: Side) -> list[int]:
-    return sorted(set.intersection(*(set(study.seeds_with(side)) for side in sides)))
 
 
 Used = Mapping[Side, Mapping[int, tuple[Run, tuple[Ref, ...]]]]
@@ -292,7 +288,7 @@ def _steadier(study: Study, about: About) -> Finding:
     claim = "steadier over seeds"
     k = study.reached((study.root, FULL), (study.root, "no_cdrem")) or study.last
     sides: list[Side] = [(study.root, FULL, k), (study.root, "no_cdrem", k)]
-    seeds = _common_seeds(study, *sides)
+    seeds = study.common_seeds(*sides)
     if len(seeds) < 2:
         return replace(_missing(claim, [side for side in sides if len(study.seeds_with(side)) < 2]), test=RATIO)
     used = _used(study, sides, seeds, "evaluation")

@@ -11,7 +11,7 @@ from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.findings import Finding
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, MEASURES, STEP_SR, Study, played_by
+from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, MEASURES, STEP_SR, Side, Study, played_by
 from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, tables_of_boards
 from coepg_dagster.training.learned import FEW_ROLLOUTS
 
@@ -158,9 +158,7 @@ def _gains(study: Study) -> Table:
         row = []
         for k in iterations:
             one, other = ((study.root, variant, k - back) for variant, back in sides)
-            scored = (set(study.seeds_with(side, split, measure)) for side in (one, other))
-            seeds = sorted(set.intersection(*scored))
-            row.append(study.difference(one, other, seeds, split, measure).signed if seeds else MISSING)
+            row.append(_signed(study, one, other, split, measure) or MISSING)
         if any(text != MISSING for text in row):
             rows.append([name, *row])
     title = "What each step of iteration k adds on validation, points of Step SR; paired by seeds and episodes"
@@ -170,20 +168,21 @@ def _gains(study: Study) -> Table:
 def _domain(study: Study, cells: Cells) -> Table:
     """Step SR of M_k in those families of the test splits that the base pair was not pretrained on."""
     iterations, rows = range(study.last + 1), list[list[str | Cell | None]]()
-    for split in study.splits:
+    for split in (split + DOMAIN for split in study.splits):
         for measure in (BY_JUDGE, STEP_SR):
-            values = [cells.cell(study.root, FULL, k, split + DOMAIN, measure) for k in iterations]
+            values = [cells.cell(study.root, FULL, k, split, measure) for k in iterations]
             if any(values):
-                gains: list[str | Cell | None] = []
-                for one, other in ((1, 0), (study.last, 1)):
-                    sides = (study.root, FULL, one), (study.root, FULL, other)
-                    seeds = sorted(
-                        set.intersection(*(set(study.seeds_with(s, split + DOMAIN, measure)) for s in sides))
-                    )
-                    gains.append(study.difference(*sides, seeds, split + DOMAIN, measure).signed if seeds else None)
-                rows.append([f"{split + DOMAIN}, {MEASURES[measure]}", *values, *gains])
+                pairs = [[(study.root, FULL, k) for k in pair] for pair in ((1, 0), (study.last, 1))]
+                gains = [_signed(study, one, other, split, measure) for one, other in pairs]
+                rows.append([f"{split}, {MEASURES[measure]}", *values, *gains])
     title = "Families that the base pair was never pretrained on: Step SR, per cent, and gains in points"
     return table_of(title, ("split", *(f"M_{k}" for k in iterations), "M_1 - M_0", f"M_{study.last} - M_1"), rows)
+
+
+def _signed(study: Study, one: Side, other: Side, split: str, measure: str) -> str | None:
+    """The difference of two sides on a split, over the seeds that have both; None without such a seed."""
+    seeds = study.common_seeds(one, other, split=split, measure=measure)
+    return study.difference(one, other, seeds, split, measure).signed if seeds else None
 
 
 def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str, str]]:

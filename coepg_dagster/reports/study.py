@@ -176,6 +176,10 @@ class Study:
         runs, splits = self.find(experiment, variant), self.splits if split is None else (split,)
         return sorted(seed for seed, run in runs.items() if all((k, name, measure) in run.success for name in splits))
 
+    def common_seeds(self, *sides: Side, split: str | None = None, measure: str = STEP_SR) -> list[int]:
+        """The seeds for which all sides were scored (`seeds_with`)."""
+        return sorted(set.intersection(*(set(self.seeds_with(side, split, measure)) for side in sides)))
+
     def data(self, experiment: str, k: int, seeds: Sequence[int], figure: str) -> BySeed:
         """A figure of D_k."""
         runs = self.find(experiment)
