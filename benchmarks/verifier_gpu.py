@@ -467,11 +467,8 @@ def add(facts: dict[str, Any], variant: str, folder: Path, device: str, log: Pat
     with baseline.alone(folder):
         variants = baseline.earlier(NAME, folder, device).get("variants", {}) | {variant: facts}
         fastest = max(variants, key=lambda name: float(variants[name]["value"]))
-        shown = {name: fact for name, fact in variants[fastest].items() if name != "commit"}
-        unit = "grounder calls per second"
-        baseline.write(
-            NAME, unit=unit, log=log, folder=folder, device=device, fastest=fastest, variants=variants, **shown
-        )
+        of_run = {"log": log, "folder": folder, "device": device, "unit": "grounder calls per second"}
+        baseline.write(NAME, **of_run, fastest=fastest, variants=variants, **variants[fastest])
 
 
 def _median(runs: dict[str, list[dict[str, float]]], name: str, figure: str) -> float:

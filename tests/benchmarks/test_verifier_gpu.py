@@ -20,6 +20,7 @@ def test_settings_stand_beside_each_other_and_the_fastest_counts(tmp_path: Path)
     facts = add("as the engines", 150.0)
     assert facts["variants"].keys() == {"compiled", "as the engines"}
     assert (facts["fastest"], facts["value"], facts["command"]) == ("compiled", 200.0, "compiled")
+    assert facts["commit"] == "0123456"  # at which the fastest was measured
     assert add("as the engines", 90.0, "another card")["variants"].keys() == {"as the engines"}
 
 
