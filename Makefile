@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test faults fuzz ui lint reproducible bench plugins clean
+.PHONY: setup demo test test-all faults faults-extra fuzz ui lint reproducible bench plugins clean
 
 setup: $(STAMP)
 
@@ -22,16 +22,23 @@ ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000
 	$(VENV)/bin/coepg ui
 
 # modules are compiled once, whatever the environment says: the tests start many processes that import them
-test faults: export PYTHONDONTWRITEBYTECODE :=
+test test-all faults: export PYTHONDONTWRITEBYTECODE :=
 
 test: setup  ## lint goes on beside the tests; three processes for two cores, since some of them wait for Dagster
 	$(MAKE) lint & lint=$$!; \
 	$(VENV)/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder; passed=$$?; \
 	wait $$lint && exit $$passed
 
-faults: setup  ## the whole fault matrix of docs/reliability.md
+test-all faults: IN_TWO = $(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m ""
+
+test-all: faults-extra  ## also the tests marked `long`: daemon and web server, Ray, hub, killed processes
+	$(IN_TWO)
+
+faults: faults-extra  ## the whole fault matrix of docs/reliability.md
+	$(IN_TWO) tests/faults tests/assets/test_boundary.py
+
+faults-extra: setup
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[faults]"
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "" tests/faults
 
 lint: setup  ## mypy and import-linter see assets/ and resources/ where they are imported from, through links
 	$(VENV)/bin/ruff check .

@@ -11,7 +11,7 @@ import pytest
 from tests.hub import served
 from tests.project import REPOSITORY, coepg, make_project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EXPERIMENT = """
 parent: tiny

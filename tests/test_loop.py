@@ -351,6 +351,7 @@ evaluation:
 """
 
 
+@pytest.mark.long
 def test_plugins_of_every_kind_run_together(projects: list[Path]) -> None:
     root = projects[0]
     (root / "experiments" / "many.yaml").write_text(MANY)

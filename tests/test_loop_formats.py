@@ -17,7 +17,7 @@ from tests.miniwob import labelled_steps
 from tests.project import REPOSITORY, Forked, make_project, run
 from tests.readers.samples import candidate, episode, forest, mind2web_row, write_android_control, write_mind2web
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 SIZE = 168, 224
 
 

@@ -36,6 +36,7 @@ def candidates(tmp_path: Path, models: Models, steps: pa.Table) -> Callable[[str
     return lambda name: pool_work(tmp_path / name, models, steps, ("one", "two"))
 
 
+@pytest.mark.long
 def test_pool_work_and_training_on_a_cluster_give_what_they_give_here(
     cluster: str, candidates: Callable[[str], CandidatesJob], dataset: pa.Table, tmp_path: Path
 ) -> None:

@@ -136,8 +136,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> It
     location = Path(__file__).with_name("light_location.py")
     deployment = Deployment(project, location, **{WEBHOOK: webhook.url})
     try:
-        # what test_ticks.py looks at goes on beside the other tests
-        deployment.switch_on("automation", "alert")
         yield deployment
     finally:
         deployment.close()

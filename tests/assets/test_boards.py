@@ -51,6 +51,7 @@ def boards(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_board_is_in_the_record_the_tables_and_its_changes_are_noticed(boards: InProcess) -> None:
     root = boards.project.root
     (root / "world/benchmark/OSWorld-G.json").rename(root / "gone.json")

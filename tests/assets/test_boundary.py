@@ -22,7 +22,7 @@ from tests.assets.light import plant, steps_log
 from tests.deployment import Deployment
 from tests.project import run as coepg
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def keys(loop: str, assets: Sequence[str] = LOOP) -> list[list[str]]:

@@ -18,7 +18,7 @@ from coepg_dagster.provenance import Ref
 from tests.assets.light import EXPERIMENT, plant
 from tests.deployment import LOCATION, Deployment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

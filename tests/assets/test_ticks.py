@@ -16,7 +16,7 @@ from tests.assets.light import plant, steps_log
 from tests.deployment import Deployment, Webhook
 from tests.project import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 Asked = list[tuple[str | None, set[str]]]
 
@@ -76,6 +76,7 @@ def by_cron(deployment: Deployment, partition: str, since: float = 0) -> list[se
 @pytest.fixture(scope="module", autouse=True)
 def raised(deployment: Deployment) -> Iterator[float]:
     """When K of `timed` was raised, after cron ticks with the old one. The daemon sees it when it loads the code anew."""
+    deployment.switch_on("automation", "alert")
     deployment.wait(lambda: by_cron(deployment, "1"), "cron ticks of timed/s1", 1500)
     file = deployment.project.root / "experiments" / "timed.yaml"
     file.write_text(file.read_text().replace("iterations: 1", "iterations: 2"))

@@ -148,10 +148,9 @@ def test_pages_answer_this_machine_only(deployment: Deployment) -> None:
     assert status("/pages/other/s2/../../../dagster.yaml", here) == 404
 
 
-def test_a_user_reads_the_evolution_report(deployment: Deployment, page: playwright.Page) -> None:
-    made = deployment.project.store / "driven" / "s1" / "evolution_report"
-    deployment.wait(made.exists, "refresh to make the report", 900)
-    page.goto(f"{deployment.url}/assets/driven/s1/evolution_report?view=overview")
+def test_a_user_reads_the_evolution_report(deployment: Deployment, page: playwright.Page, made: str) -> None:
+    assert deployment.wait_run(deployment.launch(keys("evolution_report"), None), "SUCCESS")
+    page.goto(f"{deployment.url}/assets/other/s2/evolution_report?view=overview")
     address = deployment.url + str(page.get_by_role("link", name="report", exact=True).first.get_attribute("href"))
     deployment.wait(lambda: _is_there(page, address), "the report to be recorded")
     for title in ("Figure 7: Step SR of each test split", "Figure 6: quality of D_k"):

@@ -35,7 +35,7 @@ def folder(light: InProcess, ref: Ref) -> Path:
     return light.project.store / record.folder
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_flipped_bit_in_any_input_stops_the_step_that_would_read_it(light: InProcess) -> None:
     """Its size and times are the same: only its hash tells."""
     light.make(0)

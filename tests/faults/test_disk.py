@@ -113,14 +113,14 @@ def read_only() -> tuple[Callable[[Disk], None], Callable[[Disk], None]]:
     ("which", "fault", "says"),
     [
         pytest.param("store", full(0), ROOM, id="store full"),
-        pytest.param("store", full(2 * 4096), ROOM, id="store almost full", marks=pytest.mark.faults),
-        pytest.param("store", full(40 * 4096), ROOM, id="store full at a later step", marks=pytest.mark.faults),
-        pytest.param("store", read_only(), WRITABLE, id="store read-only", marks=pytest.mark.faults),
-        pytest.param("home", full(0), r"disk (I/O error|is full)", id="event log full", marks=pytest.mark.faults),
+        pytest.param("store", full(2 * 4096), ROOM, id="store almost full", marks=pytest.mark.long),
+        pytest.param("store", full(40 * 4096), ROOM, id="store full at a later step", marks=pytest.mark.long),
+        pytest.param("store", read_only(), WRITABLE, id="store read-only", marks=pytest.mark.long),
+        pytest.param("home", full(0), r"disk (I/O error|is full)", id="event log full", marks=pytest.mark.long),
         pytest.param("home", full(60 * 4096), r"disk (I/O error|is full)", id="event log full later",
-                     marks=pytest.mark.faults),
+                     marks=pytest.mark.long),
         pytest.param("home", read_only(), "readonly database|unable to open|Read-only", id="event log read-only",
-                     marks=pytest.mark.faults),
+                     marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_loop_on_a_disk_that_fails_goes_on_when_it_is_well(
@@ -246,7 +246,7 @@ def compare(make: Callable[[str], Job], file: str, megabytes: float, leave: int,
     return output
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_checkpoint_that_does_not_fit(
     common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_checkpoint_that_does_not_fit(
     assert machine_trouble(RuntimeError(output.strip().splitlines()[-1])), output
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_chunk_that_does_not_fit(common: dict[str, Any], trained: Callable[[str, int], Path], tmp_path: Path) -> None:
     def make(name: str) -> Job:
         return CandidatesJob(

@@ -138,12 +138,12 @@ LOST = r"verifier far: \d of 4 plans got no answer: .*what was finished before i
     ("fault", "says_", "kept"),
     [
         pytest.param(down, rf"(?s){LOST}", 1, id="down"),
-        pytest.param(unwell, rf"(?s){LOST}", 1, id="unwell", marks=pytest.mark.faults),
-        pytest.param(slow, rf"(?s){LOST}", 1, id="slow", marks=pytest.mark.faults),
-        pytest.param(garbage, rf"(?s){LOST}", 1, id="garbage", marks=pytest.mark.faults),
+        pytest.param(unwell, rf"(?s){LOST}", 1, id="unwell", marks=pytest.mark.long),
+        pytest.param(slow, rf"(?s){LOST}", 1, id="slow", marks=pytest.mark.long),
+        pytest.param(garbage, rf"(?s){LOST}", 1, id="garbage", marks=pytest.mark.long),
         pytest.param(confused, rf"(?s){LOST}", 1, id="confused"),
         pytest.param(other_weights, "were its weights changed", 0, id="other weights"),
-        pytest.param(other_model, "is tiny@.* now", 0, id="another model", marks=pytest.mark.faults),
+        pytest.param(other_model, "is tiny@.* now", 0, id="another model", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_ends_the_step_and_the_next_try_gives_the_same_verdicts(

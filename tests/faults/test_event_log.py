@@ -114,7 +114,7 @@ def test_a_damaged_record_costs_itself(project: Project) -> None:
     assert {ref: version for ref, version in versions(project).items() if ref != "dataset[0]"} == before
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))])
 def test_any_damaged_page_is_found_before_something_is_made(seed: int, project: Project) -> None:
     before, steps = versions(project), len(steps_log(project))
     file = project.dagster_home / "history" / "runs" / "index.db"

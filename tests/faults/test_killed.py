@@ -36,7 +36,7 @@ def bare_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "through", "kills"),
-    [(0, 0, 3), *(pytest.param(seed, 1, 12, marks=pytest.mark.faults) for seed in range(1, 6))],
+    [(0, 0, 3), *(pytest.param(seed, 1, 12, marks=pytest.mark.long) for seed in range(1, 6))],
 )
 def test_evolve_that_is_killed_again_and_again_ends_with_the_same_artifacts(
     seed: int, through: int, kills: int, tmp_path: Path, bare_server: None
@@ -67,6 +67,7 @@ def test_evolve_that_is_killed_again_and_again_ends_with_the_same_artifacts(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_is_killed_takes_its_children_with_it_and_fails_its_step(
     tmp_path: Path, bare_server: None
 ) -> None:
@@ -89,7 +90,7 @@ def test_a_worker_that_is_killed_takes_its_children_with_it_and_fails_its_step(
     assert left_over(project) == []
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_so_does_the_loop_with_its_models_whichever_of_its_processes_is_killed(seed: int, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_evolves_of_one_experiment_at_once(
     tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +95,7 @@ def test_the_same_artifact_committed_twice_at_once(tmp_path: Path) -> None:
     assert store.dead_drafts() == [] and list((tmp_path / ".drafts").iterdir()) == []
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_partition_out_of_order_is_refused_with_what_it_lacks(light: InProcess) -> None:
     light.run(None)
     assert "dataset[0] does not exist: materialize dataset[0] first" in light.why(light.run(1, "planner_sft"))
@@ -103,7 +104,7 @@ def test_a_partition_out_of_order_is_refused_with_what_it_lacks(light: InProcess
     assert {step["k"] for step in steps_log(light.project)} == {None, 0}
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_an_iteration_made_again_while_its_successor_trains(light: InProcess, undisturbed: dict[str, str]) -> None:
     """π_1 was trained on the first D_0; with another D_0 meanwhile, nothing goes on from it until it is made again."""
     light.make(0)
@@ -159,7 +160,7 @@ def test_a_change_of_code_between_two_tries_starts_the_job_afresh(
     assert len(names) == 4 and names[0] == names[1] and len(set(names)) == 3
 
 
-@pytest.mark.parametrize("jump", [-40 * 86400.0, pytest.param(40 * 86400.0, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("jump", [-40 * 86400.0, pytest.param(40 * 86400.0, marks=pytest.mark.long)])
 def test_a_clock_that_jumps_changes_nothing(
     light: InProcess, undisturbed: dict[str, str], jump: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +173,7 @@ def test_a_clock_that_jumps_changes_nothing(
     assert "0 runs" not in evolve(light, 1) and light.loop.stale(light.loop.records(light.instance)) == {}
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_store_that_was_moved_with_its_project(light: InProcess, tmp_path: Path, undisturbed: dict[str, str]) -> None:
     evolve(light, 0)
     before = made_by(light)
@@ -185,7 +186,7 @@ def test_a_store_that_was_moved_with_its_project(light: InProcess, tmp_path: Pat
     assert made_by(moved) == undisturbed
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_store_that_was_copied_to_an_s3_server_and_back(light: InProcess, undisturbed: dict[str, str]) -> None:
     """As docs/your-own.md says; the store itself is a folder."""
     server = pytest.importorskip("moto.server", reason="pip install 'moto[server]'").ThreadedMotoServer(port=0)
@@ -219,7 +220,7 @@ def old(record: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in record.items() if name not in ("files", "sizes", "place", "failed_checks")}
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_store_of_the_version_before_is_read_and_one_of_a_later_version_is_refused(
     light: InProcess, undisturbed: dict[str, str]
 ) -> None:

@@ -17,6 +17,8 @@ from coepg_dagster.jobs import GrpoJob, Job, Placement, SftJob
 from tests.faults.damage import cut_off, flip_a_bit
 from tests.training.test_resume import hashes, logged, rollouts, run
 
+pytestmark = pytest.mark.long
+
 Damage = Callable[[Path], object]
 
 
@@ -70,15 +72,14 @@ def sft(common: Any, random_checkpoint: Callable[[int], Path], tmp_path_factory:
     ("damage", "continues"),
     [
         pytest.param(flipped(f"{NEWEST}/model.safetensors"), 2, id="a bit of the weights"),
-        pytest.param(flipped(f"{NEWEST}/optimizer.pt"), 2, id="a bit of the optimizer", marks=pytest.mark.faults),
-        pytest.param(flipped(f"{NEWEST}/whole.json"), 2, id="a bit of the list of files", marks=pytest.mark.faults),
-        pytest.param(cut(f"{NEWEST}/model.safetensors"), 2, id="weights cut off", marks=pytest.mark.faults),
-        pytest.param(without(f"{NEWEST}/rng_state.pth"), 2, id="a file is gone", marks=pytest.mark.faults),
+        pytest.param(flipped(f"{NEWEST}/optimizer.pt"), 2, id="a bit of the optimizer"),
+        pytest.param(flipped(f"{NEWEST}/whole.json"), 2, id="a bit of the list of files"),
+        pytest.param(cut(f"{NEWEST}/model.safetensors"), 2, id="weights cut off"),
+        pytest.param(without(f"{NEWEST}/rng_state.pth"), 2, id="a file is gone"),
         pytest.param(
             lambda folder: [flip_a_bit(file) for file in folder.glob("trainer/*/model.safetensors")],
             None,
             id="both checkpoints",
-            marks=pytest.mark.faults,
         ),
     ],
 )
@@ -97,7 +98,6 @@ def test_training_goes_on_from_the_newest_checkpoint_that_is_undamaged(
     assert logged(damaged.out) == logged(whole.out)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("name", ["rollouts/00000001.parquet", "best/*.safetensors", "probe/*.json"])
 def test_so_does_grpo_without_what_it_kept_beside_its_checkpoints(
     common: Any,

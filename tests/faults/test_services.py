@@ -24,7 +24,7 @@ from tests.deployment import LOCATION, Deployment, free_port
 from tests.faults.evolving import evolving, left_over, output_of, versions
 from tests.project import REPOSITORY
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 MARK = "COEPG_TEST_OF_SERVICES"
 """An environment variable by which a test knows the processes that `coepg ui` and what it started have started."""

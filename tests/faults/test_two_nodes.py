@@ -16,7 +16,7 @@ from coepg_dagster.running import chunked, run
 from tests.ray_nodes import head, node, pool_work
 
 ray = pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.long
 
 MEMBERS = tuple(f"m{i}" for i in range(6))
 PORT = 6393

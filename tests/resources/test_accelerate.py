@@ -82,7 +82,7 @@ def start(work: SftJob, module: str = MODULE) -> tuple[subprocess.Popen[bytes], 
     return process, folder
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in SPREAD)])
 def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftJob], strategy: Strategy) -> None:
     """The same rows, nearly the same loss and weights: Adam makes a step of any small gradient, however it was rounded."""
     if strategy == "zero3":
@@ -106,6 +106,7 @@ def test_two_processes_make_the_step_of_one(job: Callable[[int, int, int], SftJo
     assert apart.max() < 2.1e-4 and apart.mean() < 2e-6
 
 
+@pytest.mark.long
 def test_no_rank_outlives_the_worker(job: Callable[[int, int, int], SftJob]) -> None:
     work = job(2, 3, 100_000)
     process, folder = start(work.model_copy(update={"placement": Placement(processes=2, save_every=1)}))

@@ -103,6 +103,7 @@ def test_so_does_why_it_could_not_run_on_ray(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_so_does_why_a_process_of_a_training_ended(tmp_path: Path) -> None:
     check(RANKS, tmp_path)
 

@@ -330,6 +330,7 @@ def test_pages_of_training_are_played_by_any_browser_and_no_others() -> None:
 
 @pytest.mark.browser
 @pytest.mark.slow
+@pytest.mark.long
 def test_grpo_on_whole_episodes(tmp_path: Path) -> None:
     """Two steps of the shipped pair: every row has its episode's reward and advantage, which sum to 0 over a group."""
     chromium()

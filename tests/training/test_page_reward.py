@@ -132,6 +132,7 @@ def test_it_is_for_planners_on_these_pages_and_decides_alone(tmp_path: Path) -> 
 
 @pytest.mark.browser
 @pytest.mark.slow
+@pytest.mark.long
 def test_grpo_on_live_pages(tmp_path: Path) -> None:
     """One step of the shipped pair in eight browsers; the rollouts tell both verdicts, and the record how often they agree."""
     pytest.importorskip("selenium")

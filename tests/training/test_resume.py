@@ -184,6 +184,7 @@ def test_sft_is_continued_also_in_a_second_epoch(
     assert kept == ["checkpoint-4", "checkpoint-5"]
 
 
+@pytest.mark.long
 def test_sft_with_lora_is_continued(
     common: dict[str, Any], random_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_sft_with_lora_is_continued(
     assert [file.name for file in kept.glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
+@pytest.mark.long
 def test_packed_sft_is_continued_also_in_a_second_epoch(
     common: dict[str, Any], dataset: pa.Table, random_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -290,6 +292,7 @@ def test_grpo_is_continued_with_every_rollout_once(
     assert logged(tmp_path / "killed" / "out") == logged(tmp_path / "whole" / "out")
 
 
+@pytest.mark.long
 def test_grpo_with_other_prompts_and_earlier_successes_is_continued(
     common: dict[str, Any], trained: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
