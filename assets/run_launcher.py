@@ -52,6 +52,17 @@ class RunLauncher(dg.DefaultRunLauncher):
         return CheckRunHealthResult(WorkerStatus.RUNNING)
 
 
+def what_it_lacks(instance: dg.DagsterInstance) -> str | None:
+    """What the launcher of an instance cannot do that RunLauncher can, as where its dagster.yaml is older; None: nothing."""
+    if type(instance.run_launcher) is not dg.DefaultRunLauncher:
+        return None
+    return (
+        f"{instance.root_directory}/dagster.yaml does not name the project's launcher of runs: a run whose code server was "
+        "killed cannot be cancelled, and its end is not seen: copy `run_launcher` and `run_queue` from the dagster.yaml of "
+        "the project"
+    )
+
+
 def is_gone(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
     """Whether the process that Dagster started for a run on this machine has ended; False where that cannot be told."""
     pid = _pid(instance, run)

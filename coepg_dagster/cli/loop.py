@@ -650,9 +650,12 @@ def ui(
     instance = open_instance(project)
     assert_sound(instance)
     from coepg_dagster.assets.pages import ui_server
+    from coepg_dagster.assets.run_launcher import what_it_lacks
     from coepg_dagster.processes import GRACE_SECONDS, end_group, ended, group_ended, started_here
 
     end_dead_runs(instance, project.store)
+    if lacks := what_it_lacks(instance):
+        say(lacks, "yellow")
     try:
         listening = socket.create_server((host, port))
     except OSError as error:

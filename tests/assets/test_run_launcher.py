@@ -13,12 +13,13 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.run_launcher import HOST_TAG, RunLauncher, is_gone
+from coepg_dagster.assets.run_launcher import HOST_TAG, RunLauncher, is_gone, what_it_lacks
 from dagster._core.events import EngineEventData
 from dagster._core.launcher import WorkerStatus
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from tests.assets.conftest import InProcess
+from tests.project import REPOSITORY
 
 
 @pytest.fixture
@@ -74,3 +75,16 @@ def test_no_other_process_is_interrupted(
         assert not launcher.terminate(run.run_id) and not is_gone(light.instance, run)
         assert other.poll() is None and worker.is_alive()
         other.kill()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [("", True), ("telemetry: {enabled: false}\n", True), ((REPOSITORY / "dagster.yaml").read_text(), False)],
+    ids=["none", "of another", "of this project"],
+)
+def test_a_home_with_the_launcher_of_dagster_is_told_of(settings: str, said: bool, tmp_path: Path) -> None:
+    (tmp_path / "dagster.yaml").write_text(settings)
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        lacks = what_it_lacks(instance)
+    assert lacks is None or f"{tmp_path}/dagster.yaml does not name" in lacks
+    assert (lacks is not None) == said
