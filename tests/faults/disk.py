@@ -18,10 +18,15 @@ class Disk:
 
     path: Path
 
+    @property
+    def room(self) -> int:
+        """Bytes that are free."""
+        about = os.statvfs(self.path)
+        return about.f_bavail * about.f_frsize
+
     def fill(self, leave: int = 0) -> None:
         """Leaves room for so many bytes."""
-        about = os.statvfs(self.path)
-        (self.path / "ballast").write_bytes(bytes(max(0, about.f_bavail * about.f_frsize - leave)))
+        (self.path / "ballast").write_bytes(bytes(max(0, self.room - leave)))
 
     def fill_with_files(self) -> None:
         """Leaves room for bytes, but for no file."""

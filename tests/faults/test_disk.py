@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from coepg_dagster.artifacts import write_steps, write_table
 from coepg_dagster.experiment import Models, Regeneration, Sft
 from coepg_dagster.inference.visual import POOLED, VisualStore
 from coepg_dagster.jobs import CandidatesJob, Job, Placement, SftJob
+from coepg_dagster.project import Project
 from coepg_dagster.provenance import NotUsable
 from coepg_dagster.refusal import Refusal, machine_trouble
 from tests.assets.conftest import InProcess
@@ -93,79 +96,105 @@ def test_what_libraries_say_of_disk_and_memory_is_understood(error: Exception, r
     assert said is None if remedy is None else said is not None and remedy in said and "[SQL" not in said
 
 
+@dataclass
+class Undisturbed:
+    """An iteration on disks with room: what it made, and the bytes that it took of each disk."""
+
+    versions: dict[str, str]
+    took: dict[str, int]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    with dg.DagsterInstance.ephemeral() as instance:
-        light = InProcess(light_project(tmp_path_factory.mktemp("undisturbed") / "project"), instance)
-        evolve_through(light.defs, instance, light.loop, 0, Console(file=io.StringIO()))
-        return versions(light.project, instance=instance)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    project = light_project(tmp_path_factory.mktemp("undisturbed") / "project")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        small_disk(project.store, 6) as store,
+        small_disk(project.dagster_home, 6) as home,
+        opened(project, patch) as light,
+    ):
+        light.run(None)
+        before = {"store": store.room, "home": home.room}
+        evolve(light)
+        after = {"store": store.room, "home": home.room}
+        took = {which: before[which] - after[which] for which in before}
+        return Undisturbed(versions(project, instance=light.instance), took)
 
 
-def full(leave: int) -> tuple[Callable[[Disk], None], Callable[[Disk], None]]:
-    return (lambda disk: disk.fill(leave)), (lambda disk: disk.free())
+@contextlib.contextmanager
+def opened(project: Project, patch: pytest.MonkeyPatch) -> Iterator[InProcess]:
+    """A project with the Dagster instance of its home."""
+    patch.setenv("DAGSTER_HOME", str(project.dagster_home))
+    patch.setenv("COEPG_ROOT", str(project.root))
+    with open_instance(project) as instance:
+        yield InProcess(project, instance)
 
 
-def read_only() -> tuple[Callable[[Disk], None], Callable[[Disk], None]]:
-    return (lambda disk: disk.read_only(True)), (lambda disk: disk.read_only(False))
+def evolve(light: InProcess) -> None:
+    evolve_through(light.defs, light.instance, light.loop, 0, Console(file=io.StringIO()))
+
+
+Fault = tuple[Callable[[Disk, int], None], Callable[[Disk], None]]
+"""What happens to a disk of which an iteration takes so many bytes, and how it ends."""
+
+
+def full(share: float = 0) -> Fault:
+    """Room for a share of what an iteration takes."""
+    return (lambda disk, took: disk.fill(int(share * took))), (lambda disk: disk.free())
+
+
+def read_only() -> Fault:
+    return (lambda disk, _: disk.read_only(True)), (lambda disk: disk.read_only(False))
 
 
 @pytest.mark.parametrize(
     ("which", "fault", "says"),
     [
-        pytest.param("store", full(0), ROOM, id="store full"),
-        pytest.param("store", full(2 * 4096), ROOM, id="store almost full", marks=pytest.mark.long),
-        pytest.param("store", full(40 * 4096), ROOM, id="store full at a later step", marks=pytest.mark.long),
+        pytest.param("store", full(), ROOM, id="store full"),
+        pytest.param("store", full(1 / 10), ROOM, id="store almost full", marks=pytest.mark.long),
+        pytest.param("store", full(2 / 3), ROOM, id="store full at a later step", marks=pytest.mark.long),
         pytest.param("store", read_only(), WRITABLE, id="store read-only", marks=pytest.mark.long),
-        pytest.param("home", full(0), r"disk (I/O error|is full)", id="event log full", marks=pytest.mark.long),
-        pytest.param("home", full(60 * 4096), r"disk (I/O error|is full)", id="event log full later",
+        pytest.param("home", full(), r"disk (I/O error|is full)", id="event log full", marks=pytest.mark.long),
+        pytest.param("home", full(1 / 2), r"disk (I/O error|is full)", id="event log full later",
                      marks=pytest.mark.long),
         pytest.param("home", read_only(), "readonly database|unable to open|Read-only", id="event log read-only",
                      marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_loop_on_a_disk_that_fails_goes_on_when_it_is_well(
-    which: str,
-    fault: tuple[Callable[[Disk], None], Callable[[Disk], None]],
-    says: str,
-    undisturbed: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    which: str, fault: Fault, says: str, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = light_project(tmp_path / "project")
-    monkeypatch.setenv("DAGSTER_HOME", str(project.dagster_home))
-    monkeypatch.setenv("COEPG_ROOT", str(project.root))
-    with small_disk(project.store if which == "store" else project.dagster_home, 6) as disk:
-        with open_instance(project) as instance:
-            light = InProcess(project, instance)
-
-            def evolve() -> None:
-                evolve_through(light.defs, instance, light.loop, 0, Console(file=io.StringIO()))
-
-            light.run(None)
-            before, after = fault
-            before(disk)
-            with pytest.raises((Refusal, OSError, SQLAlchemyError)) as failed:
-                evolve()
-            # as `coepg` says it, without a traceback
-            why = str(failed.value) if isinstance(failed.value, Refusal) else machine_trouble(failed.value)
-            assert re.search(says, why or repr(failed.value))
-            after(disk)
-            evolve()
-            made = versions(project, instance=instance)
-        assert made == undisturbed
-        assert left_over(project) == []
+    before, after = fault
+    with (
+        small_disk(project.store if which == "store" else project.dagster_home, 6) as disk,
+        opened(project, monkeypatch) as light,
+    ):
+        light.run(None)
+        before(disk, undisturbed.took[which])
+        with pytest.raises((Refusal, OSError, SQLAlchemyError)) as failed:
+            evolve(light)
+        # as `coepg` says it, without a traceback
+        why = str(failed.value) if isinstance(failed.value, Refusal) else machine_trouble(failed.value)
+        assert re.search(says, why or repr(failed.value))
+        after(disk)
+        evolve(light)
+        made = versions(project, instance=light.instance)
+        left = left_over(project)
+    assert made == undisturbed.versions
+    assert left == []
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (full(0), "free space"),
-        ((lambda disk: disk.fill_with_files(), lambda disk: disk.free()), "free space"),
+        (full(), "free space"),
+        ((lambda disk, _: disk.fill_with_files(), lambda disk: disk.free()), "free space"),
         (read_only(), "make it writable"),
     ],
 )
 def test_a_claim_that_does_not_fit_leaves_the_old_one_and_no_half(
-    fault: tuple[Callable[[Disk], None], Callable[[Disk], None]], says: str, light: InProcess, tmp_path: Path
+    fault: Fault, says: str, light: InProcess, tmp_path: Path
 ) -> None:
     """Neither a claim that is new nor one that replaces that of an ended run; who holds one keeps it."""
     before, after = fault
@@ -177,7 +206,7 @@ def test_a_claim_that_does_not_fit_leaves_the_old_one_and_no_half(
         claim(second, folder, 3)
         light.instance.report_run_canceled(first.run)
         written = {file.name: file.read_text() for file in folder.glob("*.json")}
-        before(disk)
+        before(disk, 0)
         for k in (0, 1):
             with pytest.raises(OSError) as failed:
                 claim(third, folder, k)
