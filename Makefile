@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup  ## D_0 and one iteration of co-evolution on MiniWoB++, on the CPU
-	$(VENV)/bin/coepg evolve sandbox --through 1
+	$(VENV)/bin/coepg evolve sandbox --through 1 --on laptop
 	$(VENV)/bin/coepg results sandbox
 
 ui: setup  ## the Dagster web UI and daemon, on http://127.0.0.1:3000

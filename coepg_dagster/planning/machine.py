@@ -55,7 +55,7 @@ class ProcessSettings(Strict):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="`cpu`, `cuda`, or `auto`: a GPU if there is one."
     )
-    threads: int = Field(1, ge=1, description="CPU threads of a job; 1 is fastest for tiny models on few cores.")
+    threads: int = Field(1, ge=1, description="CPU threads of a job; for tiny models 1 is mostly fastest.")
     processes: int = Field(
         2, ge=1, description="Processes that share inference over many rows on a CPU; with GPUs, one per GPU."
     )
