@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
+PYTEST := $(VENV)/bin/python -m pytest -q --dist loadscope --no-loadscope-reorder
 
 .PHONY: setup demo test test-all faults faults-extra fuzz ui lint reproducible bench plugins clean
 
@@ -26,16 +27,14 @@ test test-all faults: export PYTHONDONTWRITEBYTECODE :=
 
 test: setup  ## lint goes on beside the tests; three processes for two cores, since some of them wait for Dagster
 	$(MAKE) lint & lint=$$!; \
-	$(VENV)/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder; passed=$$?; \
+	$(PYTEST) -n 3; passed=$$?; \
 	wait $$lint && exit $$passed
 
-test-all faults: IN_TWO = $(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m ""
-
 test-all: faults-extra  ## also the tests marked `long`: daemon and web server, Ray, hub, killed processes
-	$(IN_TWO)
+	$(PYTEST) -n 2 -m ""
 
 faults: faults-extra  ## the whole fault matrix of docs/reliability.md
-	$(IN_TWO) tests/faults tests/assets/test_boundary.py
+	$(PYTEST) -n 2 -m "" tests/faults tests/assets/test_boundary.py
 
 faults-extra: setup
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[faults]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sqlite3
 import tempfile
@@ -14,7 +15,9 @@ from typing import Any
 import dagster as dg
 import pytest
 from coepg_dagster.assets.automation import WEBHOOK
+from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import Loop
+from rich.console import Console
 
 from coepg_dagster.experiment import CODE
 from coepg_dagster.project import Project
@@ -71,6 +74,12 @@ class InProcess:
             run_config=config or {},
             raise_on_error=False,
         )
+
+    def evolve(self, through: int) -> tuple[int, str]:
+        """As `coepg evolve`: the number of its runs, and its output."""
+        output = io.StringIO()
+        runs = evolve_through(self.defs, self.instance, self.loop, through, Console(file=output, width=500))
+        return runs, output.getvalue()
 
     def version(self, asset: Asset, iteration: int | None) -> str:
         record = self.loop.record(self.instance, Ref(asset, iteration))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from coepg_dagster.assets.automation import Todo, next_todo
-from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import archive
 from coepg_dagster.assets.stage import Outcome, StageContext
-from rich.console import Console
 
 from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.auditing.cleaning import leftovers
@@ -45,15 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     makers = LIGHT_MAKERS | {"grounder": with_notes, "planner": pointing}
     with dg.DagsterInstance.ephemeral() as instance:
         light = InProcess(light_project(tmp_path_factory.mktemp("lost") / "project"), instance, {"makers": makers})
-        assert evolve(light, 1)[0] == 4
+        assert light.evolve(1)[0] == 4
         yield light
-
-
-def evolve(light: InProcess, through: int) -> tuple[int, str]:
-    """The number of runs, and the output."""
-    output = io.StringIO()
-    runs = evolve_through(light.defs, light.instance, light.loop, through, Console(file=output, width=500))
-    return runs, output.getvalue()
 
 
 def folder(light: InProcess, ref: Ref) -> Path:
@@ -104,13 +94,13 @@ def test_what_is_gone_is_stale_and_made_again_alone(made: InProcess) -> None:
     for ref, (_, says) in LOST.items():
         assert why[ref].startswith(f"{GONE}{places[ref].relative_to(made.project.store)}{says}")
     steps = len(steps_log(made.project))
-    runs, output = evolve(made, 1)
+    runs, output = made.evolve(1)
     # D_1 follows from the grounder through verdicts that are there: they stay, since it comes out the same
     assert runs == 4 and made_since(made, steps) == [(ref.asset, ref.iteration) for ref in LOST]
     assert all(f"{ref}: {why[ref]}; it is made again" in output for ref in LOST)
     assert {ref: record.data_version for ref, record in made.loop.records(made.instance).items()} == before
     assert {ref: sorted(path.name for path in place.iterdir()) for ref, place in places.items()} == whole
-    assert stale(made) == {} and evolve(made, 1)[0] == 0
+    assert stale(made) == {} and made.evolve(1)[0] == 0
     archived = archive(made.project, made.instance)
     assert leftovers(archived, set()) == []
     # what was made from the first grounder names its record: nobody tampered with the notes of the second
@@ -122,7 +112,7 @@ def test_the_model_that_a_planner_stands_for_is_checked_too(made: InProcess) -> 
     name = f"{GONE}{place.relative_to(made.project.store)}"
     assert stale(made) == {Ref("planner_sft", 1): name, Ref("planner", 1): name}
     before = len(steps_log(made.project))
-    assert evolve(made, 1)[0] == 1
+    assert made.evolve(1)[0] == 1
     assert made_since(made, before) == [("planner_sft", 1), ("planner", 1)] and stale(made) == {}
 
 
@@ -147,5 +137,5 @@ def test_what_comes_out_differently_makes_its_readers_stale(made: InProcess) -> 
     shutil.rmtree(folder(made, Ref("verdicts", 1)))
     plant(made.project, "salt", "light/s1", Ref("verdicts", 1))
     steps = len(steps_log(made.project))
-    assert evolve(made, 1)[0] == 3  # the verdicts, what was made from them, the report
+    assert made.evolve(1)[0] == 3  # the verdicts, what was made from them, the report
     assert made_since(made, steps) == [("verdicts", 1), ("dataset", 1), ("data_quality", 1)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.shared import recorded
-from rich.console import Console
 
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.provenance import LOOP, Asset, NotUsable, Ref
@@ -17,12 +14,6 @@ from coepg_dagster.store import DAMAGED, digests
 from tests.assets.conftest import InProcess
 from tests.assets.light import CONTENT, steps_log
 from tests.faults.damage import cut_off, flip_a_bit
-
-
-def evolve(light: InProcess, through: int) -> str:
-    output = io.StringIO()
-    evolve_through(light.defs, light.instance, light.loop, through, Console(file=output, width=500))
-    return output.getvalue()
 
 
 def versions(light: InProcess) -> dict[Ref, str]:
@@ -67,7 +58,7 @@ def test_what_is_damaged_is_made_again_alone(light: InProcess) -> None:
     flip_a_bit(folder(light, Ref("dataset", 0)) / CONTENT)
     assert "dataset[0] " in light.why(light.run(1, "planner_sft"))
     cut_off(folder(light, Ref("grounder", 0)) / CONTENT)
-    output = evolve(light, 0)
+    _, output = light.evolve(0)
     for asset in ("grounder", "dataset"):
         assert f"{asset}[0]: its files are gone from the store" in output
     made = {(step["asset"], step["k"]) for step in steps_log(light.project)[steps:]}

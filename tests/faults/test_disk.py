@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import shutil
@@ -17,9 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import EVOLVE_TAG, IN_PROCESS, claim, end_dead_runs, living_run, open_instance
-from rich.console import Console
 from safetensors import SafetensorError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -114,10 +111,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         opened(project, patch) as light,
     ):
         light.run(None)
-        before = {"store": store.room, "home": home.room}
-        evolve(light)
-        after = {"store": store.room, "home": home.room}
-        took = {which: before[which] - after[which] for which in before}
+        disks = {"store": store, "home": home}
+        before = {which: disk.room for which, disk in disks.items()}
+        light.evolve(0)
+        took = {which: before[which] - disk.room for which, disk in disks.items()}
         return Undisturbed(versions(project, instance=light.instance), took)
 
 
@@ -128,10 +125,6 @@ def opened(project: Project, patch: pytest.MonkeyPatch) -> Iterator[InProcess]:
     patch.setenv("COEPG_ROOT", str(project.root))
     with open_instance(project) as instance:
         yield InProcess(project, instance)
-
-
-def evolve(light: InProcess) -> None:
-    evolve_through(light.defs, light.instance, light.loop, 0, Console(file=io.StringIO()))
 
 
 Fault = tuple[Callable[[Disk, int], None], Callable[[Disk], None]]
@@ -173,12 +166,12 @@ def test_a_loop_on_a_disk_that_fails_goes_on_when_it_is_well(
         light.run(None)
         before(disk, undisturbed.took[which])
         with pytest.raises((Refusal, OSError, SQLAlchemyError)) as failed:
-            evolve(light)
+            light.evolve(0)
         # as `coepg` says it, without a traceback
         why = str(failed.value) if isinstance(failed.value, Refusal) else machine_trouble(failed.value)
         assert re.search(says, why or repr(failed.value))
         after(disk)
-        evolve(light)
+        light.evolve(0)
         made = versions(project, instance=light.instance)
         left = left_over(project)
     assert made == undisturbed.versions

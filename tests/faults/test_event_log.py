@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import shutil
 from collections.abc import Iterator
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import archive, assert_sound, open_instance
 from coepg_dagster.assets.recovery import RECORDS
-from rich.console import Console
 
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import NotUsable, Ref
@@ -28,8 +25,7 @@ PAGE = 4096
 def evolve(project: Project, through: int) -> None:
     """As `coepg evolve`, with light makers."""
     with open_instance(project) as instance:
-        light = InProcess(project, instance)
-        evolve_through(light.defs, instance, light.loop, through, Console(file=io.StringIO()))
+        InProcess(project, instance).evolve(through)
 
 
 @pytest.fixture(scope="module")

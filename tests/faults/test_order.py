@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import threading
@@ -14,12 +13,10 @@ import dagster as dg
 import pyarrow.fs as fs
 import pytest
 from coepg_dagster.assets import ledger
-from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import RECORD, archive
 from coepg_dagster.assets.stage import Outcome, StageContext
 from coepg_dagster.resources import warm
 from coepg_dagster.resources.training import RegenerationResource
-from rich.console import Console
 
 from coepg_dagster.auditing.archive import Archive
 from coepg_dagster.experiment import CODE
@@ -32,12 +29,6 @@ from tests.assets.light import LIGHT_MAKERS, light_project, plant, steps_log
 from tests.faults.evolving import evolving, left_over, output_of, versions
 
 
-def evolve(light: InProcess, through: int) -> str:
-    output = io.StringIO()
-    evolve_through(light.defs, light.instance, light.loop, through, Console(file=output, width=500))
-    return output.getvalue()
-
-
 def made_by(light: InProcess) -> dict[str, str]:
     return versions(light.project, instance=light.instance)
 
@@ -47,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     """The data versions of iterations 0 and 1."""
     with dg.DagsterInstance.ephemeral() as instance:
         light = InProcess(light_project(tmp_path_factory.mktemp("undisturbed") / "project"), instance)
-        evolve(light, 1)
+        light.evolve(1)
         yield made_by(light)
 
 
@@ -127,7 +118,7 @@ def test_an_iteration_made_again_while_its_successor_trains(light: InProcess, un
     salt.unlink()
     light.settings.clear()
     others.run(0, "dataset")  # as it was
-    evolve(light, 1)
+    light.evolve(1)
     assert made_by(light) == undisturbed
 
 
@@ -168,21 +159,21 @@ def test_a_clock_that_jumps_changes_nothing(
     light.make(0)
     true = time.time
     monkeypatch.setattr(time, "time", lambda: true() + jump)
-    evolve(light, 1)
+    light.evolve(1)
     assert made_by(light) == undisturbed
-    assert "0 runs" not in evolve(light, 1) and light.loop.stale(light.loop.records(light.instance)) == {}
+    assert "0 runs" not in light.evolve(1)[1] and light.loop.stale(light.loop.records(light.instance)) == {}
 
 
 @pytest.mark.long
 def test_a_store_that_was_moved_with_its_project(light: InProcess, tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    evolve(light, 0)
+    light.evolve(0)
     before = made_by(light)
     light.project.root.rename(tmp_path / "elsewhere")
     moved = InProcess(Project(tmp_path / "elsewhere"), light.instance)
     steps = len(steps_log(moved.project))
-    evolve(moved, 0)
+    moved.evolve(0)
     assert made_by(moved) == before and len(steps_log(moved.project)) == steps, "nothing was made again"
-    evolve(moved, 1)
+    moved.evolve(1)
     assert made_by(moved) == undisturbed
 
 
@@ -199,7 +190,7 @@ def test_a_store_that_was_copied_to_an_s3_server_and_back(light: InProcess, undi
             endpoint_override=f"http://{host}:{port}",
             allow_bucket_creation=True,
         )
-        evolve(light, 0)
+        light.evolve(0)
         before, steps, store = made_by(light), len(steps_log(light.project)), light.project.store
         bucket.create_dir("backup")
         fs.copy_files(str(store), "backup/mine/store", destination_filesystem=bucket)
@@ -207,11 +198,11 @@ def test_a_store_that_was_copied_to_an_s3_server_and_back(light: InProcess, undi
         fs.copy_files("backup/mine/store", str(store), source_filesystem=bucket)
     finally:
         server.stop()
-    evolve(light, 0)
+    light.evolve(0)
     assert made_by(light) == before and len(steps_log(light.project)) == steps, "nothing was made again"
     records = light.loop.records(light.instance)
     assert all(changes(record.files, store / record.folder) == [] for record in records.values())
-    evolve(light, 1)
+    light.evolve(1)
     assert made_by(light) == undisturbed
 
 
@@ -229,14 +220,14 @@ def test_a_store_of_the_version_before_is_read_and_one_of_a_later_version_is_ref
         record = light.loop.record(light.instance, ref)
         assert record is not None
         report(light, ref, old(record.model_dump(mode="json")))
-    evolve(light, 1)
+    light.evolve(1)
     assert made_by(light) == undisturbed
     assert isinstance(archive(light.project, light.instance), Archive)
     newest = light.loop.record(light.instance, Ref("dataset", 1))
     assert newest is not None
     report(light, Ref("dataset", 1), newest.model_dump(mode="json") | {"from_the_future": 1})
     with pytest.raises(NotUsable, match=r"dataset\[1\] cannot be read \(from_the_future: .*another version"):
-        evolve(light, 1)
+        light.evolve(1)
 
 
 def report(light: InProcess, ref: Ref, record: dict[str, object]) -> None:
