@@ -16,9 +16,9 @@ from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.benchmark import read_benchmark, refuse_steps, wanted_splits
 from coepg_dagster.experiment import Benchmark, Member, Models, Strict
 from coepg_dagster.inference.files import IncompleteCheckpoint
-from coepg_dagster.inference.weights import identify, is_local, local_folder, pinned
+from coepg_dagster.inference.weights import identify, local_folder, pinned
 from coepg_dagster.provenance import Asset, NotUsable
-from coepg_dagster.store import changes, digests
+from coepg_dagster.store import changes
 
 
 def benchmark_steps(work: StageContext) -> Outcome:
@@ -90,9 +90,13 @@ def identities(root: Path, models: Models) -> dict[str, dict[str, Any]]:
     """Name → `identity` of each model. Raises dg.Failure that lists what is wrong with all of them."""
     entries: dict[str, dict[str, Any]] = {}
     wrong: dict[str, list[str]] = {}
+    known: dict[str, dict[str, Any]] = {}  # a checkpoint of many gigabytes that has two roles is read once
     for name, member in models.named().items():
+        same = member.model_dump_json()
         try:
-            entries[name] = identity(root, member)
+            if same not in known:
+                known[same] = identity(root, member)
+            entries[name] = known[same]
         except IncompleteCheckpoint as error:
             wrong.setdefault(str(error), []).append(name)
     if wrong:
@@ -112,9 +116,7 @@ def identity(root: Path, member: Member) -> dict[str, Any]:
         entry = {"checkpoint": member.model, "version": version, "server": server}
         processor = identify(root, member.checkpoint, weights=False)
         return entry | {"engine": member.engine, "processor": pinned(processor)}
-    entry = dict[str, Any](identify(root, member.model))
-    if is_local(root, member.model):  # the commit of a hub model fixes its files
-        entry["files"] = digests(root / member.model)
+    entry = identify(root, member.model)
     return entry if member.engine is None else entry | {"engine": member.engine}
 
 

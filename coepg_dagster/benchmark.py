@@ -37,6 +37,7 @@ from coepg_dagster.readers.importing import (
     version_read,
 )
 from coepg_dagster.readers.rows import ReaderError, Reject, RejectedRow
+from coepg_dagster.store import digests
 
 SOURCE = "source"
 """The figure of an unpartitioned asset that holds the fingerprint of its source files."""
@@ -72,8 +73,8 @@ def read_benchmark(
 
 def benchmark_version(config: Benchmark, root: Path, imports: Path, style: Style = "web") -> str:
     """SOURCE of the benchmark's present files."""
-    if config.reader == "miniwob":
-        return files_version(root, [config.path])
+    if config.reader == "miniwob":  # a few megabytes, which a checkout writes anew with other times
+        return fingerprint(digests(root / config.path))
     return version_now(config.reader, *_import_of(config, root, imports), options_of(config, style))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.benchmark import is_to_be_fetched, reference_plans, refuse_files, refuse_steps
+from coepg_dagster.benchmark import benchmark_version, is_to_be_fetched, reference_plans, refuse_files, refuse_steps
 from coepg_dagster.evaluation.protocols import PROTOCOLS, READERS
 from coepg_dagster.experiment import Evaluation, Experiment, load_experiment
 from coepg_dagster.readers.importing import load_benchmark
@@ -19,6 +21,7 @@ from coepg_dagster.readers.rows import ReaderError
 from coepg_dagster.sandbox.miniwob.reader import load_labels, load_targets
 from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, is_right, place, short_name
 from tests.conftest import step, step_table
+from tests.faults.damage import flip_a_bit
 from tests.readers.samples import candidate, episode, mind2web_row, picture, write_android_control, write_mind2web
 
 ROOT = Path(__file__).parent.parent
@@ -148,6 +151,17 @@ def test_user_data_names_its_splits(tmp_path: Path) -> None:
 def test_the_snapshot_is_checked_without_its_screenshots() -> None:
     assert refuse_files(SANDBOX, ROOT) == []
     assert refuse_files(changed(path=Path("data/nothere")), ROOT)[0].startswith("benchmark: ")
+
+
+def test_a_snapshot_that_was_written_anew_has_the_same_version(tmp_path: Path) -> None:
+    """As by a fresh clone beside a store that was moved."""
+    shutil.copytree(ROOT / SANDBOX.benchmark.path, tmp_path / SANDBOX.benchmark.path)
+    same = benchmark_version(SANDBOX.benchmark, ROOT, tmp_path)
+    file = next((tmp_path / SANDBOX.benchmark.path).glob("*.parquet"))
+    os.utime(file, (1, 1))
+    assert benchmark_version(SANDBOX.benchmark, tmp_path, tmp_path) == same
+    flip_a_bit(file)
+    assert benchmark_version(SANDBOX.benchmark, tmp_path, tmp_path) != same
 
 
 def test_a_snapshot_of_other_columns(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ _NO_NUMBER: Final = {
     "F8_E4M3": ("<u1", 0x7F),
 }
 """Type of a tensor → the integer type of its width, and the bits that are all set in infinities and NaN (F8_E4M3: in NaN)."""
-_AT_A_TIME: Final = 1 << 24
+_AT_A_TIME: Final = 1 << 20  # fits a cache
 
 
 def not_finite(file: Path) -> list[str]:

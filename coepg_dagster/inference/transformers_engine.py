@@ -29,6 +29,16 @@ from coepg_dagster.inference.weights import local_folder, local_version
 Dtype = Literal["float32", "bfloat16"]
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite. `torch.isfinite` takes 25 times as long on a CPU: half a minute for 3B weights."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    if tensor.element_size() == 1:  # neither is there for 8 bits
+        tensor = tensor.half()
+    low, high = torch.aminmax(tensor)  # NaN if any value is
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str = "sdpa") -> tuple[Any, Any]:
     """(model in eval mode, processor) of a local folder or hub model; safetensors only, no remote code.
 
@@ -54,8 +64,8 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
     }
     if wrong:
         raise IncompleteCheckpoint(f"{path}: {wrong}; was it saved by another version of transformers?")
-    model = model.to(device)  # there a check of all weights is fast
-    bad = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
+    model = model.to(device)
+    bad = [name for name, tensor in model.named_parameters() if not is_finite(tensor)]
     if bad:
         raise IncompleteCheckpoint(
             f"{path}: not finite: {', '.join(bad[:5])}; copy or download the checkpoint again. If it was trained here, "

@@ -20,6 +20,7 @@ from coepg_dagster.inference.files import (
     weight_faults,
     weight_names,
 )
+from coepg_dagster.store import digests
 
 HERE: Final = Path()
 
@@ -45,13 +46,17 @@ def local_folder(checkpoint: str, *, weights: bool = True, root: Path = HERE) ->
     return check(hub.snapshot(hub.split(checkpoint)[0], hub.resolve(checkpoint), weights=weights), weights=weights)
 
 
-def folder_version(folder: Path) -> str:
-    """A hash of the weights of a checkpoint folder. Raises IncompleteCheckpoint if they are incomplete."""
+def folder_version(folder: Path, files: Mapping[str, str] | None = None) -> str:
+    """A hash of the weights of a checkpoint folder. Raises IncompleteCheckpoint if they are incomplete.
+
+    Args:
+        files: the `digests` of the folder, if they are known.
+    """
     if wrong := weight_faults(folder):
         raise IncompleteCheckpoint("; ".join(wrong))
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
-        digest.update(_sha256(file))
+        digest.update(bytes.fromhex(files[file.name]) if files else _sha256(file))
     return digest.hexdigest()[:16]
 
 
@@ -64,15 +69,20 @@ def local_version(checkpoint: str) -> str:
     return hub.resolve(checkpoint)
 
 
-def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, str]:
-    """Name and version of a checkpoint whose files are all sound: {"checkpoint", "version"}, of a hub model "revision" too.
+def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, Any]:
+    """Name and version of a checkpoint whose files are all sound: {"checkpoint", "version"}.
+
+    Of a hub model it has the "revision" too, whose commit fixes its files, and of a folder the `digests` of its "files".
 
     A hub model is downloaded, and its weights are compared with the hashes of the hub. Raises IncompleteCheckpoint if
     anything is missing, damaged, or not finite.
     """
     if is_local(root, checkpoint):
         folder = local_folder(checkpoint, weights=weights, root=root)
-        entry = {"checkpoint": checkpoint, "version": folder_version(folder) if weights else ""}
+        entry: dict[str, Any] = {"checkpoint": checkpoint, "version": ""}
+        if weights:
+            entry["files"] = digests(folder)
+            entry["version"] = folder_version(folder, entry["files"])
     else:
         from coepg_dagster.inference import hub
 

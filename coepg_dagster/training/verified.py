@@ -14,7 +14,7 @@ import torch
 from transformers.integrations import unset_hf_deepspeed_config
 
 from coepg_dagster.inference.files import IncompleteCheckpoint
-from coepg_dagster.inference.transformers_engine import Dtype, load_checkpoint
+from coepg_dagster.inference.transformers_engine import Dtype, is_finite, load_checkpoint
 
 ROUNDING: Final[Mapping[Dtype, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference of the same logits computed in two ways, as a share of their span. A GPU computes in bf16 here."""
@@ -87,8 +87,8 @@ def save_whole(
     """
     trained = model.state_dict() if tensors is None else tensors
     for name, tensor in trained.items():
-        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-        if bad:
+        if not is_finite(tensor):
+            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
             raise IncompleteCheckpoint(
                 f"tensor {name}: {bad} of {tensor.numel()} values are not finite; training diverged and nothing was saved: "
                 "lower the learning rate"

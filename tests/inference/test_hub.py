@@ -27,6 +27,7 @@ from coepg_dagster.inference.weights import identify, is_local, local_folder, lo
 from coepg_dagster.jobs import Job
 from coepg_dagster.planning.dryrun import broken, size_of
 from coepg_dagster.prompts import planner_messages
+from coepg_dagster.store import digests
 from tests.conftest import HEIGHT, WIDTH
 from tests.hub import Hub, served
 from tests.project import REPOSITORY, make_project, tell
@@ -305,4 +306,6 @@ def test_jobs_load_what_was_recorded(hub: Hub, random_checkpoint: Callable[[int]
     (tmp_path / BASE).write_text(json.dumps(entry))
     assert checkpoint_of(tmp_path, tmp_path) == f"{NAME}@{commit}"
     local = Member(model=str(random_checkpoint(0)))
-    assert as_recorded(NOWHERE, local, identity(NOWHERE, local)) == local
+    entry = identity(NOWHERE, local)
+    assert entry["files"] == digests(Path(local.model)) and entry["version"] == local_version(local.model)
+    assert as_recorded(NOWHERE, local, entry) == local

@@ -19,11 +19,13 @@ from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.processing import VISION_TOKENS, token_bytes, vision_token_ids
 from coepg_dagster.inference.transformers_engine import (
     TransformersEngine,
+    is_finite,
     load_checkpoint,
     nucleus,
 )
 from coepg_dagster.inference.weights import local_version
 from coepg_dagster.prompts import grounder_messages, planner_messages
+from tests.inference.test_files import KINDS
 
 RED, BLUE = Image.new("RGB", (84, 112), (200, 10, 10)), Image.new("RGB", (84, 112), (10, 10, 200))
 WIDE = Image.new("RGB", (140, 84), (10, 200, 10))
@@ -229,6 +231,18 @@ def test_a_renamed_weight_is_not_replaced_by_a_random_one(copy: Path) -> None:
     change_weights(copy, rename)
     with pytest.raises(IncompleteCheckpoint, match="another version of transformers"):
         load_checkpoint(copy, "float32", "cpu")
+
+
+@settings(max_examples=60)
+@given(values=st.lists(st.floats(width=16), max_size=9), kind=st.sampled_from(KINDS), part=st.booleans())
+def test_finite_tensors_are_those_that_torch_names(values: list[float], kind: torch.dtype, part: bool) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64).to(kind)
+    tensor = tensor[::2] if part else tensor
+    assert is_finite(tensor) == bool(torch.isfinite(tensor.float()).all())
+
+
+def test_whole_numbers_are_finite() -> None:
+    assert is_finite(torch.tensor([2**62])) and is_finite(torch.tensor([True]))
 
 
 def test_weights_that_are_not_finite_are_refused(copy: Path) -> None:
