@@ -316,15 +316,17 @@ class Loop:
                 for read in filter(None, (usable[ref], records.stood_for(usable[ref]))):
                     assert_unchanged(Store(store), read)
             except NotUsable as why:
-                more = []
-                if self.parent is not None and ref.asset in self.experiment.taken:
-                    more.append(
-                        f"it is taken from {self.parent.name}: run `coepg evolve {self.parent.name} --through {iteration}`"
-                    )
+                more = self.where_taken(ref.asset, iteration)
                 if record is None:
                     more += self._about_the_instance(context.instance, ref)
                 raise NotUsable(f"{why} ({'; '.join(more)})" if more else str(why)) from None
         return usable
+
+    def where_taken(self, asset: Asset, iteration: int) -> list[str]:
+        """The command that makes an asset anew where it is taken from the parent; empty: it is this loop's."""
+        if self.parent is None or asset not in self.experiment.taken:
+            return []
+        return [f"it is taken from {self.parent.name}: run `coepg evolve {self.parent.name} --through {iteration}`"]
 
     def _about_the_instance(self, instance: dg.DagsterInstance, ref: Ref) -> list[str]:
         """Hints about a missing artifact if `instance` is not that of the project."""

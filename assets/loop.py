@@ -353,9 +353,9 @@ def _reference_plans(work: StageContext) -> dict[str, str]:
     """The reference plans of the validation steps. The sandbox has them in its snapshot, which must not have changed."""
     benchmark, record = work.loop.experiment.benchmark, work.record("benchmark_steps")
     if benchmark.reader == "miniwob" and work.loop.source_changed(record):
-        raise NotUsable(
-            f"{benchmark.path} has changed since benchmark_steps was made: materialize benchmark_steps again"
-        )
+        why = f"{benchmark.path} has changed since benchmark_steps was made: materialize benchmark_steps again"
+        more = work.loop.where_taken("benchmark_steps", work.k)
+        raise NotUsable(f"{why} ({'; '.join(more)})" if more else why)
     steps = steps_of(work.folder("benchmark_steps") / STEPS, benchmark.validation, benchmark.max_eval_steps)
     return reference_plans(benchmark, work.loop.root, steps)
 

@@ -138,6 +138,7 @@ def main() -> None:
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             seconds, logps[run] = update(kind, batches)
+            say(f"repetition {repetition}, {run}: {seconds:.2f} s")
             memory[run] = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
             if repetition:  # the first warms up, and encodes the screenshots of a CPU
                 taken[run].append(seconds)

@@ -66,6 +66,12 @@ def test_what_takes_its_data_is_made_at_one_iteration_alone(overlays: InProcess)
         (overlays.project.root / "experiments" / ABLATIONS / "late.yaml").unlink()
 
 
+def test_what_is_taken_is_made_anew_in_the_parent(overlays: InProcess) -> None:
+    loop = overlay(overlays, "sharing")
+    assert loop.where_taken("grounder", 1) == ["it is taken from light/s1: run `coepg evolve light/s1 --through 1`"]
+    assert loop.where_taken("planner", 1) == [] == overlays.loop.where_taken("grounder", 1)
+
+
 def test_the_second_location_points_to_the_keys_of_the_first(overlays: InProcess) -> None:
     graph = light_definitions(overlays.project, folder=ABLATIONS).resolve_asset_graph()
     parents = {key.to_user_string() for key in graph.get(dg.AssetKey(["sharing", "s1", "planner"])).parent_keys}
