@@ -69,7 +69,9 @@ EAGER: Final = 0.54
 """Rate of eager layers as a share of the compiled rate: norms, rotary embeddings and gates move more memory."""
 EAGER_LAYER_SECONDS: Final = 1.47e-3
 COMPILED_LAYER_SECONDS: Final = 0.95e-3
-"""Host seconds per layer, however few rows, in a training process on machines with an H200."""
+ADAPTED_LAYER_SECONDS: Final = 2.2e-3
+"""Host seconds per layer, however few rows, in a training process on machines with an H200. ADAPTED is an eager layer with LoRA,
+from one run of grpo_breakdown while other work used most of the host's cores."""
 PREFILL_SHARE: Final = 0.35
 DECODE_LAYER_SECONDS: Final = 0.9e-3
 """Measured: 0.87 to 0.93 ms in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
@@ -105,11 +107,16 @@ def recomputed(one: Flops, share: float, *, freeze_vision: bool, fixed_weights: 
     return share * forward
 
 
-def pass_seconds(operations: float, layers: float, rates: Rates, *, compiled: bool = False) -> float:
-    """Seconds of a training pass: `operations` (FLOP) on the GPU, and `layers` (see `layer_passes`) launched by the host."""
+def pass_seconds(
+    operations: float, layers: float, rates: Rates, *, compiled: bool = False, adapted: bool = False
+) -> float:
+    """Seconds of a training pass: `operations` (FLOP) on the GPU, and `layers` (see `layer_passes`) launched by the host.
+
+    `adapted`: whether the layers have adapters of LoRA.
+    """
     if compiled:
         return operations / rates.train + layers * COMPILED_LAYER_SECONDS
-    return operations / (EAGER * rates.train) + layers * EAGER_LAYER_SECONDS
+    return operations / (EAGER * rates.train) + layers * (ADAPTED_LAYER_SECONDS if adapted else EAGER_LAYER_SECONDS)
 
 
 def rates_of(card: Card, baselines: Path) -> Rates:
@@ -363,7 +370,8 @@ def sft_seconds(
     operations = one.total + recomputed(one, config.recompute, freeze_vision=frozen, fixed_weights=fixed)
     layers = layer_passes(model, recompute=config.recompute, freeze_vision=frozen)
     at_once = max(1.0, config.micro_batch_size / together)
-    return rows / together / at_once * pass_seconds(at_once * operations, layers, rates, compiled=config.compile)
+    one_pass = pass_seconds(at_once * operations, layers, rates, compiled=config.compile, adapted=fixed)
+    return rows / together / at_once * one_pass
 
 
 def generation_memory(
@@ -422,15 +430,23 @@ def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int
 
 
 def policy_seconds(
-    model: Architecture, example: Example, prompts: int, samples: int, steps: float, rates: Rates
+    model: Architecture,
+    example: Example,
+    prompts: int,
+    samples: int,
+    steps: float,
+    rates: Rates,
+    *,
+    adapted: bool = False,
 ) -> float:
     """GPU-seconds of rollouts by the policy in the training process: in each of `steps`, `samples` for each of `prompts`.
 
-    The rollouts of a prompt share its prefill. Layers run as in training: eager, under autocast.
+    The rollouts of a prompt share its prefill. Layers run as in training: eager, under autocast, `adapted` by LoRA or not.
     """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
-    prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates)
-    token = _token_seconds(model, example, prompts * samples, EAGER_LAYER_SECONDS, rates)
+    prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates, adapted=adapted)
+    layer = ADAPTED_LAYER_SECONDS if adapted else EAGER_LAYER_SECONDS
+    token = _token_seconds(model, example, prompts * samples, layer, rates)
     return steps * (prefill + example.answer * token)
 
 
@@ -500,7 +516,7 @@ def grpo_seconds(
     if config.rollouts == "vllm":
         generate = vllm_seconds(model, example, step, size, rollouts, rates)
     else:
-        generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
+        generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates, adapted=fixed)
     reward = graders.seconds(size, prompts, rates)
 
     row, together, rows = update_row(config, example)
@@ -522,7 +538,7 @@ def grpo_seconds(
     trained = operations(shown, train=True)
     again = recomputed(trained, 1.0, freeze_vision=frozen, fixed_weights=fixed)
     layers = layer_passes(model, recompute=1.0, freeze_vision=frozen) - (model.vision.layers if frozen else 0)
-    update = pass_seconds(rows * (trained.total + again), layers, rates)
+    update = pass_seconds(rows * (trained.total + again), layers, rates, adapted=fixed)
     # one by the reference, and one by the policy where another engine sampled; without KL, groups without spread need no
     # update, but their number is not known
     scorings = bool(config.kl_beta) + (config.rollouts == "vllm")

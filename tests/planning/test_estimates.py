@@ -20,6 +20,7 @@ from coepg_dagster.experiment import Environment, Evaluation, GroundingBoard, Gr
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
+    ADAPTED_LAYER_SECONDS,
     CARDS,
     EAGER,
     EAGER_LAYER_SECONDS,
@@ -32,6 +33,7 @@ from coepg_dagster.planning.estimates import (
     generation_seconds,
     grpo_memory,
     grpo_seconds,
+    layer_passes,
     page_seconds,
     pass_seconds,
     policy_seconds,
@@ -178,7 +180,10 @@ def test_what_is_spared_takes_no_time(rows: int, share: float, frozen: bool, com
 
     assert seconds(compile=True) < seconds(compile=False)
     assert seconds(recompute=0.0) <= seconds() <= seconds(recompute=1.0)
-    assert seconds(lora=Lora()) < seconds()
+    assert seconds(lora=Lora(), compile=True) < seconds(compile=True), "fixed weights need no gradients"
+    launched = 1000 / rows * layer_passes(model, recompute=share, freeze_vision=frozen)
+    more = launched * (ADAPTED_LAYER_SECONDS - EAGER_LAYER_SECONDS)
+    assert seconds(lora=Lora(), compile=False) < seconds(compile=False) + more, "eager ones have adapters to launch"
     assert seconds(micro_batch_size=2 * rows) < seconds(), "rows of a pass share its launches"
     # a frozen tower only goes forward; one that is trained goes back too, and forward again where it is recomputed
     vision = flops(model, image=example.image, text=360, scored=60, train=False).vision
