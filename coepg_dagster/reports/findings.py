@@ -18,7 +18,7 @@ from coepg_dagster.reports.paper import command_of
 from coepg_dagster.reports.study import BY_JUDGE, MEASURES, STEP_SR, Run, Side, Study, played_by
 from coepg_dagster.results import FULL, QUALITY
 
-Verdict = Literal["confirmed", "not confirmed", "not testable"]
+Verdict = Literal["confirmed", "holds for one seed", "not confirmed", "not testable"]
 MARGIN: Final = 2.0
 """Margin of non-inferiority, in points."""
 SUPERIORITY: Final = "superiority: above 0"
@@ -240,7 +240,11 @@ def _verdict(
     claim: str, one: Estimate, words: str, unit: str, stale: tuple[str, ...], test: str = SUPERIORITY
 ) -> Finding:
     margin = MARGIN if test == NON_INFERIORITY else 0.0
-    verdict: Verdict = "not testable" if one.ci95 is None else "confirmed" if one.ci95[0] > -margin else "not confirmed"
+    verdict: Verdict = "not testable"
+    if one.ci95 is not None and one.ci95[0] > -margin:
+        verdict = "confirmed" if one.seeds > 1 else "holds for one seed"
+    elif one.ci95 is not None:
+        verdict = "not confirmed"
     opposite = "; the interval lies below 0: the opposite" if one.ci95 and one.ci95[1] < 0 else ""
     seeds = f"{one.seeds} seeds" if one.seeds > 1 else f"1 seed: over {one.over} only"
     named = f"; {test}" if test != SUPERIORITY else ""

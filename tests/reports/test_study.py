@@ -66,7 +66,7 @@ def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: P
     page = write_page(one, findings(one), missing, {"box_large": "models/large is not there"}, tmp_path)
     text = page.read_text()
     for line in (
-        "superiority: above 0 | **confirmed**, on stale inputs | +",
+        "superiority: above 0 | holds for one seed, on stale inputs | +",
         "No run here has a judge: the measure is **Step SR by ϕ_k**",
         "- `coepg evolve box/sSEED --through 3`, SEED being 1",
         "- `coepg evolve box_uniform/sSEED --from 3 --through 3`, SEED being 1",
