@@ -343,6 +343,10 @@ def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> st
 _ENDS: Final = {dg.DagsterEventType.RUN_FAILURE: "failed", dg.DagsterEventType.RUN_CANCELED: "was cancelled"}
 
 
+COUNTED: Final = "being saved and checked"
+"""What a step whose work is all counted does until it ends; for a large model that takes minutes."""
+
+
 class Bars:
     """The steps of a run as bars in a terminal."""
 
@@ -362,10 +366,12 @@ class Bars:
         self._progress.console.print(f"{self._title} {step}: {why}", markup=False, highlight=False)
 
     def started(self, step: str, now: float) -> None:
-        self._tasks[step] = self._progress.add_task(f"{self._title} {step}", total=1, count="", figures="")
+        self._tasks[step] = self._progress.add_task(f"{self._title} {step}", total=1, count="", figures="", last="")
 
     def advanced(self, step: str, done: int, of: int, figures: str, now: float) -> None:
-        self._progress.update(self._tasks[step], completed=done, total=of, count=f"{done}/{of}", figures=figures)
+        shown = COUNTED if done == of else figures
+        about = {"count": f"{done}/{of}", "figures": shown, "last": figures}
+        self._progress.update(self._tasks[step], completed=done, total=of, **about)
 
     def ended(self, step: str, now: float, failed: bool) -> None:
         """The count of a step that failed is not shown: it may be complete, for a result that is not there."""
@@ -374,8 +380,9 @@ class Bars:
             self._progress.update(task, completed=0, count="failed")
             self._progress.stop_task(task)
         else:
-            whole = self._progress.tasks[task].total
-            self._progress.update(task, completed=whole, count=self._progress.tasks[task].fields["count"] or "done")
+            shown = self._progress.tasks[task]
+            about = {"count": shown.fields["count"] or "done", "figures": shown.fields["last"]}
+            self._progress.update(task, completed=shown.total, **about)
 
     def tick(self, now: float) -> None:
         """Bars are drawn anew by their own thread."""
@@ -415,6 +422,7 @@ class Lines:
 
     def advanced(self, step: str, done: int, of: int, figures: str, now: float) -> None:
         line = self._steps[step]
+        figures = COUNTED if done == of else figures
         line.text = line.pace.text(done, of, now) + (f", {figures}" if figures else "")
 
     def ended(self, step: str, now: float, failed: bool) -> None:

@@ -12,7 +12,9 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -358,6 +360,7 @@ def main() -> None:
     say(f"{card}, rates: {rates_of(CARDS[card], FOLDER).basis}")
     size: sized.Size = options.size
     options.checkpoint = Path(tempfile.gettempdir() if options.quick else "/dev/shm") / f"coepg-{size}-sharp"  # noqa: S108
+    atexit.register(shutil.rmtree, options.checkpoint, ignore_errors=True)  # gigabytes of memory
     sized.make_checkpoint(options.checkpoint, size, device="cuda" if cuda else "cpu", sharp=True)
     if cuda:
         torch.cuda.empty_cache()  # the runs need the whole card

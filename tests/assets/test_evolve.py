@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from coepg_dagster.assets.automation import REGENERATION
-from coepg_dagster.assets.evolve import Lines, RunFailed, Wanted, evolve_through, place_of
+from coepg_dagster.assets.evolve import Bars, Lines, RunFailed, Wanted, evolve_through, place_of
 from coepg_dagster.assets.ledger import EVOLVE_TAG, EXPERIMENT_TAG, IN_PROCESS, ITERATION_TAG
 from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.remote_origin import RemoteRepositoryOrigin
@@ -172,6 +172,22 @@ def test_a_failed_step_has_no_count_in_a_terminal(light: InProcess) -> None:
     assert "failed" in last and "1/1" not in last and "3/3" not in last
 
 
+@pytest.mark.parametrize(
+    ("ends", "says"), [(False, "40/40 0:00:00 being saved and checked"), (True, "40/40 0:00:00 reward=0.7")]
+)
+def test_a_bar_says_what_goes_on_after_its_count(ends: bool, says: str) -> None:
+    file = Terminal()
+    bars = Bars("light/s1 k=1", Console(file=file, force_terminal=True, no_color=True, width=160))
+    bars.open()
+    bars.started("planner", 0.0)
+    bars.advanced("planner", 40, 40, "reward=0.7", 1.0)
+    if ends:
+        bars.ended("planner", 2.0, failed=False)
+    bars.close()
+    last = [line for line in file.getvalue().splitlines() if "planner" in line][-1]
+    assert says in " ".join(last.split())
+
+
 def test_long_steps_say_every_half_minute_how_far_they_are() -> None:
     file = io.StringIO()
     lines = Lines("light/s1 k=1", Console(file=file, width=40))
@@ -183,6 +199,8 @@ def test_long_steps_say_every_half_minute_how_far_they_are() -> None:
     lines.advanced("planner", 20, 40, "reward=0.6", 180.0)
     lines.tick(180.5)
     lines.tick(190.0)
+    lines.advanced("planner", 40, 40, "reward=0.7", 430.0)
+    lines.tick(480.0)
     lines.ended("planner", 1000.0, failed=False)
     start = local_time(0.0)[:11]
     assert [line.removeprefix(start) for line in file.getvalue().splitlines()] == [
@@ -192,6 +210,7 @@ def test_long_steps_say_every_half_minute_how_far_they_are() -> None:
             (31.0, "at work for 31 s"),
             (61.5, "10/40, reward=0.5"),
             (180.5, f"20/40, 5/min, ends about {local_time(420.0)[:-3]}, reward=0.6"),
+            (480.0, "40/40, 4.86/min, being saved and checked"),
             (1000.0, "done in 16 min 40 s"),
         )
     ]
