@@ -430,23 +430,15 @@ def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int
 
 
 def policy_seconds(
-    model: Architecture,
-    example: Example,
-    prompts: int,
-    samples: int,
-    steps: float,
-    rates: Rates,
-    *,
-    adapted: bool = False,
+    model: Architecture, example: Example, prompts: int, samples: int, steps: float, rates: Rates
 ) -> float:
     """GPU-seconds of rollouts by the policy in the training process: in each of `steps`, `samples` for each of `prompts`.
 
-    The rollouts of a prompt share its prefill. Layers run as in training: eager, under autocast, `adapted` by LoRA or not.
+    The rollouts of a prompt share its prefill. Layers run as in training, eager, under autocast, but without adapters.
     """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
-    prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates, adapted=adapted)
-    layer = ADAPTED_LAYER_SECONDS if adapted else EAGER_LAYER_SECONDS
-    token = _token_seconds(model, example, prompts * samples, layer, rates)
+    prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates)
+    token = _token_seconds(model, example, prompts * samples, EAGER_LAYER_SECONDS, rates)
     return steps * (prefill + example.answer * token)
 
 
@@ -491,6 +483,8 @@ def grpo_memory(
         return replace(held, vllm=max(0.0, engine - held.activations) if serving.rollout_sleep else engine)
     # rollouts are generated before activations are kept: the larger of the two counts
     cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
+    if config.lora is not None:  # beside the merged weights of the layers (see `training.adapters`)
+        cache += bytes_each * model.layers * model.block
     return replace(held, cache=max(0.0, cache - update))
 
 
@@ -516,7 +510,7 @@ def grpo_seconds(
     if config.rollouts == "vllm":
         generate = vllm_seconds(model, example, step, size, rollouts, rates)
     else:
-        generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates, adapted=fixed)
+        generate = policy_seconds(model, example, config.prompts_per_step, size, rollouts / step, rates)
     reward = graders.seconds(size, prompts, rates)
 
     row, together, rows = update_row(config, example)

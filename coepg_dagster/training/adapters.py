@@ -1,14 +1,18 @@
 """LoRA: low-rank adapters are trained in place of the layers' weights, and merged into them at the end.
 
 The result is an ordinary complete checkpoint; nothing after training depends on how it was trained. Checkpoints of a running
-training hold the adapters alone.
+training hold the adapters alone. GRPO samples with merged weights too, since adapters take more time than memory there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from coepg_dagster.experiment import Lora
@@ -32,6 +36,32 @@ def lora_config(model: Any, lora: Lora | None, *, freeze_vision: bool) -> LoraCo
         target_modules=[name for name, module in model.named_modules() if id(module) in layers],
         task_type="CAUSAL_LM",
     )
+
+
+@contextmanager
+def merged(policy: Any) -> Iterator[None]:
+    """A context in which a policy computes with its adapters merged into the weights; without adapters nothing happens.
+
+    It takes a second copy of the adapted weights, which must be whole in this process. Afterwards the weights are the tensors of
+    before: what is added in bfloat16 cannot be subtracted again.
+    """
+    if not isinstance(policy, PeftModel):
+        yield
+        return
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    try:
+        for layer in policy.modules():
+            if isinstance(layer, LoraLayer):
+                weight = layer.get_base_layer().weight
+                kept.append((weight, weight.data))
+                delta = layer.get_delta_weight(policy.active_adapter)
+                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+                del delta
+        with policy.disable_adapter():
+            yield
+    finally:
+        for weight, data in kept:
+            weight.data = data
 
 
 def merge_adapters(trainer: Any) -> int:

@@ -21,6 +21,7 @@ from coepg_dagster.experiment import PolicyTraining, Serving
 from coepg_dagster.inference.attention import decode, prefill, with_room
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.progress import Ended
+from coepg_dagster.training.adapters import merged
 from coepg_dagster.training.packing import first_of_runs, images_of, select_rows
 
 DIFFERENCE: Final = "sampling/sampling_logp_difference/mean"
@@ -185,7 +186,8 @@ def sampling_groups(
     logprobs: list[list[float]] = []
 
     def generate(generation_config: Any, **inputs: torch.Tensor) -> torch.Tensor:
-        sequences, logprobs[:] = generate_groups(model, policy, tell, inputs, generation_config)
+        with merged(policy):
+            sequences, logprobs[:] = generate_groups(model, policy, tell, inputs, generation_config)
         return sequences
 
     policy.generate = generate

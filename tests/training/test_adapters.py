@@ -9,13 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from coepg_dagster.experiment import Grpo, Lora, Models, Sft
 from coepg_dagster.inference.architecture import read
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training import sft
+from coepg_dagster.training.adapters import lora_config, merged
 from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.sft import train_sft
@@ -107,6 +108,48 @@ def test_grpo_with_lora_starts_at_its_reference_and_leaves_the_tower(
     deltas = changes(init, out)
     assert deltas and all(name.removesuffix(".weight").endswith(ADAPTED) and "visual" not in name for name in deltas)
     assert figures["trained_parameters"] == read(init).adapters(4, vision=False)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_merged_adapters_compute_the_same_in_fewer_products_and_leave_the_weights(
+    dtype: Any, most: float, random_checkpoint: Callable[[int], Path]
+) -> None:
+    torch.manual_seed(0)
+    model, _ = load_checkpoint(random_checkpoint(0), dtype, "cpu")
+    policy = get_peft_model(model, lora_config(model, LORA, freeze_vision=True))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05)
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in policy.state_dict().items()}
+    products = []
+    for name, module in policy.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda *_: products.append(1))
+    ids = torch.arange(40)[None] % 30
+
+    @torch.no_grad()
+    def logits() -> torch.Tensor:
+        products.clear()
+        found: torch.Tensor = policy(input_ids=ids).logits.float()
+        return found
+
+    adapted, with_adapters = logits(), len(products)
+    with pytest.raises(ZeroDivisionError), merged(policy):
+        assert (logits() - adapted).abs().max() < most * adapted.abs().max() and not products
+        1 / 0  # noqa: B018 - whatever ends it
+    assert (
+        torch.equal(logits(), adapted)
+        and len(products) == with_adapters == 7 * model.config.text_config.num_hidden_layers
+    )
+    after = policy.state_dict()
+    assert all(
+        after[name].data_ptr() == place and torch.equal(after[name], was) for name, (place, was) in before.items()
+    )
+    assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
+    with policy.disable_adapter(), torch.no_grad():
+        assert (policy(input_ids=ids).logits.float() - adapted).abs().max() > most * adapted.abs().max(), (
+            "they do something"
+        )
 
 
 # attention
