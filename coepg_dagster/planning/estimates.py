@@ -484,7 +484,7 @@ def grpo_memory(
     # rollouts are generated before activations are kept: the larger of the two counts
     cache = float(rollouts * example.tokens(model) * model.key_value_bytes)
     if config.lora is not None:  # beside the merged weights of the layers (see `training.adapters`)
-        cache += bytes_each * model.layers * model.block
+        cache += bytes_each * (model.layers * model.block + (0 if config.freeze_vision else model.vision.parameters))
     return replace(held, cache=max(0.0, cache - update))
 
 
