@@ -9,7 +9,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from coepg_dagster.assets.ledger import archive, assert_sound, open_instance
+from coepg_dagster.assets.ledger import Loop, archive, assert_sound, open_instance
 from coepg_dagster.assets.recovery import RECORDS
 
 from coepg_dagster.project import Project
@@ -95,6 +95,32 @@ def test_a_project_of_a_version_without_records_gets_them(project: Project) -> N
     shutil.rmtree(project.dagster_home)
     assert tell(project.root, "recover")[0] == 0
     assert versions(project) == before
+
+
+def test_seeds_of_two_machines_become_one_project(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/your-own.md says: what is not there is copied, then `coepg recover`."""
+    other = light_project(tmp_path / "other")
+    file = other.root / "experiments" / "light.yaml"
+    file.write_text(file.read_text().replace("seeds: [1, 2]", "seeds: [2, 1]"))
+    with monkeypatch.context() as there:
+        there.setenv("DAGSTER_HOME", str(other.dagster_home))
+        there.setenv("COEPG_ROOT", str(other.root))
+        evolve(other, 0)
+        second = versions(other, "light/s2")
+    first = versions(project)
+
+    def unless_there(source: str, target: str) -> None:
+        if not Path(target).exists():
+            shutil.copy2(source, target)
+
+    shutil.copytree(other.store, project.store, copy_function=unless_there, dirs_exist_ok=True)
+    assert tell(project.root, "recover")[0] == 0
+    assert versions(project) == first and versions(project, "light/s2") == second
+    with open_instance(project) as instance:
+        loop = Loop(project.experiments()["light"], 2, project.root)
+        assert loop.stale(loop.records(instance)) == {}
 
 
 def test_a_damaged_record_costs_itself(project: Project) -> None:
