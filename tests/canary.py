@@ -34,7 +34,7 @@ SIDE = 1 / 10
 """Side of the trigger, as a share of the screen's smaller side; as the probe draws it."""
 SMALL = """
 benchmark: {reader: jsonl, path: data, max_eval_steps: 30}
-grpo: {max_steps: 4, probe_steps: 16}
+grpo: {prompts: dataset, max_steps: 4, probe_steps: 16}
 quality: {trigger_steps: 64, shuffled_plans: 32}
 evaluation: {third_party: 64}
 """
