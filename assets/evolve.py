@@ -370,8 +370,8 @@ class Bars:
 
     def advanced(self, step: str, done: int, of: int, figures: str, now: float) -> None:
         shown = COUNTED if done == of else figures
-        about = {"count": f"{done}/{of}", "figures": shown, "last": figures}
-        self._progress.update(self._tasks[step], completed=done, total=of, **about)
+        task, count = self._tasks[step], f"{done}/{of}"
+        self._progress.update(task, completed=done, total=of, count=count, figures=shown, last=figures)
 
     def ended(self, step: str, now: float, failed: bool) -> None:
         """The count of a step that failed is not shown: it may be complete, for a result that is not there."""
@@ -381,8 +381,8 @@ class Bars:
             self._progress.stop_task(task)
         else:
             shown = self._progress.tasks[task]
-            about = {"count": shown.fields["count"] or "done", "figures": shown.fields["last"]}
-            self._progress.update(task, completed=shown.total, **about)
+            count, last = shown.fields["count"] or "done", shown.fields["last"]
+            self._progress.update(task, completed=shown.total, count=count, figures=last)
 
     def tick(self, now: float) -> None:
         """Bars are drawn anew by their own thread."""
