@@ -92,11 +92,11 @@ def identities(root: Path, models: Models) -> dict[str, dict[str, Any]]:
     wrong: dict[str, list[str]] = {}
     known: dict[str, dict[str, Any]] = {}  # a checkpoint of many gigabytes that has two roles is read once
     for name, member in models.named().items():
-        same = member.model_dump_json()
+        key = member.model_dump_json()
         try:
-            if same not in known:
-                known[same] = identity(root, member)
-            entries[name] = known[same]
+            if key not in known:
+                known[key] = identity(root, member)
+            entries[name] = known[key]
         except IncompleteCheckpoint as error:
             wrong.setdefault(str(error), []).append(name)
     if wrong:
