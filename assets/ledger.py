@@ -319,7 +319,7 @@ class Loop:
                 more = self.where_taken(ref.asset, iteration)
                 if record is None:
                     more += self._about_the_instance(context.instance, ref)
-                raise NotUsable(f"{why} ({'; '.join(more)})" if more else str(why)) from None
+                raise NotUsable(with_hints(str(why), more)) from None
         return usable
 
     def where_taken(self, asset: Asset, iteration: int) -> list[str]:
@@ -419,6 +419,11 @@ class Records(dict[Ref, Record]):
 def _lost(store: Store, record: Record) -> str | None:
     gone = store.lost(record.folder, record.files, record.sizes)
     return f"its files are gone from the store: {gone}" if gone else None
+
+
+def with_hints(why: str, hints: Sequence[str]) -> str:
+    """A message, with hints in brackets if there are any."""
+    return f"{why} ({'; '.join(hints)})" if hints else why
 
 
 def assert_unchanged(store: Store, record: Record) -> None:

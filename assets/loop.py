@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pyarrow.parquet as pq
 from coepg_dagster.assets.checks import WEIGHTS
+from coepg_dagster.assets.ledger import with_hints
 from coepg_dagster.assets.shared import (
     as_recorded,
     benchmark_steps,
@@ -354,8 +355,7 @@ def _reference_plans(work: StageContext) -> dict[str, str]:
     benchmark, record = work.loop.experiment.benchmark, work.record("benchmark_steps")
     if benchmark.reader == "miniwob" and work.loop.source_changed(record):
         why = f"{benchmark.path} has changed since benchmark_steps was made: materialize benchmark_steps again"
-        more = work.loop.where_taken("benchmark_steps", work.k)
-        raise NotUsable(f"{why} ({'; '.join(more)})" if more else why)
+        raise NotUsable(with_hints(why, work.loop.where_taken("benchmark_steps", work.k)))
     steps = steps_of(work.folder("benchmark_steps") / STEPS, benchmark.validation, benchmark.max_eval_steps)
     return reference_plans(benchmark, work.loop.root, steps)
 

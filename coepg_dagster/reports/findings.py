@@ -240,10 +240,10 @@ def _verdict(
     claim: str, one: Estimate, words: str, unit: str, stale: tuple[str, ...], test: str = SUPERIORITY
 ) -> Finding:
     margin = MARGIN if test == NON_INFERIORITY else 0.0
-    verdict: Verdict = "not testable"
-    if one.ci95 is not None and one.ci95[0] > -margin:
-        verdict = "confirmed" if one.seeds > 1 else "holds for one seed"
-    elif one.ci95 is not None:
+    verdict: Verdict = "confirmed" if one.seeds > 1 else "holds for one seed"
+    if one.ci95 is None:
+        verdict = "not testable"
+    elif one.ci95[0] <= -margin:
         verdict = "not confirmed"
     opposite = "; the interval lies below 0: the opposite" if one.ci95 and one.ci95[1] < 0 else ""
     seeds = f"{one.seeds} seeds" if one.seeds > 1 else f"1 seed: over {one.over} only"

@@ -49,14 +49,14 @@ def merged(policy: Any) -> Iterator[None]:
         yield
         return
     kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
     try:
-        for layer in policy.modules():
-            if isinstance(layer, LoraLayer):
+        with torch.no_grad():
+            for layer in layers:
                 weight = layer.get_base_layer().weight
                 kept.append((weight, weight.data))
                 delta = layer.get_delta_weight(policy.active_adapter)
                 weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
-                del delta
         with policy.disable_adapter():
             yield
     finally:
