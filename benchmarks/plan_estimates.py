@@ -287,6 +287,12 @@ def known_stages(device: str) -> dict[str, dict[str, Any]]:
     return stages | newer
 
 
+def measured_earlier(name: str) -> dict[str, dict[str, Any]]:
+    """The stages of the baseline `name` on such a device; each says from which commit it is."""
+    facts = earlier(name, FOLDER, device_name())
+    return {of: {"from": f"{name}, {facts['commit']}"} | stage for of, stage in facts.get("stages", {}).items()}
+
+
 def record(
     name: str, stages: dict[str, dict[str, Any]], failed: dict[str, str], card: str, log: Path, **more: Any
 ) -> None:
@@ -337,6 +343,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="estimate anew what was measured at 3B; needs no GPU")
     parser.add_argument("--size", choices=sized.SIZES, default="3B")
     parser.add_argument("--timeout", type=float, default=85, help="seconds for each run")
+    parser.add_argument(
+        "--only", action="append", metavar="RUN", help="one run; again for more. The others stay as measured"
+    )
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)  # one stage, in this process
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # its JSON file
@@ -377,6 +386,11 @@ def main() -> None:
     if size not in ("3B", "tiny"):
         runs["grpo, rollouts from transformers"] = lambda: in_process("grpo", options, say)
     stages, failed = {of: stage for of, stage in known.items() if "from" in stage}, dict[str, str]()
+    if options.only:
+        if unknown := set(options.only) - runs.keys():
+            parser.error(f"--only: no run {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
+        stages |= measured_earlier(name)
+        runs = {of: runs[of] for of in options.only}
     for of, run in runs.items():
         try:
             stages[of] = run()

@@ -80,3 +80,17 @@ def test_what_another_benchmark_measured_again_replaces_what_is_known(
     newer = stages.pop("grpo, rollouts from vllm")
     assert newer["measured"]["gb"] == 99.0 and "note" not in newer
     assert stages == {name: BASELINE["stages"][name] for name in stages}
+
+
+def test_stages_that_stay_say_from_which_commit_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_estimates, "FOLDER", tmp_path)
+    monkeypatch.setattr(plan_estimates, "device_name", lambda: "a GPU")
+    assert plan_estimates.measured_earlier("plan_estimates") == {}
+    stages = {"sft": {"kind": "sft"}, "grpo": {"kind": "grpo", "from": "grpo_breakdown, 89abcde"}}
+    facts = {"device": "a GPU", "commit": "0123456", "value": 1.0, "stages": stages}
+    (tmp_path / "plan_estimates.json").write_text(json.dumps(facts))
+    stays = plan_estimates.measured_earlier("plan_estimates")
+    assert {name: stage["from"] for name, stage in stays.items()} == {
+        "sft": "plan_estimates, 0123456",
+        "grpo": "grpo_breakdown, 89abcde",
+    }
