@@ -2,6 +2,7 @@
 
     python -m benchmarks.grpo_samples                        # 1, 3 and 5 graders on one H200
     python -m benchmarks.grpo_samples --graders 3            # adds to the baseline, or replaces, what it measures
+    python -m benchmarks.grpo_samples --way MS-SWIFT --python /tmp/swift/bin/python
     python -m benchmarks.grpo_samples --draw                 # the figure, from the baseline
     python -m benchmarks.grpo_samples --size tiny            # tests the code on a CPU
 
@@ -10,12 +11,15 @@ update with a KL term, full fine-tuning with float32 weights, bf16 passes and re
 
 - ours: `train_grpo`, as the loop runs it, graders by transformers on the same GPU;
 - batched TRL: TRL's GRPOTrainer with one call of transformers' `generate` per grader for all completions of a step;
-- plain TRL: the same with one call per completion and grader, the reward written the obvious way.
+- plain TRL: the same with one call per completion and grader, the reward written the obvious way;
+- MS-SWIFT: its `rlhf grpo` with the same settings and the reward of plain TRL, in an environment of its own, whose Python is
+  given (see `benchmarks.grpo_vs_swift`). There a plug-in (`benchmarks.swift_samples`) registers the reward, and the callback of
+  the trainer that measures the steps of every way.
 
 Weights are random, so on all sides the completions are replaced by the same made plans, all different, before graders see
 them. The graders are one checkpoint loaded N times; nothing is shared between them. The first step is not counted: in plain TRL
-its graders see one group alone, to save time. Each run is a process with a time limit, and writes every step when it ends;
-without a whole measured step it is recorded as failed.
+and MS-SWIFT its graders see one group alone, to save time. Each run is a process with a time limit, and writes every step when
+it ends; without a whole measured step it is recorded as failed.
 """
 
 from __future__ import annotations
@@ -25,18 +29,16 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from transformers import TrainerCallback
 
-from benchmarks import baseline, grpo_vs_trl, limited, plain, sized
-from coepg_dagster.artifacts import whole
+from benchmarks import baseline, grpo_vs_trl, limited, ms_swift, plain, sized
+from benchmarks.made_rewards import POINT_TOKENS, Steps, made_reward, names_of, rows_of
 from coepg_dagster.experiment import Grpo, Member
 from coepg_dagster.inference import transformers_engine
 from coepg_dagster.inference.visual import VisualStore
@@ -46,15 +48,16 @@ from coepg_dagster.training import grpo
 
 NAME: Final = "grpo_samples"
 FIGURE: Final = Path(__file__).parents[1] / "docs" / "images" / "grpo-samples.png"
-OURS, BATCHED, PLAIN = WAYS = ("ours", "batched TRL", "plain TRL")
-POINT_TOKENS: Final = 12
+OURS, BATCHED, PLAIN, SWIFT = WAYS = ("ours", "batched TRL", "plain TRL", "MS-SWIFT")
+COLORS: Final = dict(zip(WAYS, ("C0", "C1", "0.6", "0.8"), strict=True))
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("3B", "tiny"), default="3B")
     parser.add_argument("--graders", type=int, nargs="+", default=[1, 3, 5])
-    parser.add_argument("--way", choices=WAYS, action="append", help="again for more; default: all")
+    parser.add_argument("--way", choices=WAYS, action="append", help="again for more; default: all that can run")
+    parser.add_argument("--python", type=Path, help=f"Python of an environment with ms-swift, for the way {SWIFT}")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
     parser.add_argument("--limit", type=float, default=540, help="seconds of a run, its start included")
     parser.add_argument("--folder", type=Path, help="where the baseline is written; tiny: by default a temporary one")
@@ -63,9 +66,18 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
+    if options.python:
+        options.python = options.python.absolute()
+    elif SWIFT in (options.way or ()):
+        parser.error(f"--way {SWIFT} needs --python")
     if not options.run and not options.folder:
         options.folder = Path(tempfile.mkdtemp(prefix="quick-")) if options.size == "tiny" else baseline.FOLDER
     return options
+
+
+def ways_of(options: argparse.Namespace) -> Sequence[str]:
+    """The ways that are asked for; by default all, MS-SWIFT only where its Python is given."""
+    return options.way or tuple(way for way in WAYS if way != SWIFT or options.python)
 
 
 def config_of(options: argparse.Namespace) -> Grpo:
@@ -81,78 +93,49 @@ def config_of(options: argparse.Namespace) -> Grpo:
     )
 
 
-class Steps(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each optimizer step, and of its rewards; written to a file after each step."""
-
-    def __init__(self, file: Path, about: Mapping[str, Any]) -> None:
-        self._file, self._about = file, about
-        self._ended = 0.0
-        self._rewards = 0.0
-        self.steps: list[dict[str, float]] = []
-
-    def rewarded(self, function: Callable[[], list[float]]) -> list[float]:
-        """The result of `function`, whose time is that of the rewards of the running step."""
-        began = self._now()
-        rewards = function()
-        self._rewards = self._now() - began
-        return rewards
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._ended = self._now()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = self._now()
-        self.steps.append({"seconds": now - self._ended, "rewards": self._rewards})
-        self._ended = now
-        memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-        print(f"step {len(self.steps)}: {json.dumps(self.steps[-1])}, {memory:.1f} GB", flush=True)
-        with whole(self._file) as draft:
-            draft.write_text(json.dumps({**self._about, "steps": self.steps, "memory_gb": memory}))
-
-    @staticmethod
-    def _now() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains one way with so many graders in this process; returns what it wrote."""
+    """Trains one way with so many graders in this process, MS-SWIFT in a child of it; returns what was written."""
     [way], [graders], config = options.way, options.graders, config_of(options)
     torch.manual_seed(0)
     device, dtype = sized.placed(options.size)
-    rows = config.prompts_per_step * (config.max_steps or 1)
-    steps, dataset = sized.tables(options.size, rows, screens=rows)
+    steps, dataset = rows_of(options.size, config.prompts_per_step * (config.max_steps or 1))
     checkpoint = options.checkpoint or str(sized.SOURCE)
-    names = [f"grader_{i}" for i in range(graders)]
-    clock = Steps(options.run, {"way": way, "graders": graders, "config": config.model_dump(mode="json")})
-    if way != OURS:
-        grounders = {name: plain.PlainGrounder(checkpoint, POINT_TOKENS, device, dtype) for name in names}
-        reward = (plain.BatchedReward if way == BATCHED else plain.PlainReward)(
-            grounders, dict.fromkeys(names, 1.0), steps
-        )
-        grpo_vs_trl.train_plain(checkpoint, steps, Made(reward, clock, config.group_size), config, clock, device=device)
+    about = {"way": way, "graders": graders, "config": config.model_dump(mode="json")}
+    if way == SWIFT:
+        _swift(options, checkpoint, config, steps, about, device)
     else:
-        _ours(checkpoint, names, config, steps, dataset, clock, device, str(dtype).removeprefix("torch."))
+        clock = Steps(options.run, about)
+        if way == OURS:
+            _ours(
+                checkpoint, names_of(graders), config, steps, dataset, clock, device, str(dtype).removeprefix("torch.")
+            )
+        else:
+            kind = plain.BatchedReward if way == BATCHED else plain.PlainReward
+            reward = made_reward(kind, checkpoint, graders, options.size, steps, clock, config.group_size)
+            grpo_vs_trl.train_plain(checkpoint, steps, reward, config, clock, device=device)
     found: dict[str, Any] = json.loads(options.run.read_text())
     return found
 
 
-class Made:
-    """A reward function for TRL that puts made plans in place of completions; in the first step it rewards one group alone."""
-
-    __name__ = "made"
-
-    def __init__(self, reward: plain.PlainReward, clock: Steps, group: int) -> None:
-        self._reward, self._clock, self._group = reward, clock, group
-
-    def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
-        texts = [plain.text_of(completion) for completion in completions]
-        made = sized.made_answers(texts, step_id)
-        if not self._clock.steps and type(self._reward) is plain.PlainReward:
-            made = made[: self._group]
-        rewards = self._clock.rewarded(lambda: self._reward.score(made, step_id[: len(made)]))
-        return rewards + [0.0] * (len(texts) - len(made))
+def _swift(
+    options: argparse.Namespace, checkpoint: str, config: Grpo, steps: Any, about: Mapping[str, Any], device: str
+) -> None:
+    """Raises CalledProcessError if MS-SWIFT fails; its output is this process's."""
+    settings = ms_swift.settings_of(checkpoint, config, grpo_vs_trl.SEED, on_gpu=device != "cpu")
+    settings |= {"reward_funcs": "made_plans", "callbacks": "clock"}
+    asked = {
+        "file": str(options.run),
+        "about": {**about, "versions": ms_swift.versions(options.python)},
+        "checkpoint": checkpoint,
+        "graders": about["graders"],
+        "size": options.size,
+        "rows": steps.num_rows,
+        "group": config.group_size,
+    }
+    environment = {ms_swift.RUN: json.dumps(asked)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    # beside the run's file: it goes with that, also when this process is killed
+    with tempfile.TemporaryDirectory(prefix="swift-", dir=options.run.parent) as folder:
+        ms_swift.train(options.python, settings, steps, Path(folder), "swift_samples", environment).check_returncode()
 
 
 def _ours(
@@ -218,6 +201,7 @@ def measure(options: argparse.Namespace, way: str, graders: int, say: baseline.L
         file, log = Path(folder) / "found.json", Path(folder) / "log"
         asked = ["--size", options.size, "--steps", str(options.steps), "--way", way, "--graders", str(graders)]
         asked += ["--run", str(file), "--checkpoint", str(checkpoint)]
+        asked += ["--python", str(options.python)] if way == SWIFT else []
         code = limited.run(["benchmarks.grpo_samples", *asked], log, options.limit, **environment)
         lines = log.read_text(errors="replace").splitlines()
         for line in lines:
@@ -246,6 +230,7 @@ def record(found: Mapping[str, Any] | None, failed: Mapping[str, str], folder: P
         value = table[str(most)][OURS]["rollouts_per_second"] if most else None
         against = table[str(most)].get(PLAIN, {}).get("rollouts_per_second") if most else None
         config = found["config"] if found else before.get("config")
+        theirs = (found or {}).get("versions") or before.get("versions_of_swift")
         baseline.write(
             NAME,
             command=baseline.command_line(),
@@ -261,6 +246,7 @@ def record(found: Mapping[str, Any] | None, failed: Mapping[str, str], folder: P
             table={n: table[n] for n in sorted(table, key=int)},
             config=config,
             failed=before.get("failed", {}) | failed,
+            **({"versions_of_swift": theirs} if theirs else {}),
         )
 
 
@@ -272,19 +258,21 @@ def draw(folder: Path) -> None:
     from matplotlib import pyplot
 
     facts = json.loads((folder / f"{NAME}.json").read_text())
-    numbers, width = list(facts["table"]), 0.27
+    numbers = list(facts["table"])
+    ways = [way for way in WAYS if any(way in facts["table"][n] for n in numbers)]
+    width = 0.81 / len(ways)
     figure, axis = pyplot.subplots(figsize=(6.4, 3.4))
-    for place, (way, color) in enumerate(zip(WAYS, ("C0", "C1", "0.6"), strict=True)):
+    for place, way in enumerate(ways):
         at = [i for i, n in enumerate(numbers) if way in facts["table"][n]]
         of = [facts["table"][numbers[i]][way] for i in at]
         bars = axis.bar(
-            [i + (place - 1) * width for i in at],
+            [i + (place - (len(ways) - 1) / 2) * width for i in at],
             [each["rollouts_per_second"] for each in of],
             width * 0.94,
-            color=color,
+            color=COLORS[way],
             label=way,
         )
-        axis.bar_label(bars, [f"{each['seconds']:.3g} s" for each in of], padding=2, fontsize=8)
+        axis.bar_label(bars, [f"{each['seconds']:.3g} s" for each in of], padding=2, fontsize=8 if len(ways) < 4 else 7)
     axis.set_yscale("log")
     axis.margins(y=0.12)
     axis.set_xticks(range(len(numbers)), [f"{n} grader" + "s" * (n != "1") for n in numbers])
@@ -309,7 +297,7 @@ def main(given: Sequence[str] | None = None) -> None:
     say = baseline.Log(NAME, options.folder, keep=True)
     say(baseline.command_line())
     for graders in options.graders:
-        for way in options.way or WAYS:
+        for way in ways_of(options):
             found, failed = None, dict[str, str]()
             try:
                 found = measure(options, way, graders, say)

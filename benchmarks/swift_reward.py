@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from swift.rewards import ORM, orms
-from swift.template.templates.qwen import Qwen2VLTemplate
 
-from benchmarks import tiny
+from benchmarks import ms_swift, tiny
 from benchmarks.plain import PlainGrounder, PlainReward
 
-# MS-SWIFT has the ids of Qwen's published vocabulary only; the tiny models have others, in their config.json
-IDS = json.loads((tiny.MODELS / "base-planner" / "config.json").read_text())
-Qwen2VLTemplate.image_token_id, Qwen2VLTemplate.video_token_id = IDS["image_token_id"], IDS["video_token_id"]
+ms_swift.use_ids(tiny.PLANNER)
 
 
 class ThreeGrounders(ORM):  # type: ignore[misc]
