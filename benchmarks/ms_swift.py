@@ -109,7 +109,7 @@ def train(
     }
     arguments = [text for name, value in {**settings, **places}.items() for text in (f"--{name}", str(value))]
     command: Sequence[str] = [str(python), "-m", "swift.cli.main", "rlhf", *arguments]
-    return subprocess.run(command, env=_environment() | environment, cwd=folder, check=False, **options)
+    return subprocess.run(command, env={**_environment(), **environment}, cwd=folder, check=False, **options)
 
 
 def use_ids(checkpoint: Path | str) -> None:

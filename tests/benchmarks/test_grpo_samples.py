@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from benchmarks import grpo_samples, plain, sized
+from benchmarks import grpo_samples, ms_swift, plain, sized
+from coepg_dagster.experiment import Grpo
+
+PYTHON = "COEPG_SWIFT_PYTHON"
+"""Environment variable with a Python that has ms-swift, for the test that runs it."""
 
 
 def test_batched_grounders_give_the_rewards_of_single_ones() -> None:
@@ -29,15 +34,19 @@ def test_batched_grounders_give_the_rewards_of_single_ones() -> None:
 
 def test_each_run_adds_to_the_table_and_the_figure_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"prompts_per_step": 8, "group_size": 8}
-    for graders in (1, 3):
-        for way, seconds in zip(grpo_samples.WAYS, (10.0, 20.0, 40.0 * graders), strict=True):
+    for graders, ways in ((1, grpo_samples.WAYS), (3, grpo_samples.WAYS[:3])):
+        for way, seconds in zip(ways, (10.0, 20.0, 40.0 * graders, 50.0), strict=False):
             steps = [{"seconds": 99.0, "rewards": 9.0}, {"seconds": seconds, "rewards": seconds / 2}]
             found = {"way": way, "graders": graders, "config": config, "steps": steps, "memory_gb": 100.0}
+            if way == grpo_samples.SWIFT:
+                found["versions"] = {"ms-swift": "4.6.0"}
             grpo_samples.record(found, {}, tmp_path, "a card")
     grpo_samples.record(None, {"plain TRL, 5 graders": "took too long"}, tmp_path, "a card")
     facts = json.loads((tmp_path / "grpo_samples.json").read_text())
     assert (facts["value"], facts["against"], facts["ratio"]) == (6.4, 0.5333, pytest.approx(12, rel=1e-3))
     assert facts["table"]["1"]["batched TRL"]["rollouts_per_second"] == 3.2
+    assert facts["table"]["1"]["MS-SWIFT"]["seconds"] == 50 and "MS-SWIFT" not in facts["table"]["3"]
+    assert facts["versions_of_swift"] == {"ms-swift": "4.6.0"}
     assert facts["failed"] == {"plain TRL, 5 graders": "took too long"}
     monkeypatch.setattr(grpo_samples, "FIGURE", tmp_path / "figure.png")
     grpo_samples.draw(tmp_path)
@@ -47,3 +56,36 @@ def test_each_run_adds_to_the_table_and_the_figure_shows_it(tmp_path: Path, monk
 def test_a_run_without_a_measured_step_is_none() -> None:
     with pytest.raises(RuntimeError, match="no step after the first"):
         grpo_samples.summary({"steps": [{"seconds": 9.0, "rewards": 1.0}]})
+
+
+def test_ms_swift_is_measured_only_where_it_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        grpo_samples.arguments(["--way", "MS-SWIFT"])
+    assert "needs --python" in capsys.readouterr().err
+    asked = ["--size", "tiny"]
+    assert grpo_samples.ways_of(grpo_samples.arguments(asked)) == grpo_samples.WAYS[:3]
+    assert grpo_samples.ways_of(grpo_samples.arguments([*asked, "--python", "python"])) == grpo_samples.WAYS
+
+
+def test_ms_swift_is_asked_for_the_same_prompts_and_batch(tmp_path: Path) -> None:
+    steps, _ = sized.tables("tiny", 2)
+    rows = [json.loads(line) for line in ms_swift.write_data(steps, tmp_path).read_text().splitlines()]
+    assert [row["step_id"] for row in rows] == steps["step_id"].to_pylist()
+    assert [Path(row["images"][0]).read_bytes() for row in rows] == steps["screenshot"].to_pylist()
+    assert all(goal in row["messages"][0]["content"] for goal, row in zip(steps["goal"].to_pylist(), rows, strict=True))
+    config = Grpo(prompts_per_step=8, group_size=4, micro_batch_size=16, kl_beta=0.02)
+    found = ms_swift.settings_of("planner", config, 1, on_gpu=True)
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"], found["beta"]) == (16, 2, 0.02)
+    assert (found["bf16"], found["gradient_checkpointing"]) == ("true", "true")
+    assert ms_swift.settings_of("planner", config, 1, on_gpu=False)["bf16"] == "false"
+
+
+@pytest.mark.slow
+def test_a_run_of_ms_swift_writes_the_seconds_of_its_steps(tmp_path: Path) -> None:
+    if not (python := os.environ.get(PYTHON)):
+        pytest.skip(f"{PYTHON} names no Python of an environment with ms-swift")
+    asked = ["--size", "tiny", "--way", "MS-SWIFT", "--graders", "1", "--steps", "1", "--python", python]
+    found = grpo_samples.run(grpo_samples.arguments([*asked, "--run", str(tmp_path / "found.json")]))
+    assert (found["way"], found["graders"], len(found["steps"])) == ("MS-SWIFT", 1, 2)
+    assert grpo_samples.summary(found)["rewards"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
