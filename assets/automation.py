@@ -26,7 +26,8 @@ from typing import Final, TypeAlias
 import dagster as dg
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop, Records
 
-from coepg_dagster.experiment import code_version, fingerprint
+from coepg_dagster.experiment.strict import fingerprint
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usable
 from coepg_dagster.refusal import Refusal
 

@@ -15,7 +15,8 @@ from coepg_dagster.assets.stage import Resources, StageFunction, materialize
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, GrpoCdremResource, RegenerationResource, SftResource
 
-from coepg_dagster.experiment import Experiment, code_version
+from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset, continued
 
 DEPS: dict[Asset, tuple[str, ...]] = {

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coepg_dagster import yaml_files
-from coepg_dagster.experiment import checked
+from coepg_dagster.experiment.strict import checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.processes import GRACE_SECONDS
 from coepg_dagster.progress import Pace, local_time, span_text

@@ -28,7 +28,8 @@ from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import BOARDS, whole
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
-from coepg_dagster.experiment import Experiment, code_version
+from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
     SHARED,

@@ -49,7 +49,9 @@ from coepg_dagster.artifacts import (
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
-from coepg_dagster.experiment import ExperimentError, GrounderRl, Grpo, Member, Sft, Strict
+from coepg_dagster.experiment.models import Member
+from coepg_dagster.experiment.strict import ExperimentError, Strict
+from coepg_dagster.experiment.training import GrounderRl, Grpo, Sft
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrounderRlJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks

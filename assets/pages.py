@@ -40,7 +40,8 @@ from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.marks import NotMarked, add_mark, marking
 from coepg_dagster.auditing.trace import what_to_mark
-from coepg_dagster.experiment import Experiment, split_reference
+from coepg_dagster.experiment.files import split_reference
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import Ref
 from coepg_dagster.refusal import Refusal

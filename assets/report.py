@@ -10,7 +10,7 @@ from coepg_dagster.assets.recovery import keep_record
 from coepg_dagster.assets.stage import failing_plainly
 from coepg_dagster.resources.store import StoreResource
 
-from coepg_dagster.experiment import code_version
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, write_report
 from coepg_dagster.reports.site import case_study_of

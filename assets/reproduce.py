@@ -42,7 +42,9 @@ from coepg_dagster.artifacts import (
 )
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import ABLATIONS, Experiment, ExperimentError, Regeneration
+from coepg_dagster.experiment.files import ABLATIONS
+from coepg_dagster.experiment.schema import Experiment, Regeneration
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.planning.machine import Machine
 from coepg_dagster.pools.quality import Regenerated, by_episode

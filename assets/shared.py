@@ -14,7 +14,9 @@ from coepg_dagster.assets.stage import Outcome, StageContext
 from coepg_dagster.artifacts import STEPS, write_steps
 from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.benchmark import read_benchmark, refuse_steps, wanted_splits
-from coepg_dagster.experiment import Benchmark, Member, Models, Strict
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Benchmark
+from coepg_dagster.experiment.strict import Strict
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.weights import identify, local_folder, pinned
 from coepg_dagster.provenance import Asset, NotUsable

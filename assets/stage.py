@@ -23,16 +23,10 @@ from coepg_dagster.resources.training import EnginesResource, Processes
 
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
-from coepg_dagster.experiment import (
-    ExperimentError,
-    GrounderRl,
-    Member,
-    Models,
-    PolicyTraining,
-    Sft,
-    code_version,
-    fingerprint,
-)
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.strict import ExperimentError, fingerprint
+from coepg_dagster.experiment.training import GrounderRl, PolicyTraining, Sft
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import TrainingSettings, training_refusals, trainings
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Record, Ref

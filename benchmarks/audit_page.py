@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 
 from benchmarks import baseline
 from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, all_steps, write_steps, write_table
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.pools.selection import select
 from coepg_dagster.reports.audit import AuditOf, write_audit
 from coepg_dagster.steps import CANDIDATE_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA

@@ -44,7 +44,8 @@ from trl.generation import vllm_generation
 
 from benchmarks import baseline, limited, sized
 from coepg_dagster.artifacts import whole
-from coepg_dagster.experiment import Grpo, Lora, Member, Serving
+from coepg_dagster.experiment.models import Member, Serving
+from coepg_dagster.experiment.training import Grpo, Lora
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.processing import load_processor

@@ -32,7 +32,8 @@ from coepg_dagster import running
 from coepg_dagster.artifacts import CANDIDATES, DATASET, STEPS, VERDICTS, steps_of, write_steps, write_table
 from coepg_dagster.evaluation.change import change_of, change_text
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Experiment, Grpo
+from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, GrpoJob, SftJob, VerdictsJob, seed_of

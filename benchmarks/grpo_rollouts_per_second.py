@@ -32,7 +32,7 @@ from transformers import Trainer
 
 import coepg_dagster
 from benchmarks import baseline, tiny
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.engine import Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine

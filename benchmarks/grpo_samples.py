@@ -39,7 +39,8 @@ import torch
 
 from benchmarks import baseline, grpo_vs_trl, limited, ms_swift, plain, sized
 from benchmarks.made_rewards import POINT_TOKENS, Steps, made_reward, names_of, rows_of
-from coepg_dagster.experiment import Grpo, Member
+from coepg_dagster.experiment.models import Member
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference import transformers_engine
 from coepg_dagster.inference.visual import VisualStore
 from coepg_dagster.jobs import GrpoJob

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import baseline, tiny
 from benchmarks.plain import PlainGrounder, PlainReward
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine

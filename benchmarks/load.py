@@ -146,7 +146,7 @@ def select_rows(folder: Path) -> None:
 
     from coepg_dagster.artifacts import CANDIDATES as PLANS
     from coepg_dagster.artifacts import DATASET, DECISIONS, STEPS, VERDICTS, all_steps, write_table
-    from coepg_dagster.experiment import Regeneration
+    from coepg_dagster.experiment.schema import Regeneration
     from coepg_dagster.pools.selection import select
 
     read = pq.read_table(folder / PLANS), pq.read_table(folder / VERDICTS)
@@ -164,7 +164,7 @@ def make_records(root: Path) -> None:
     from coepg_dagster.artifacts import DATASET, DECISIONS, STEPS, VERDICTS
     from coepg_dagster.auditing.archive import MODELS
     from coepg_dagster.benchmark import SOURCE
-    from coepg_dagster.experiment import code_version
+    from coepg_dagster.experiment.versions import code_version
     from coepg_dagster.project import Project
     from coepg_dagster.provenance import LOOP, SHARED, Record, Ref
     from coepg_dagster.store import UNPARTITIONED, Store

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import baseline, tiny
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 
 NAME = "memory_slope"
 STEPS, WARM_UP, BLOCK, SEED = 200, 40, 16, 11

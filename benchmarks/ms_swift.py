@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.agents import planner_inputs
 
 ROOT: Final = Path(__file__).parents[1]

@@ -30,7 +30,8 @@ from benchmarks.baseline import FOLDER, Log, command_line, device_name, earlier,
 from benchmarks.sft_mfu import measure as measure_sft
 from coepg_dagster import running
 from coepg_dagster.artifacts import write_steps
-from coepg_dagster.experiment import Grpo, Regeneration, Sft
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import VerdictsJob
 from coepg_dagster.planning.dryrun import detect_card
 from coepg_dagster.planning.estimates import (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coepg_dagster.experiment import PLUGINS
+from coepg_dagster.experiment.files import PLUGINS
 from coepg_dagster.project import find_project
 
 COEPG = (sys.executable, "-m", "coepg_dagster.cli")

@@ -24,7 +24,7 @@ from benchmarks.baseline import Log
 from benchmarks.scaling import Figures, compare, need_gpus
 from coepg_dagster import running
 from coepg_dagster.artifacts import write_steps
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.jobs import CandidatesJob
 from coepg_dagster.running import Chunked, chunked
 

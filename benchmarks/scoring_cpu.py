@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from benchmarks import baseline, tiny
 from benchmarks.plain import PlainGrounder, PlainReward
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.screens import Screens

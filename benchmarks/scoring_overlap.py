@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from benchmarks import baseline, tiny
 from benchmarks.grpo_vs_trl import CONFIG, SEED, Clock, conclude
-from coepg_dagster.experiment import Member
+from coepg_dagster.experiment.models import Member
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.vllm_server import free_port, started

@@ -25,7 +25,7 @@ from trl import SFTTrainer
 
 from benchmarks import sized
 from coepg_dagster.artifacts import whole
-from coepg_dagster.experiment import Sft
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.inference.architecture import Architecture, flops
 from coepg_dagster.jobs import Placement, SftJob
 from coepg_dagster.processes import end_with_parent

@@ -25,7 +25,7 @@ from benchmarks.baseline import FOLDER, Log, command_line, write
 from benchmarks.plan_estimates import measured_before, off, sft_stage
 from benchmarks.scaling import need_gpus
 from benchmarks.sft_mfu import line_of, measure
-from coepg_dagster.experiment import Sft
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.planning.dryrun import detect_card
 from coepg_dagster.planning.estimates import CARDS, Example, Rates, Spread, rates_of, sft_memory, sft_seconds

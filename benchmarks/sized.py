@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from coepg_dagster.artifacts import DATASET, STEPS, write_steps, write_table
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.inference.architecture import KNOWN, Architecture
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, row_id, short_hash

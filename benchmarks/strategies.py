@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from benchmarks import limited, sized, tiny
 from benchmarks.baseline import Log, command_line, write
 from benchmarks.scaling import need_gpus
-from coepg_dagster.experiment import Grpo, Sft
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import GrpoJob, Placement, SftJob
 
 WORKER: Final = "coepg_dagster.resources.worker"

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens

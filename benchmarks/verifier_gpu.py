@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import baseline
-from coepg_dagster.experiment import Serving
+from coepg_dagster.experiment.models import Serving
 from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.vllm_server import vllm_settings
 

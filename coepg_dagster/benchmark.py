@@ -23,7 +23,8 @@ from coepg_dagster.artifacts import NoSteps, limited
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.labels import BoardLabels
 from coepg_dagster.evaluation.score import OPTIONAL_STEP_COLUMNS, STEP_COLUMNS, score_steps
-from coepg_dagster.experiment import Benchmark, Experiment, GroundingBoard, fingerprint
+from coepg_dagster.experiment.schema import Benchmark, Experiment, GroundingBoard
+from coepg_dagster.experiment.strict import fingerprint
 from coepg_dagster.jobs import BoardItems
 from coepg_dagster.prompts import Style
 from coepg_dagster.readers import android_control, boards, mind2web

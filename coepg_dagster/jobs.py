@@ -14,18 +14,10 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter
 
 from coepg_dagster.artifacts import steps_of
-from coepg_dagster.experiment import (
-    GrounderRl,
-    GrounderTarget,
-    Grpo,
-    Member,
-    Models,
-    Regeneration,
-    Serving,
-    Sft,
-    Strict,
-    fingerprint,
-)
+from coepg_dagster.experiment.models import Member, Models, Serving
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.strict import Strict, fingerprint
+from coepg_dagster.experiment.training import GrounderRl, GrounderTarget, Grpo, Sft
 from coepg_dagster.plugins import Named
 from coepg_dagster.progress import Ended
 

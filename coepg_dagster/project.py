@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from coepg_dagster.experiment import (
+from coepg_dagster.experiment.files import (
     ABLATIONS,
     PLUGINS,
-    Experiment,
-    ExperimentError,
     Experiments,
     experiment_files,
     find_experiments,
     load_experiment,
 )
+from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.provenance import SHARED
 
 LOCATIONS: Final = {

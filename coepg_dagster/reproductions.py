@@ -3,7 +3,7 @@
 import dagster as dg
 
 from coepg_dagster.definitions import build
-from coepg_dagster.experiment import ABLATIONS
+from coepg_dagster.experiment.files import ABLATIONS
 from coepg_dagster.project import find_project
 
 

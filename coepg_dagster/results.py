@@ -19,7 +19,7 @@ from coepg_dagster.artifacts import BOARDS, BY, PAIRS, THIRD_PARTY
 from coepg_dagster.evaluation.change import PROBED, change_text
 from coepg_dagster.evaluation.result import LOST
 from coepg_dagster.evaluation.tables import Cell, Table, half_up, one_protocol, table_of
-from coepg_dagster.experiment import Experiment
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.provenance import ORDER, Asset, Record, Ref, Stale
 
 FULL, AVERAGE, TRAIN = "full", "average", "train"

@@ -46,7 +46,7 @@ from coepg_dagster.artifacts import (
     whole,
     write_table,
 )
-from coepg_dagster.experiment import Member
+from coepg_dagster.experiment.models import Member
 from coepg_dagster.inference.engine import EngineChanged
 from coepg_dagster.jobs import (
     CandidatesJob,

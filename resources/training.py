@@ -16,7 +16,10 @@ from coepg_dagster.resources import ray_worker, worker
 from coepg_dagster.resources.launcher import job_environment, run_process
 from pydantic import Field, create_model, model_validator
 
-from coepg_dagster.experiment import Grpo, Models, Regeneration, Serving, Sft, Strict, checked
+from coepg_dagster.experiment.models import Models, Serving
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.strict import Strict, checked
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import ChunkedJob, Job, TrainingJob
 from coepg_dagster.planning.machine import (
     PROCESS_SECTIONS,

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from coepg_dagster.artifacts import CANDIDATES, DATASET, STEPS, all_steps, limited, write_steps, write_table
-from coepg_dagster.experiment import Sft, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.inference.screens import decode
 from coepg_dagster.jobs import SftJob
 from coepg_dagster.pools.threats import PATTERNS, patch, place

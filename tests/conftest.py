@@ -22,7 +22,8 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from PIL import Image, ImageDraw
 
-from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.steps import DATASET_SCHEMA, STEP_SCHEMA, short_hash
 from tests.jobs import quiet, sft_job
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from coepg_dagster.artifacts import DATASET, STEPS, write_steps, write_table
-from coepg_dagster.experiment import Grpo, Member, Models, Sft
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import GrpoJob, SftJob, TrainingJob
 from coepg_dagster.steps import STEP_SCHEMA
 

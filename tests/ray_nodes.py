@@ -14,7 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from coepg_dagster.artifacts import write_steps
-from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.jobs import CandidatesJob
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from coepg_dagster.benchmark import benchmark_version, is_to_be_fetched, reference_plans, refuse_files, refuse_steps
 from coepg_dagster.evaluation.protocols import PROTOCOLS, READERS
-from coepg_dagster.experiment import Evaluation, Experiment, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.schema import Evaluation, Experiment
 from coepg_dagster.readers.importing import load_benchmark
 from coepg_dagster.readers.rows import ReaderError
 from coepg_dagster.sandbox.miniwob.reader import load_labels, load_targets

@@ -20,7 +20,9 @@ import pyarrow.compute as pc
 from coepg_dagster.auditing.differences import data as differences_of_data
 from coepg_dagster.auditing.trace import trace
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Quality, code_version, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.schema import Quality
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.pools.candidates import mark_duplicates
 from coepg_dagster.pools.controls import dataset_checks, shuffled
 from coepg_dagster.pools.quality import Regenerated, data_quality

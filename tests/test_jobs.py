@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import Grpo, Models, Regeneration, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import CandidatesJob, EvaluationJob, GrpoJob, Job, Placement, SftJob, VerdictsJob, read_job
 from coepg_dagster.progress import Ended
 

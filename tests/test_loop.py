@@ -18,7 +18,7 @@ import pytest
 from coepg_dagster.assets.ledger import archive
 
 from coepg_dagster.auditing.trace import trace
-from coepg_dagster.experiment import ABLATIONS
+from coepg_dagster.experiment.files import ABLATIONS
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP
 from tests.project import REPOSITORY, Forked, coepg, make_project, run, tell

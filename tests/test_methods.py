@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import CODE, code_version, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.versions import CODE, code_version
 from coepg_dagster.project import Project
 
 REPOSITORY = Path(__file__).parent.parent

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from coepg_dagster import plugins
-from coepg_dagster.experiment import Experiment, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.plugins import NoPlugin, find, load_entry_points
 from coepg_dagster.rewards.answers import Answers
 from tests.project import REPOSITORY

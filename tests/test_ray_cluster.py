@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 
 from coepg_dagster.artifacts import CANDIDATES, write_table
-from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.jobs import ALONE, CandidatesJob, SftJob
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
 from coepg_dagster.running import run

@@ -13,7 +13,8 @@ import pytest
 
 from coepg_dagster import running
 from coepg_dagster.artifacts import FOLD, PAIR_PREDICTIONS, PAIRS, PREDICTIONS, SEAL, write_steps
-from coepg_dagster.experiment import Member, Models, Regeneration
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference.agents import Grounder, Planner
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine

@@ -11,7 +11,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import ExperimentError, Serving, checked, find_experiments
+from coepg_dagster.experiment.files import find_experiments
+from coepg_dagster.experiment.models import Serving
+from coepg_dagster.experiment.strict import ExperimentError, checked
 from coepg_dagster.inference.endpoint import Endpoint, served_model, short
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.transformers_engine import TransformersEngine

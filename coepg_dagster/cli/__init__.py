@@ -9,7 +9,7 @@ import gc
 
 import typer
 
-from coepg_dagster.cli import files, loop, sandbox
+from coepg_dagster.cli import audit, files, loop, results, rewards, sandbox
 from coepg_dagster.cli.common import Commands
 
 # what a command imports stays: looking for garbage in it takes a fifth of a short command, and collecting it at the end another
@@ -26,6 +26,6 @@ app = typer.Typer(
 Start with `coepg plan sandbox`, then `coepg evolve sandbox --through 2`, then `coepg results sandbox`. `make ui` opens
 the same runs in Dagster's web UI. EXPERIMENT is NAME (a file under experiments/, its first seed) or NAME/sSEED.""",
 )
-for commands in (loop.app, sandbox.app, files.app):
+for commands in (loop.app, results.app, audit.app, sandbox.app, files.app):
     app.add_typer(commands)
-app.add_typer(loop.rewards, name="rewards")
+app.add_typer(rewards.app, name="rewards")

@@ -6,7 +6,7 @@ import errno
 import time
 from collections.abc import Sequence
 from textwrap import fill
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import pyarrow as pa
 import typer
@@ -16,11 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from coepg_dagster.characters import visible
-from coepg_dagster.experiment import Experiment, Experiments, split_iteration, split_reference
+from coepg_dagster.experiment.files import Experiments, split_iteration, split_reference
+from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.planning.machine import MACHINE
 from coepg_dagster.processes import leave_words
 from coepg_dagster.progress import local_time
 from coepg_dagster.project import Project, find_project
 from coepg_dagster.refusal import Refusal, machine_trouble
+
+if TYPE_CHECKING:
+    from coepg_dagster.assets.ledger import Loop
+    from coepg_dagster.provenance import Record
 
 err = Console(stderr=True)
 
@@ -57,6 +63,9 @@ _EXTRAS = {"miniwob": "miniwob", "selenium": "miniwob", "websocket": "miniwob", 
 Reference = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="NAME or NAME/sSEED")]
 Iteration = Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="iteration k of NAME or NAME/sSEED")]
 Device = Literal["cpu", "cuda"]
+On = Annotated[
+    str | None, typer.Option("--on", metavar="NAME", help=f"the profile machines/NAME.yaml; else that in {MACHINE}")
+]
 
 
 def open_experiment(reference: str) -> tuple[Project, Experiment, int]:
@@ -106,6 +115,13 @@ def refuse(message: str) -> NoReturn:
     say(message, "red")
     leave_words(message)
     raise typer.Exit(1) from None
+
+
+def refuse_lost(loop: Loop, *records: Record) -> None:
+    """Exits with a message where files of an artifact are gone."""
+    for record in records:
+        if gone := loop.lost(record):
+            refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
 
 
 def print_table(

@@ -1,10 +1,7 @@
-"""The commands that make and show artifacts, through the Dagster instance."""
+"""The commands that make artifacts, through the Dagster instance."""
 
 from __future__ import annotations
 
-import gc as garbage
-import getpass
-import json
 import os
 import shutil
 import signal
@@ -16,31 +13,25 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import SplitResult, urlsplit
 
-import pyarrow as pa
 import typer
-from rich.console import Console
 
 from coepg_dagster import yaml_files
 from coepg_dagster.cli.common import (
     Device,
-    Iteration,
+    On,
     Reference,
     echo,
     err,
     name_left_out,
     open_experiment,
-    open_iteration,
-    print_table,
     refuse,
     require_device,
     say,
-    two_decimals,
 )
-from coepg_dagster.experiment import Experiment
-from coepg_dagster.geometry import Space
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.jobs import Strategy
 from coepg_dagster.planning.estimates import CARDS
 from coepg_dagster.planning.machine import MACHINE, Machine, TrainingSettings, machine_named
@@ -50,27 +41,9 @@ if TYPE_CHECKING:
     import dagster as dg
 
     from coepg_dagster.assets.ledger import Loop, Records
-    from coepg_dagster.auditing.archive import Archive
-    from coepg_dagster.auditing.marks import Mark
-    from coepg_dagster.evaluation.result import Comparison, Result
-    from coepg_dagster.provenance import Asset, Record, Ref, Stale
-
-On = Annotated[
-    str | None, typer.Option("--on", metavar="NAME", help=f"the profile machines/NAME.yaml; else that in {MACHINE}")
-]
+    from coepg_dagster.provenance import Record, Ref, Stale
 
 app = typer.Typer()
-rewards = typer.Typer(
-    no_args_is_help=True,
-    help="Rewards that other variants would have given, and calibration of the grounders' confidence.",
-)
-
-
-def _archive(project: Project) -> Archive:
-    """Every version that the project's event log knows of."""
-    from coepg_dagster.assets.ledger import archive, open_instance
-
-    return archive(project, open_instance(project))
 
 
 def _definitions(loop: Loop) -> dg.Definitions:
@@ -175,52 +148,6 @@ def import_steps(reference: Reference) -> None:
         echo(f"{steps:,} steps in split {split}")
     kept = sum(record.sizes.values())
     echo(f"{'made' if made else 'is there and current'}: {project.store / record.folder}, {kept / 1e9:,.3g} GB")
-
-
-@app.command()
-def results(
-    reference: Reference,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Prints Step SR, data quality and time of every iteration; stale artifacts are named with their root cause."""
-    garbage.disable()  # what imports make stays: looking for garbage in it takes a sixth of this command
-    project, experiment, seed = open_experiment(reference)
-    from coepg_dagster.assets.ledger import Loop, open_instance
-
-    instance = open_instance(project)
-    from coepg_dagster.results import board_tables, learned_text, overview, pairs_text, probe_lines, short_splits
-    from coepg_dagster.results import results as table_of
-
-    loop = Loop(experiment, seed, project.root)
-    records = loop.records(instance)
-    stale = loop.stale(records)
-    table = table_of(experiment, seed, records, stale)
-    inputs = {str(ref): str(why) for ref, why in stale.items() if ref.iteration is None}
-    if as_json:
-        echo(json.dumps(table | {"stale": inputs}))
-        return
-    numbers, left_out = overview(experiment, seed, records)
-    print_table(numbers.title, numbers.header, numbers.rows, numbers.protocols)
-    for alone in board_tables(experiment, seed, records):
-        print_table(alone.title, alone.header, alone.rows, alone.protocols)
-    console = Console()
-    for asset, why in inputs.items():
-        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
-    for iteration in table["iterations"]:
-        for line in pairs_text(iteration) + learned_text(iteration):
-            console.print(line, highlight=False, soft_wrap=True)
-    for line in probe_lines(records):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for line in (*short_splits(table["iterations"]), *left_out):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
-    for iteration in table["iterations"]:
-        for asset, why in iteration["stale"].items():
-            console.print(
-                f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True
-            )
-    report = loop.report(instance)
-    if report is not None:
-        console.print(f"page: {project.store / report.folder / 'report.html'}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -370,216 +297,6 @@ def _bad_steps(loop: Loop, records: Mapping[Ref, Record], stale: Mapping[Ref, St
 
 
 @app.command()
-def lineage(reference: Reference) -> None:
-    """Writes the lineage map D_0 → π_1, ϕ_1 → π'_1 → D_1 → … as one HTML file and prints its path.
-
-    Every artifact with its data version, run, time and key number; stale ones are marked with their root cause. `coepg ui`
-    serves the same map, drawn anew each time it is opened.
-    """
-    project, experiment, seed = open_experiment(reference)
-    from coepg_dagster.assets.ledger import Loop, open_instance
-
-    instance = open_instance(project)
-    from coepg_dagster.assets.pages import write_lineage
-
-    try:
-        page = write_lineage(project, Loop(experiment, seed, project.root), instance)
-    except OSError as error:
-        refuse(f"{error.filename}: {error.strerror}: `coepg report {reference} --out DIR` writes the map elsewhere")
-    echo(page)
-
-
-@app.command()
-def trace(
-    row: Annotated[
-        str,
-        typer.Argument(
-            metavar="ROW",
-            help="a row id, or EXPERIMENT@k#N (row N of D_k, counted from 0), or EXPERIMENT@k#CANDIDATE_ID, dropped or not",
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Shows where a row of D_k came from: step, planner, verdicts, rule, what was dropped, and what was trained on it.
-
-    Goes back to D_0 and the open models, and compares every file on the way with the hash recorded when it was made. Names
-    what was tampered with; the exit code is then 1.
-    """
-    from coepg_dagster.auditing.trace import find_row, parse_place, trace_row
-    from coepg_dagster.auditing.trace import trace as trace_place
-
-    place = parse_place(row)
-    if place.reference is None:
-        project = find_project()
-        name_left_out(project.all_experiments())
-        archive = _archive(project)
-        row_trace = trace_row(archive, *find_row(archive, place.what))
-    else:
-        project, experiment, seed, k = open_iteration(place.reference)
-        from coepg_dagster.assets.ledger import Loop
-
-        owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
-        row_trace = trace_place(_archive(project), f"{owner}/s{seed}", k, place.what)
-    if as_json:
-        echo(json.dumps(row_trace))
-    else:
-        from coepg_dagster.auditing.text import trace_text
-
-        echo(trace_text(row_trace))
-    if row_trace["row"]["tampered"]:
-        for line in row_trace["row"]["tampered"]:
-            say(f"tampered: {line}", "red")
-        raise typer.Exit(1)
-
-
-@app.command()
-def mark(
-    row: Annotated[str, typer.Argument(metavar="ROW", help="as for `coepg trace`")],
-    what: Annotated[
-        Literal["veto", "flag", "withdraw"],
-        typer.Argument(metavar="veto|flag|withdraw", help="leave it out, only mark it, or take either back"),
-    ],
-    reason: Annotated[str, typer.Option(help="why: one line")],
-    whole_step: Annotated[bool, typer.Option("--whole-step", help="every plan of the row's step")] = False,
-    by: Annotated[str | None, typer.Option(help="who says so; default: the name of the user")] = None,
-) -> None:
-    """Vetoes or flags the plan of a row, or its whole step; the next D_k leaves out what is vetoed.
-
-    A mark of EXPERIMENT@k counts for D_k and those after it, one of a row id from the iteration that made the row. A D_k that
-    holds what is vetoed now is stale, and so is what was made from it: `coepg evolve` makes them again. A flag changes no data.
-    """
-    from coepg_dagster.auditing.archive import loop_of
-    from coepg_dagster.auditing.marks import MARKS, add_mark, marking
-    from coepg_dagster.auditing.text import marked
-    from coepg_dagster.auditing.trace import find_row, parse_place, what_to_mark
-
-    try:
-        who = getpass.getuser() if by is None else by
-    except (KeyError, OSError):  # as in a container without a list of users
-        refuse("the user of this process has no name: say with --by who marks")
-    said = marking({"mark": what, "reason": reason, "whole_step": whole_step, "by": who})
-    place = parse_place(row)
-    if place.reference is None:
-        project = find_project()
-        archive = _archive(project)
-        record, found = find_row(archive, place.what)
-        owner, k, named = loop_of(record), found["made_in"], (found["step_id"], found["plan"], place.what)
-    else:
-        project, experiment, seed, k = open_iteration(place.reference)
-        from coepg_dagster.assets.ledger import Loop
-
-        owner = f"{Loop(experiment, seed, project.root).owner('dataset')}/s{seed}"
-        named = what_to_mark(_archive(project), owner, k, place.what)
-    file = project.store / owner / MARKS
-    added = add_mark(file, said, k, *named)
-    echo(f"{file}: {added.mark}: {marked(added.model_dump(mode='json') | {'applied': True, 'counts': True})}")
-
-
-@app.command()
-def marks(
-    reference: Reference,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Lists what is vetoed or flagged in the D_k of a loop, with who, when and why; withdrawn marks are left out."""
-    from coepg_dagster.auditing.marks import MARKS, last_marks, read_marks
-
-    project, experiment, seed = open_experiment(reference)
-    from coepg_dagster.assets.ledger import Loop
-
-    owner = Loop(experiment, seed, project.root).owner("dataset")  # of an overlay that takes it: the parent
-    found = last_marks(read_marks(project.store / owner / f"s{seed}" / MARKS))
-    if as_json:
-        echo(json.dumps({"marks": [mark.model_dump(mode="json") for mark in found]}))
-        return
-    title, head = f"{owner}/s{seed}: marks that count", ("mark", "from", "step", "plan", "reason", "by", "on")
-    print_table(title, head, [_mark_row(mark) for mark in found])
-
-
-def _mark_row(mark: Mark) -> list[str]:
-    plan = "the whole step" if mark.plan is None else json.dumps(mark.plan, ensure_ascii=False)[1:-1]  # on one line
-    return [mark.mark, f"D_{mark.iteration}", mark.step_id, plan, mark.reason, mark.by, f"{mark.at:%Y-%m-%d}"]
-
-
-@app.command()
-def audit(
-    reference: Reference,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Compares every artifact of a loop, and all its inputs, with the hashes that were recorded when they were made.
-
-    Also compares every row of every D_k with its screenshot, its candidate and its verdicts. Names what was tampered with;
-    the exit code is then 1.
-    """
-    project, experiment, seed = open_experiment(reference)
-    from coepg_dagster.auditing.check import check
-
-    checked = check(_archive(project), f"{experiment.name}/s{seed}")
-    if as_json:
-        echo(json.dumps(checked))
-    else:
-        for line in checked["tampered"]:
-            echo(f"tampered: {line}")
-        counts = ", ".join(f"{checked[what]} {what}" for what in ("artifacts", "files", "rows"))
-        echo(f"checked {counts}: {len(checked['tampered']) or 'none'} tampered with")
-    if checked["tampered"]:
-        raise typer.Exit(1)
-
-
-@app.command()
-def diff(
-    a: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="from this one")],
-    b: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="to this one")],
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Shows how two iterations differ, of one experiment or two: rows of D_k and why, models, results."""
-    from coepg_dagster.auditing.differences import Side, differences
-
-    sides = []
-    for name in (a, b):
-        project, experiment, seed, k = open_iteration(name)
-        from coepg_dagster.assets.ledger import Loop
-
-        loop = Loop(experiment, seed, project.root)
-        sides.append(Side(f"{loop.name}@{k}", k, loop.owner, seed))
-    changes = differences(_archive(project), *sides)
-    if as_json:
-        echo(json.dumps(changes))
-    else:
-        from coepg_dagster.auditing.text import diff_text
-
-        echo(diff_text(changes))
-
-
-@app.command()
-def gc(
-    keep: Annotated[int, typer.Option(help="number of newest versions of each artifact to keep", min=1)] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
-) -> None:
-    """Removes what nothing needs any more: older versions, leftovers of finished jobs, old outputs of `coepg play`.
-
-    What a current artifact was made from stays, however old. Refuses while anything is running.
-    """
-    project = find_project()
-    name_left_out(project.all_experiments())
-    from coepg_dagster.assets.ledger import end_dead_runs, finished_jobs, open_instance, unfinished_runs
-    from coepg_dagster.auditing.cleaning import leftovers
-
-    instance = open_instance(project)
-    end_dead_runs(instance, project.store)
-    busy = unfinished_runs(instance)
-    if busy:
-        refuse(f"run {busy[0][:8]} is not finished: wait for it, or cancel it, then run this again")
-    removable = leftovers(_archive(project), finished_jobs(project, instance), keep)
-    for leftover in removable:
-        if not dry_run:
-            leftover.remove()
-        name = leftover.folder.relative_to(project.store)
-        echo(f"{leftover.kind:8} {leftover.size:>14,} bytes  {name}")
-    total = sum(leftover.size for leftover in removable)
-    echo(f"{'would remove' if dry_run else 'removed'} {len(removable)} folders, {total:,} bytes")
-
-
-@app.command()
 def recover() -> None:
     """Makes a damaged or lost event log again, from the records that the store keeps.
 
@@ -598,25 +315,6 @@ def recover() -> None:
     for line in unreadable:
         say(line, "yellow")
     echo(f"{artifacts:,} artifacts are in the event log again" if artifacts else "the event log lacks nothing")
-
-
-@app.command()
-def report(
-    reference: Reference,
-    out: Annotated[Path, typer.Option(help="folder of the pages")],
-) -> None:
-    """Writes the pages of an experiment as HTML files and prints the path of their index.
-
-    The lineage map, the evolution report, an audit page for each D_k and a page for each model. They need no server and no
-    network. What is there and current is not written again. `coepg ui` serves the same pages, and the trace of each row.
-    """
-    project, experiment, seed = open_experiment(reference)
-    from coepg_dagster.assets.ledger import Loop, open_instance
-
-    instance = open_instance(project)
-    from coepg_dagster.assets.pages import write_pages
-
-    echo(str(write_pages(project, Loop(experiment, seed, project.root), instance, out)[0]))
 
 
 @app.command()
@@ -798,243 +496,3 @@ def reproduce(
     page = collect_study(project, instance, find_study(project, name), out)
     echo(str(page))
     raise typer.Exit(1 if failed else 0)
-
-
-@app.command()
-def compare(
-    a: Annotated[str, typer.Argument(help="a file of predictions, or EXPERIMENT@k")],
-    b: Annotated[str, typer.Argument(help="another one, of the same steps")],
-    protocol: Annotated[str, typer.Option(help="for files; experiments have their own")] = "miniwob/point",
-    format: Annotated[
-        str, typer.Option(help="of the files: coepg (our own), gui_r1, mai_ui, ui_genie or uground")
-    ] = "coepg",
-    labels: Annotated[Path | None, typer.Option(help="of the files, as for `score`")] = None,
-    space: Annotated[Space | None, typer.Option(help="of the files, as for `score`")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Says whether two results differ: paired by step, with a 95 % interval clustered by task.
-
-    Iterations are compared on each test split alone. A file names no splits: its steps are compared as one.
-    """
-    from coepg_dagster.evaluation.score import PredictionFile, score_predictions
-    from coepg_dagster.evaluation.score import compare as compare_results
-
-    apart = all(_is_iteration(name) for name in (a, b))
-    if apart and (labels, space) != (None, None):
-        raise typer.BadParameter("--labels and --space are for files; an experiment has its own")
-
-    def results_of(name: str) -> dict[str, Result]:
-        if _is_iteration(name):
-            return _results_of(name, apart)
-        return {ALL_STEPS: score_predictions(PredictionFile(Path(name), format, labels, space=space), protocol)}
-
-    first, second = map(results_of, (a, b))
-    if first.keys() != second.keys():
-        refuse(
-            f"{a} has the test splits {', '.join(first)}, {b} has {', '.join(second)}: compare results of the same splits"
-        )
-    compared = {split: compare_results(first[split], second[split]) for split in first}
-    if as_json:
-        echo(json.dumps({"splits": {split: one.as_dict() for split, one in compared.items()}}, indent=2))
-        return
-    for split, one in compared.items():
-        title = f"{one.protocol}, {split}: {one.steps} steps; per cent"
-        head = ("metric", "A", "B", "B - A", "differs", "over steps: B - A", "smallest that shows")
-        print_table(title, head, [_difference_row(name, one) for name in one.differences])
-        if any(one.left_out):
-            echo(
-                f"rows that cannot be read, left out: {one.left_out[0]} of A, {one.left_out[1]} of B (see `coepg score`)"
-            )
-    echo(
-        f"A: {a}, B: {b}. Averages are macro but for those over steps (micro); differences in points, with 95 % intervals. "
-        "Of the smallest true difference that shows, 4 of 5 such comparisons find one."
-    )
-
-
-def _difference_row(name: str, compared: Comparison) -> list[str]:
-    of = compared.differences[name]
-    differs = {None: "–", True: "yes", False: "no"}[of.differs]
-    return [
-        name,
-        two_decimals(of.macro_a),
-        two_decimals(of.macro_b),
-        _with_interval(of.macro, of.ci95),
-        differs,
-        _with_interval(of.micro, of.ci95_micro),
-        two_decimals(of.detectable_micro),
-    ]
-
-
-def _with_interval(difference: float | None, ends: tuple[float, float] | None) -> str:
-    text = "–" if difference is None else f"{difference:+.2f}"
-    return text if ends is None else f"{text} [{ends[0]:+.2f}, {ends[1]:+.2f}]"
-
-
-@rewards.command("recompute")
-def rewards_recompute(
-    reference: Iteration,
-    variant: Annotated[str, typer.Option(help="no_cdrem, uniform, prior, literal, probability or temperature")],
-    temperature: Annotated[float | None, typer.Option(help="τ of the variant `temperature`; default 0.25")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-    out: Annotated[Path | None, typer.Option(help="Parquet file for the rewards of every rollout")] = None,
-) -> None:
-    """Rewards and advantages that another variant of C-DREM would have given the rollouts of π'_k. Runs no model."""
-    import pyarrow.parquet as pq
-
-    from coepg_dagster.artifacts import ROLLOUTS, write_table
-    from coepg_dagster.rewards.variants import recompute, summary, variant_named
-
-    record, folder = _record_of(reference, "planner")
-    if not (folder / ROLLOUTS).exists():
-        refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
-    made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
-    logged = record.config["confidence"]
-    facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
-        made
-    )
-    if out is not None:
-        write_table(made, out)
-    if as_json:
-        echo(json.dumps(facts))
-        return
-    rows = [
-        [label, f"{facts[name]:.4g}", f"{facts[f'{name}_logged']:.4g}"]
-        for label, name in (("mean reward", "mean_reward"), ("share of groups without spread", "frac_reward_zero_std"))
-    ]
-    print_table(f"{reference}: {facts['rollouts']} rollouts", ("", variant, f"as trained ({logged})"), rows)
-    for name in ("same_reward", "same_advantage", "same_sign"):
-        echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
-    echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
-
-
-@rewards.command("calibration")
-def rewards_calibration(
-    reference: Iteration,
-    out: Annotated[Path | None, typer.Option(help="folder for calibration.json and the figures")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """How well each grounder's confidence predicts hits: ECE, Brier score, AUROC and reliability curve.
-
-    From the verdicts of iteration k, and from the rollouts of π'_k where it was trained with GRPO.
-    """
-    import pyarrow.parquet as pq
-
-    from coepg_dagster.artifacts import ROLLOUTS, VERDICTS
-    from coepg_dagster.reports.calibration import reliability_figure
-    from coepg_dagster.reports.figures import save
-    from coepg_dagster.rewards.calibration import as_json as plain
-    from coepg_dagster.rewards.calibration import of_rollouts, of_verdicts
-
-    by_source = {"verdicts": of_verdicts(pq.read_table(_record_of(reference, "verdicts")[1] / VERDICTS))}
-    rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
-    if rollouts.exists():
-        by_source["rollouts"] = of_rollouts(pq.read_table(rollouts))
-    facts = {source: plain(calibrations) for source, calibrations in by_source.items()}
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "calibration.json").write_text(json.dumps(facts, indent=1))
-        for source, calibrations in by_source.items():
-            save(reliability_figure(calibrations), out / f"reliability-{source}.png")
-    if as_json:
-        echo(json.dumps(facts))
-        return
-    heads = ("grounder", "answers", "hit rate, %", "confidence, %", "ECE, %", "Brier", "AUROC")
-    for source, calibrations in by_source.items():
-        rows = []
-        for name, one in calibrations.items():
-            rates = (f"{100 * rate:.1f}" for rate in (one.hit_rate, one.confidence, one.ece))
-            rows.append([name, str(one.n), *rates, f"{one.brier:.3f}", two_decimals(one.auroc)])
-        print_table(f"{reference}: confidence against hits, {source}", heads, rows)
-
-
-@rewards.command("agreement")
-def rewards_agreement(
-    reference: Iteration,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """How often C-DREM and the live pages that rewarded π'_k say the same of an answer."""
-    import pyarrow.parquet as pq
-
-    from coepg_dagster.artifacts import ROLLOUTS
-    from coepg_dagster.training.page_reward import agreement
-
-    rollouts = _record_of(reference, "planner")[1] / ROLLOUTS
-    facts = agreement(pq.read_table(rollouts, columns=["parts", "graders"]).to_pylist() if rollouts.exists() else [])
-    if not facts["rollouts"]:
-        refuse(
-            f"{reference} was not rewarded by live pages at recorded steps: set `grpo.environment`, as "
-            "experiments/plugins/live_pages.yaml does"
-        )
-    if as_json:
-        echo(json.dumps(facts))
-        return
-    rows = [
-        ("answers", str(facts["rollouts"])),
-        ("both say the same, %", two_decimals(facts["agree"])),
-        ("Cohen's kappa", two_decimals(facts["kappa"])),
-        ("of what C-DREM accepts the page rewards, %", two_decimals(facts["cdrem_is_right"])),
-        ("of what the page rewards C-DREM accepts, %", two_decimals(facts["page_is_found"])),
-        ("the hit of ϕ_k and the page say the same, %", two_decimals(facts["own_hit_agrees"])),
-    ]
-    print_table(f"{reference}: C-DREM and the page", ("", ""), rows)
-
-
-def _record_of(reference: str, asset: Asset) -> tuple[Record, Path]:
-    """The current version of an asset of `EXPERIMENT@k` and its folder; exits with a message where there is none."""
-    project, experiment, seed, k = open_iteration(reference)
-    from coepg_dagster.assets.ledger import Loop, open_instance
-    from coepg_dagster.provenance import Ref
-
-    loop = Loop(experiment, seed, project.root)
-    record = loop.record(open_instance(project), Ref(asset, k))
-    if record is None:
-        refuse(f"{reference} has no {asset}: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
-    _whole(loop, record)
-    return record, project.store / record.folder
-
-
-def _whole(loop: Loop, *records: Record) -> None:
-    """Exits with a message where files of an artifact are gone."""
-    for record in records:
-        if gone := loop.lost(record):
-            refuse(f"{record.ref}: {gone}: run `coepg evolve {loop.name} --through {record.iteration or 0}` first")
-
-
-def _is_iteration(name: str) -> bool:
-    """Whether a result is that of `EXPERIMENT@k`, and not a file."""
-    return "@" in name and not Path(name).exists()
-
-
-def _results_of(name: str, apart: bool) -> dict[str, Result]:
-    """The results of `EXPERIMENT@k` by test split, or as one if they are not wanted `apart`."""
-    from coepg_dagster.evaluation.score import score_steps
-
-    project, experiment, seed, k = open_iteration(name)
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    from coepg_dagster.artifacts import PREDICTIONS, STEPS, all_steps
-    from coepg_dagster.assets.ledger import Loop, open_instance
-    from coepg_dagster.provenance import Ref
-
-    loop, instance = Loop(experiment, seed, project.root), open_instance(project)
-    record = loop.record(instance, Ref("evaluation", k))
-    if record is None:
-        refuse(f"{name} has no evaluation: run `coepg evolve {experiment.name}/s{seed} --through {k}` first")
-    steps_made = loop.record(instance, Ref("benchmark_steps"))
-    _whole(loop, *[record, steps_made] if steps_made else [record])
-    predictions = pq.read_table(project.store / record.folder / PREDICTIONS)
-    steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
-    steps = steps.filter(pc.is_in(steps["step_id"], predictions["step_id"].combine_chunks()))
-    tests = experiment.benchmark.test
-    parts = {split: [split] for split in tests} if apart else {ALL_STEPS: tests}
-    results = {}
-    for part, splits in parts.items():
-        of_part = steps.filter(pc.is_in(steps["split"], pa.array(splits, pa.string())))
-        answers = predictions.filter(pc.is_in(predictions["step_id"], of_part["step_id"].combine_chunks()))
-        results[part] = score_steps(experiment.benchmark.protocol, of_part, answers)
-    return results
-
-
-ALL_STEPS: Final = "all steps"
-"""What `coepg compare` calls the steps of a file, which names no splits."""

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from PIL import Image
 
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.geometry import Box, Point, Size, Space, Viewport
 from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.engine import Engine, Failure, Generation, Request, Sampling

@@ -11,7 +11,8 @@ from typing import Any, Final
 import httpx
 
 from coepg_dagster import jsonlines
-from coepg_dagster.experiment import Member, fingerprint
+from coepg_dagster.experiment.models import Member
+from coepg_dagster.experiment.strict import fingerprint
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.refusal import without_credentials
 

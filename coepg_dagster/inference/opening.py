@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from coepg_dagster.experiment import Member
+from coepg_dagster.experiment.models import Member
 from coepg_dagster.inference.endpoint import endpoint_of
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.openai_engine import OpenAIEngine

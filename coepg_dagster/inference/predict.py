@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.geometry import Point, Size, Space
 from coepg_dagster.inference.agents import Grounder, Grounding, Plan, Planner, planner_inputs
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.inference.agents import Grounder, Plan, Planner, planner_inputs
 from coepg_dagster.inference.engine import Engine, Sampling
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA, prediction_row

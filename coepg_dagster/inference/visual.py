@@ -28,7 +28,7 @@ from transformers import BatchFeature
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from coepg_dagster.artifacts import whole
-from coepg_dagster.experiment import VISUAL_MEMORY
+from coepg_dagster.experiment.training import VISUAL_MEMORY
 from coepg_dagster.inference.screens import visual_tokens
 from coepg_dagster.progress import Ended
 

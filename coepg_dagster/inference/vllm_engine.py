@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from coepg_dagster.experiment import Serving
+from coepg_dagster.experiment.models import Serving
 from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.processing import (

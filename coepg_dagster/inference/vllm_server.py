@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import httpx
 
-from coepg_dagster.experiment import Serving
+from coepg_dagster.experiment.models import Serving
 from coepg_dagster.inference.endpoint import Endpoint
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.openai_engine import OpenAIEngine

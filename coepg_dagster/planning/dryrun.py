@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from coepg_dagster.benchmark import board_size
-from coepg_dagster.experiment import Experiment, Lora, Models, PolicyTraining, Serving, Sft
+from coepg_dagster.experiment.models import Models, Serving
+from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.experiment.training import Lora, PolicyTraining, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, read
 from coepg_dagster.inference.files import IncompleteCheckpoint, check, check_size
 from coepg_dagster.inference.weights import is_local

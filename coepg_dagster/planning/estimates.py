@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from coepg_dagster.experiment import VISUAL_MEMORY, Grpo, PolicyTraining, Serving, Sft
+from coepg_dagster.experiment.models import Serving
+from coepg_dagster.experiment.training import VISUAL_MEMORY, Grpo, PolicyTraining, Sft
 from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
 from coepg_dagster.refusal import Refusal
 

@@ -14,22 +14,10 @@ from typing import Any, Final, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from coepg_dagster import yaml_files
-from coepg_dagster.experiment import (
-    PLACE,
-    Experiment,
-    ExperimentError,
-    Grpo,
-    Member,
-    Models,
-    Name,
-    PolicyTraining,
-    Regeneration,
-    Serving,
-    Sft,
-    Strict,
-    checked,
-    refuse_keys,
-)
+from coepg_dagster.experiment.models import PLACE, Member, Models, Serving, refuse_keys
+from coepg_dagster.experiment.schema import Experiment, Regeneration
+from coepg_dagster.experiment.strict import ExperimentError, Name, Strict, checked
+from coepg_dagster.experiment.training import Grpo, PolicyTraining, Sft
 from coepg_dagster.jobs import OnAnomaly, Placement, Strategy, Tracker
 from coepg_dagster.planning.estimates import CARDS
 from coepg_dagster.training.launch import hardware_refusals, refusals, section_of

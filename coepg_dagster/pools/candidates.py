@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import ExperimentError, Member, Regeneration
+from coepg_dagster.experiment.models import Member
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.prompts import action_hint

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from coepg_dagster.experiment import Quality
+from coepg_dagster.experiment.schema import Quality
 from coepg_dagster.geometry import Box, Point, Size, Space, smart_resize
 from coepg_dagster.inference.screens import UnreadableScreenshot, decode
 from coepg_dagster.pools.candidates import jaccard, plan_tokens

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.statistics import ByEpisode
-from coepg_dagster.experiment import Quality, Regeneration
+from coepg_dagster.experiment.schema import Quality, Regeneration
 from coepg_dagster.pools.candidates import jaccard, plan_tokens
 from coepg_dagster.pools.controls import shuffle_rates, smallest_targets
 from coepg_dagster.pools.selection import is_verified

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED, row_id, rows_in_batches, short_hash

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from coepg_dagster.artifacts import BOARDS, PAIRS, THIRD_PARTY
-from coepg_dagster.experiment import Quality
+from coepg_dagster.experiment.schema import Quality
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import headline
 from coepg_dagster.training.learned import grpo_warning, sft_warning

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from coepg_dagster.artifacts import whole
 from coepg_dagster.auditing.marks import same_plan
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.pools.quality import unreadable_by_verifier
 from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP, VETOED
 from coepg_dagster.provenance import NotUsable

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.evaluation.tables import MIND2WEB_SPLITS, Table
-from coepg_dagster.experiment import Experiment
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import png

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.auditing.marks import VETOES
-from coepg_dagster.experiment import Experiment
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.progress import span_text
 from coepg_dagster.provenance import ORDER, SHARED, Asset, Record, Ref, Stale, inputs_of
 from coepg_dagster.reports.html import render

@@ -30,7 +30,8 @@ from coepg_dagster.auditing.archive import MODELS as OPEN_MODELS
 from coepg_dagster.auditing.archive import Archive, NotFound, loop_of
 from coepg_dagster.auditing.marks import MARKS, VETOES, read_marks, shown_marks
 from coepg_dagster.auditing.trace import member, readable
-from coepg_dagster.experiment import Experiment, Regeneration, fingerprint
+from coepg_dagster.experiment.schema import Experiment, Regeneration
+from coepg_dagster.experiment.strict import fingerprint
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.audit import AuditOf, PoolMember, write_audit, write_marks
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report

@@ -16,7 +16,10 @@ import pyarrow as pa
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.statistics import ByEpisode, BySeed, Estimate, by_seed, over_seeds, weighted_sum
-from coepg_dagster.experiment import ONLY_MEASURED, Environment, GrounderRl, Grpo, Regeneration, Sft, Strict
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.strict import Strict
+from coepg_dagster.experiment.training import Environment, GrounderRl, Grpo, Sft
+from coepg_dagster.experiment.versions import ONLY_MEASURED
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
 

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from coepg_dagster.experiment import Lora
+from coepg_dagster.experiment.training import Lora
 from coepg_dagster.training.launch import is_main
 
 

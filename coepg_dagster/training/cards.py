@@ -15,7 +15,8 @@ from typing import Any, Final
 from huggingface_hub import ModelCardData
 
 from coepg_dagster.evaluation.change import PROBED, change_text
-from coepg_dagster.experiment import Benchmark, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Benchmark
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.markdown import table
 from coepg_dagster.provenance import Asset, Ref

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.geometry import Point, Space
 from coepg_dagster.inference.agents import Grounder, GrounderPool, Grounding, Plan, Query, refuse_outage
 from coepg_dagster.inference.screens import Screens

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coepg_dagster.experiment import PolicyTraining, Sft
+from coepg_dagster.experiment.training import PolicyTraining, Sft
 from coepg_dagster.inference.transformers_engine import Dtype
 from coepg_dagster.jobs import TrainingJob
 from coepg_dagster.progress import Report

@@ -21,7 +21,8 @@ from datasets import Dataset
 from PIL import Image
 
 from coepg_dagster.artifacts import CURATION, whole, write_table
-from coepg_dagster.experiment import Grpo, Member
+from coepg_dagster.experiment.models import Member
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.inference.agents import Grounder, planner_inputs
 from coepg_dagster.inference.attention import cache_argument, prefill

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any, Final
 
-from coepg_dagster.experiment import Environment
+from coepg_dagster.experiment.training import Environment
 from coepg_dagster.processes import started_here
 from coepg_dagster.progress import Ended
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
 from coepg_dagster.artifacts import all_steps
-from coepg_dagster.experiment import GrounderRl, GrounderTarget, Grpo, PolicyTraining
+from coepg_dagster.experiment.training import GrounderRl, GrounderTarget, Grpo, PolicyTraining
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import planner_inputs
 from coepg_dagster.inference.screens import Screens

@@ -16,7 +16,7 @@ from typing import Any, Final, Self, TypeVar
 import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from coepg_dagster.experiment import Sft
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.inference.visual import Screenshots, names
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.packing import images_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from coepg_dagster.experiment import GrounderRl, Grpo, PolicyTraining, Sft
+from coepg_dagster.experiment.training import GrounderRl, Grpo, PolicyTraining, Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.processes import ended, leave_words, started_here
 from coepg_dagster.progress import Ended

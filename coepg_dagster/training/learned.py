@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coepg_dagster.evaluation.change import Change, change_text, rises
-from coepg_dagster.experiment import MIN_LR_RATE, Grpo, PolicyTraining
+from coepg_dagster.experiment.training import MIN_LR_RATE, Grpo, PolicyTraining
 
 FEW_ROLLOUTS: Final = 10_000
 """On the sandbox, fewer move the planner by chance only: the signal's share of the gradient is a few per cent."""

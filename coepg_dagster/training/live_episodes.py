@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from coepg_dagster.experiment import Environment
+from coepg_dagster.experiment.training import Environment
 from coepg_dagster.geometry import Size
 from coepg_dagster.inference.agents import Grounder, Plan, refuse_outage
 from coepg_dagster.inference.predict import NOT_REWARDED, STEP_LIMIT, UNKNOWN_ACTION, UNPARSED, obstacle, prediction_row

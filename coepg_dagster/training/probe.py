@@ -22,7 +22,8 @@ from transformers import TrainerState
 
 from coepg_dagster.artifacts import seal, whole
 from coepg_dagster.evaluation.change import PROBED, change_of, change_text
-from coepg_dagster.experiment import Grpo, Member, Models
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens

@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from trl.import_utils import is_vllm_available
 
-from coepg_dagster.experiment import PolicyTraining, Serving
+from coepg_dagster.experiment.models import Serving
+from coepg_dagster.experiment.training import PolicyTraining
 from coepg_dagster.inference.attention import decode, prefill, with_room
 from coepg_dagster.inference.processing import vision_token_ids
 from coepg_dagster.progress import Ended

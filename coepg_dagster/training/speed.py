@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, TrainerCallback
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from coepg_dagster.experiment import Attention
+from coepg_dagster.experiment.training import Attention
 from coepg_dagster.inference.attention import WINDOWS
 from coepg_dagster.inference.transformers_engine import Dtype, load_checkpoint
 from coepg_dagster.progress import Ended

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coepg_dagster.artifacts import seal, whole
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.agents import PlannerInput, planner_inputs
 from coepg_dagster.inference.engine import Failure, Request, Sampling
 from coepg_dagster.inference.screens import Screens

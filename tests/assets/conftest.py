@@ -19,7 +19,7 @@ from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import Loop
 from rich.console import Console
 
-from coepg_dagster.experiment import CODE
+from coepg_dagster.experiment.versions import CODE
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref
 from tests.assets.light import automate, light_definitions, light_project

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from coepg_dagster.artifacts import CANDIDATES, STEPS, VERDICTS, write_steps, write_table
-from coepg_dagster.experiment import Quality
+from coepg_dagster.experiment.schema import Quality
 from coepg_dagster.pools.trends import WARNINGS
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess

@@ -20,7 +20,7 @@ from dagster._core.loader import LoadingContextForTest
 
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.definitions import build
-from coepg_dagster.experiment import ABLATIONS
+from coepg_dagster.experiment.files import ABLATIONS
 from coepg_dagster.provenance import CONTINUED, LOOP, SHARED, Record, Ref, inputs_of
 from coepg_dagster.store import Store
 from tests.assets.conftest import InProcess

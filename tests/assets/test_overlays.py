@@ -11,7 +11,7 @@ from coepg_dagster.assets.evolve import RunFailed, Wanted, evolve_through
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.pages import lineage_of
 
-from coepg_dagster.experiment import ABLATIONS, load_experiment
+from coepg_dagster.experiment.files import ABLATIONS, load_experiment
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_artifacts, light_definitions, light_project, plant

@@ -15,7 +15,8 @@ from coepg_dagster.assets.reproduce import (
     pretrained_on,
 )
 
-from coepg_dagster.experiment import ABLATIONS, ExperimentError
+from coepg_dagster.experiment.files import ABLATIONS
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.planning.machine import Machine, TrainingSettings
 from tests.assets.conftest import InProcess
 from tests.assets.test_evolve import QUIET

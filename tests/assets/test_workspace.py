@@ -12,7 +12,8 @@ import pytest
 
 from coepg_dagster import yaml_files
 from coepg_dagster.definitions import build
-from coepg_dagster.experiment import ABLATIONS, ExperimentError, load_experiment
+from coepg_dagster.experiment.files import ABLATIONS, load_experiment
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.project import Project
 from tests.assets.light import light_project
 from tests.project import REPOSITORY

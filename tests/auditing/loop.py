@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, STEPS, VERDICTS, write_steps, write_table
 from coepg_dagster.auditing.archive import MODELS, Archive
 from coepg_dagster.auditing.marks import MARKS, read_marks, vetoes
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.pools.selection import VETOED, select
 from coepg_dagster.provenance import Asset, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store, digests

@@ -14,7 +14,7 @@ from coepg_dagster.artifacts import PREDICTIONS, write_table
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.auditing.differences import Side, data, differences, weights_distance
 from coepg_dagster.auditing.text import diff_text
-from coepg_dagster.experiment import Benchmark
+from coepg_dagster.experiment.schema import Benchmark
 from coepg_dagster.provenance import Ref
 from tests.auditing.loop import GIVEN, WRITTEN, Hand
 from tests.pools.tables import candidate, candidates, verdict, verdicts

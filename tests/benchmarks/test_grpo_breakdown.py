@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import baseline, grpo_breakdown
-from coepg_dagster.experiment import Member
+from coepg_dagster.experiment.models import Member
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import Job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import grpo_samples, ms_swift, plain, sized
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 
 PYTHON = "COEPG_SWIFT_PYTHON"
 """Environment variable with a Python that has ms-swift, for the test that runs it."""

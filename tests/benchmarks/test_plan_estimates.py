@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import plan_estimates, sized
 from benchmarks.baseline import FOLDER
-from coepg_dagster.experiment import Sft
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.planning.estimates import CARDS, Example, rates_of, sft_memory, sft_seconds
 
 BASELINE = json.loads((FOLDER / "plan_estimates.json").read_text())

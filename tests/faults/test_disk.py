@@ -21,7 +21,9 @@ from safetensors import SafetensorError
 from sqlalchemy.exc import SQLAlchemyError
 
 from coepg_dagster.artifacts import write_steps, write_table
-from coepg_dagster.experiment import Models, Regeneration, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.inference.visual import POOLED, VisualStore
 from coepg_dagster.jobs import CandidatesJob, Job, Placement, SftJob
 from coepg_dagster.project import Project

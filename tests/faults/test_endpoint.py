@@ -18,7 +18,8 @@ from coepg_dagster.assets.shared import as_recorded, identity
 
 from coepg_dagster import running
 from coepg_dagster.artifacts import VERDICTS, write_steps
-from coepg_dagster.experiment import Member, Models, Regeneration
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference import openai_engine
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.transformers_engine import TransformersEngine

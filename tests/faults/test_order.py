@@ -19,7 +19,7 @@ from coepg_dagster.resources import warm
 from coepg_dagster.resources.training import RegenerationResource
 
 from coepg_dagster.auditing.archive import Archive
-from coepg_dagster.experiment import CODE
+from coepg_dagster.experiment.versions import CODE
 from coepg_dagster.jobs import CandidatesJob, Job
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, NotUsable, Ref

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 
 from coepg_dagster.artifacts import write_steps, write_table
-from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import GrpoJob, Job, Placement, SftJob
 from tests.faults.damage import cut_off, flip_a_bit
 from tests.training.test_resume import hashes, logged, rollouts, run

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.ray_queue import Times, simulate
 from coepg_dagster.artifacts import CANDIDATES
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.ray_cluster import run_on_cluster
 from coepg_dagster.running import chunked, run
 from tests.ray_nodes import head, node, pool_work

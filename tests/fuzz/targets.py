@@ -28,7 +28,9 @@ from coepg_dagster.auditing.marks import NotMarked, marking
 from coepg_dagster.evaluation import statistics
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import PROTOCOLS
-from coepg_dagster.experiment import CODE, ExperimentError, code_version, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.strict import ExperimentError
+from coepg_dagster.experiment.versions import CODE, code_version
 from coepg_dagster.inference.agents import coordinate_tokens
 from coepg_dagster.inference.files import IncompleteCheckpoint, check_finite, check_size, faults
 from coepg_dagster.pictures import FORMATS, MAX_PIXELS, BadPicture, picture

@@ -12,7 +12,8 @@ import pytest
 
 from coepg_dagster import running
 from coepg_dagster.artifacts import PAIR_PREDICTIONS, PAIRS, PREDICTIONS, write_steps
-from coepg_dagster.experiment import Evaluation, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Evaluation
 from coepg_dagster.geometry import Box, Point, Space
 from coepg_dagster.inference.asking import AskedPair, planner_passes
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA

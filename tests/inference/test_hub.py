@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from coepg_dagster.auditing.archive import BASE
-from coepg_dagster.experiment import Member, Models
+from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.inference.engine import Generation, Request, Sampling
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.opening import opened

@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from coepg_dagster.experiment import Grpo, Member
+from coepg_dagster.experiment.models import Member
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference import openai_engine
 from coepg_dagster.inference.agents import Grounder

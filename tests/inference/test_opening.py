@@ -14,7 +14,8 @@ import pytest
 from coepg_dagster.assets.shared import identity
 
 from coepg_dagster.artifacts import write_steps
-from coepg_dagster.experiment import Member, Models, Regeneration
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference import openai_engine
 from coepg_dagster.inference.agents import Grounder, GrounderPool

@@ -18,7 +18,7 @@ from PIL import Image
 from coepg_dagster import running
 from coepg_dagster.artifacts import PAIRS, PREDICTIONS, write_steps
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.inference.engine import Request, Sampling
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.scrolling import SCROLLED_SCHEMA, is_scrolled, predict_scrolling

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coepg_dagster.experiment import Serving
+from coepg_dagster.experiment.models import Serving
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.vllm_server import vllm_server
 from tests.inference.vllm_answers import answers

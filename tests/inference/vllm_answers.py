@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from coepg_dagster.experiment import Serving
+from coepg_dagster.experiment.models import Serving
 from coepg_dagster.inference.engine import Engine, Failure, Request, Sampling
 from coepg_dagster.prompts import grounder_messages
 

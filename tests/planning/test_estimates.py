@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from coepg_dagster.benchmark import board_size
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import Environment, Evaluation, GroundingBoard, Grpo, Lora, Serving, Sft, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.models import Serving
+from coepg_dagster.experiment.schema import Evaluation, GroundingBoard
+from coepg_dagster.experiment.training import Environment, Grpo, Lora, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (

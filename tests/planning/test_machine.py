@@ -12,17 +12,11 @@ from coepg_dagster.resources.training import default_resources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import (
-    PLACE,
-    Evaluation,
-    Experiment,
-    ExperimentError,
-    Grpo,
-    Models,
-    Regeneration,
-    Sft,
-    code_version,
-)
+from coepg_dagster.experiment.models import PLACE, Models
+from coepg_dagster.experiment.schema import Evaluation, Experiment, Regeneration
+from coepg_dagster.experiment.strict import ExperimentError
+from coepg_dagster.experiment.training import Grpo, Sft
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.jobs import Placement
 from coepg_dagster.planning.machine import (
     MACHINE,

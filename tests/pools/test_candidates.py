@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference.agents import Planner, planner_inputs
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.pools.candidates import jaccard, mark_duplicates, plan_tokens, pool_members, write_candidates

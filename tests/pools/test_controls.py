@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Quality
+from coepg_dagster.experiment.schema import Quality
 from coepg_dagster.pools.candidates import jaccard, plan_tokens
 from coepg_dagster.pools.controls import BLOCKING, dataset_checks, shuffled, smallest_targets
 from coepg_dagster.steps import short_hash

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Quality, Regeneration
+from coepg_dagster.experiment.schema import Quality, Regeneration
 from coepg_dagster.pools.quality import Regenerated, by_episode, data_quality, jensen_shannon, unreadable_by_verifier
 from coepg_dagster.pools.selection import select
 from tests.conftest import step, step_table

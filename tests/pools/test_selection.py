@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.pools.selection import is_verified, select
 from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, rows_in_batches

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from coepg_dagster.artifacts import THIRD_PARTY
-from coepg_dagster.experiment import Experiment, Quality, code_version, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.schema import Experiment, Quality
+from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder, Planner
 from coepg_dagster.inference.engine import Generation, Request, Sampling
@@ -228,7 +230,7 @@ def test_switching_a_probe_on_changes_the_assets_that_measure_it_and_no_other() 
 
     def changed(**update: Any) -> set[str]:
         other: Experiment = plain.model_copy(update={k: v.model_copy(update=u) for k, (v, u) in update.items()})
-        from coepg_dagster.experiment import CODE
+        from coepg_dagster.experiment.versions import CODE
 
         return {asset for asset in CODE if code_version(other, asset) != code_version(plain, asset)}
 

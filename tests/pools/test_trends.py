@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from coepg_dagster.experiment import Grpo, Quality, Sft
+from coepg_dagster.experiment.schema import Quality
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.pools.trends import WARNINGS, warnings
 from coepg_dagster.provenance import Record, Ref
 from tests.test_provenance import whole_loop

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import load_experiment
+from coepg_dagster.experiment.files import load_experiment
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.predict import PREDICTION_SCHEMA
 from coepg_dagster.jobs import EvaluationJob

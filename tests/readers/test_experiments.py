@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import ExperimentError, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.readers.importing import Options, load_benchmark
 from coepg_dagster.steps import STEP_SCHEMA
 

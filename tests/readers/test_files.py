@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coepg_dagster.benchmark import SOURCE, benchmark_version, read_benchmark
-from coepg_dagster.experiment import Benchmark
+from coepg_dagster.experiment.schema import Benchmark
 from coepg_dagster.readers import files
 from coepg_dagster.readers.images import opened
 from coepg_dagster.readers.importing import (

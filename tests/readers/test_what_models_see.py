@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from coepg_dagster.experiment import Models, Regeneration
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder, Planner, planner_inputs
 from coepg_dagster.inference.predict import predict, predict_end_to_end

@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from coepg_dagster.artifacts import ROLLOUTS, write_table
-from coepg_dagster.experiment import Experiment, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.reports.lineage import LineageView
 from coepg_dagster.reports.site import LOG, Site
 from coepg_dagster.steps import ROLLOUT_SCHEMA

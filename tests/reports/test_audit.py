@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from coepg_dagster.experiment import Regeneration
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.pools.selection import select
 from coepg_dagster.provenance import NotUsable
 from coepg_dagster.reports.audit import CHUNK, AuditOf, PoolMember, write_audit

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from coepg_dagster.artifacts import BOARDS, PAIRS
-from coepg_dagster.experiment import Evaluation, Experiment
+from coepg_dagster.experiment.schema import Evaluation, Experiment
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, case_study, write_report
 from coepg_dagster.reports.lineage import key_number

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from coepg_dagster.auditing.archive import BASE
-from coepg_dagster.experiment import Experiment, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.provenance import LOOP, SHARED, Record, Ref, inputs_of, staleness
 from coepg_dagster.reports.lineage import LineageView, key_number, lineage_page
 from tests.assets.light import EXPERIMENT

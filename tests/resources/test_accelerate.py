@@ -21,7 +21,8 @@ from coepg_dagster.resources.worker import MODULE
 from safetensors.torch import load_file
 
 from coepg_dagster.artifacts import write_steps
-from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.jobs import Placement, SftJob, Strategy
 from coepg_dagster.processes import is_alive
 from coepg_dagster.running import run

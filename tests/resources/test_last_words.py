@@ -11,7 +11,7 @@ from coepg_dagster.assets.evolve import RunFailed, evolve_through
 from coepg_dagster.resources import ray_worker, warm
 from coepg_dagster.resources.launcher import job_environment, run_process
 
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.processes import LAST_WORDS, ended, first_error, last_words, leave_words, tail, words_left
 from coepg_dagster.provenance import Ref

@@ -15,7 +15,10 @@ from coepg_dagster.resources.training import (
     SftResource,
 )
 
-from coepg_dagster.experiment import ExperimentError, Grpo, Regeneration, Serving, Sft
+from coepg_dagster.experiment.models import Serving
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.strict import ExperimentError
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import SftJob
 from tests.assets.conftest import InProcess
 from tests.assets.light import LIGHT_MAKERS

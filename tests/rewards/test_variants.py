@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Grpo
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, plan_reward
 from coepg_dagster.rewards.variants import (
     RECOMPUTED_SCHEMA,

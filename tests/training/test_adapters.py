@@ -12,7 +12,8 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from coepg_dagster.experiment import Grpo, Lora, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Lora, Sft
 from coepg_dagster.inference.architecture import read
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.training import sft

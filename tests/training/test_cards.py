@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from coepg_dagster.experiment import Benchmark, Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.schema import Benchmark
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.provenance import Ref
 from coepg_dagster.training.cards import Trained, write_card
 

@@ -16,7 +16,8 @@ import torch
 from trl import SFTTrainer
 
 from coepg_dagster.artifacts import CURATION, FOLD, ROLLOUTS
-from coepg_dagster.experiment import Grpo, Member, Models, Sft
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Point
 from coepg_dagster.steps import fold_of
 from coepg_dagster.training.curating import RowMeasures, curated_rows

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.predict import predict_end_to_end
 from coepg_dagster.inference.screens import Screens

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from coepg_dagster.experiment import Environment
+from coepg_dagster.experiment.training import Environment
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.environments import LOST, Environments, is_lost
 

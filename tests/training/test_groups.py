@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from coepg_dagster.experiment import Lora, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Lora, Sft
 from coepg_dagster.inference.screens import Screens, resize_of
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.inference.visual import KEY, Screenshots

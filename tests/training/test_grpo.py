@@ -23,7 +23,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer
 
-from coepg_dagster.experiment import Grpo, Member, Models, Sft
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Box, Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.engine import Failure, Generation

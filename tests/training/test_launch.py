@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Grpo, Lora, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Lora, Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.running import run

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from coepg_dagster.evaluation.change import change_of
-from coepg_dagster.experiment import MIN_LR_RATE, Grpo, Sft
+from coepg_dagster.experiment.training import MIN_LR_RATE, Grpo, Sft
 from coepg_dagster.training.learned import exposure, grpo_warning, schedule, sft_warning
 
 OLD = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=64, max_steps=16, learning_rate=1e-5, kl_beta=0.04)

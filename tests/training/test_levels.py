@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import GrounderRl, Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import GrounderRl, Grpo
 from coepg_dagster.progress import Ended
 from coepg_dagster.rewards.estimators import ui_s1_levels
 from coepg_dagster.training.examples import NothingToTrainOn

@@ -24,7 +24,9 @@ from pydantic import ValidationError
 from trl import GRPOTrainer
 
 from coepg_dagster.artifacts import ROLLOUTS
-from coepg_dagster.experiment import Environment, Grpo, Models, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Environment, Grpo
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.predict import NO_POINT, NOT_REWARDED, STEP_LIMIT, UNKNOWN_ACTION, UNPARSED
@@ -36,7 +38,8 @@ from coepg_dagster.steps import DATASET_SCHEMA, GATE_CUT, ROLLOUT_SCHEMA, STEP_S
 from coepg_dagster.training import grpo, live_episodes
 from coepg_dagster.training.environments import LOST as NO_ANSWER
 from coepg_dagster.training.environments import Environments
-from coepg_dagster.training.grpo import _chunks, train_grpo
+from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.grpo_trainer import _chunks
 from coepg_dagster.training.live_episodes import LOST, LiveEpisodes, Sampled
 from tests.inference.scripted import RESIZE, Scripted, generation
 from tests.jobs import grpo_job, quiet

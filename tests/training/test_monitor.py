@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import monitor

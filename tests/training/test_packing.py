@@ -17,7 +17,8 @@ from PIL import Image
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from coepg_dagster.artifacts import ROLLOUTS
 from coepg_dagster.cli import app, loop
-from coepg_dagster.experiment import Environment, ExperimentError, Grpo, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.strict import ExperimentError
+from coepg_dagster.experiment.training import Environment, Grpo
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.screens import Screens

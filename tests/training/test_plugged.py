@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from trl import GRPOTrainer
 
 from coepg_dagster.artifacts import CURATION
-from coepg_dagster.experiment import GrounderRl, Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import GrounderRl, Grpo
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.screens import Screens
@@ -28,7 +29,8 @@ from coepg_dagster.rewards.composite import Composite
 from coepg_dagster.rewards.estimators import rloo, sngs
 from coepg_dagster.rewards.variants import CannotRecompute, recompute
 from coepg_dagster.training.cdrem_reward import CdremReward
-from coepg_dagster.training.grpo import PerRollout, at_the_start, train_grounder_rl, train_grpo
+from coepg_dagster.training.grpo import at_the_start, train_grounder_rl, train_grpo
+from coepg_dagster.training.grpo_trainer import PerRollout
 from coepg_dagster.training.point_reward import PointReward
 from tests.inference.scripted import RESIZE, Scripted, generation
 from tests.jobs import grpo_job, quiet, training_job

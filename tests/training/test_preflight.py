@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from trl import GRPOTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.processing import load_processor, vision_token_ids, without_vision_tokens
 from coepg_dagster.inference.screens import Screens

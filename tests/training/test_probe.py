@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import TrainerState
 
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Grpo, Lora, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Lora, Sft
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine

@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Space
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.sft import train_sft

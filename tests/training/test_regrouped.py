@@ -14,10 +14,12 @@ import torch
 from pydantic import ValidationError
 from trl import GRPOTrainer
 
-from coepg_dagster.experiment import GrounderRl, Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import GrounderRl, Grpo
 from coepg_dagster.jobs import GrounderRlJob, Placement
 from coepg_dagster.rewards.cdrem import flatten_spreadless
-from coepg_dagster.training.grpo import CdremTrainer, train_grounder_rl, train_grpo
+from coepg_dagster.training.grpo import train_grounder_rl, train_grpo
+from coepg_dagster.training.grpo_trainer import CdremTrainer
 from coepg_dagster.training.launch import refusals
 from tests.jobs import grpo_job, quiet, training_job
 

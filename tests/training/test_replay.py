@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.experiment import Replay
+from coepg_dagster.experiment.training import Replay
 from coepg_dagster.training import replay
 from coepg_dagster.training.replay import ReplayBuffer, Success
 

@@ -22,7 +22,9 @@ import pytest
 
 from coepg_dagster import running
 from coepg_dagster.artifacts import seal, write_steps
-from coepg_dagster.experiment import Grpo, Lora, Member, Models, Regeneration, Sft
+from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.training import Grpo, Lora, Sft
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, GrpoJob, Job, Placement, SftJob
 from coepg_dagster.progress import Ended

@@ -19,13 +19,15 @@ from transformers import GenerationConfig
 from trl import GRPOConfig
 from trl.trainer import grpo_trainer
 
-from coepg_dagster.experiment import Grpo, Models, Serving
+from coepg_dagster.experiment.models import Models, Serving
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.processing import load_processor, vision_token_ids
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import sampling
 from coepg_dagster.training.cdrem_reward import CdremReward
-from coepg_dagster.training.grpo import CdremTrainer, train_grpo
+from coepg_dagster.training.grpo import train_grpo
+from coepg_dagster.training.grpo_trainer import CdremTrainer
 from coepg_dagster.training.sampling import sampling_settings
 from tests.jobs import grpo_job, quiet
 

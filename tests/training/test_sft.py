@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trl import SFTTrainer
 
-from coepg_dagster.experiment import Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Sft
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine, load_checkpoint

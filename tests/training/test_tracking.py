@@ -12,7 +12,8 @@ import pytest
 from coepg_dagster.resources.training import GrpoCdremResource, SftResource
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import Grpo, Models, Sft
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import Placement, SftJob, TrainingJob, parse_job
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.grpo import train_grpo

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import Grpo, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo
 from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.training import grpo
 from coepg_dagster.training.examples import NothingToTrainOn

@@ -16,7 +16,8 @@ from transformers import TrainerControl, TrainerState
 
 from coepg_dagster.artifacts import seal
 from coepg_dagster.evaluation.score import score_steps
-from coepg_dagster.experiment import Grpo, Lora, Models
+from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.training import Grpo, Lora
 from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import Placement

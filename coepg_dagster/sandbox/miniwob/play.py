@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from coepg_dagster.artifacts import write_table
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
-from coepg_dagster.experiment import Models
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.geometry import Size
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.predict import NOT_REWARDED, PREDICTION_SCHEMA, STEP_LIMIT, obstacle, predict

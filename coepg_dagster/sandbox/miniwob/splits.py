@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from coepg_dagster.experiment import MINIWOB_SPLITS
+from coepg_dagster.experiment.schema import MINIWOB_SPLITS
 
 Split = Literal["pretrain", "train", "validation", "test_seed", "test_text", "test_family"]
 

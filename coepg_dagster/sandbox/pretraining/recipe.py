@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from coepg_dagster.experiment import Strict, checked
+from coepg_dagster.experiment.strict import Strict, checked
 from coepg_dagster.sandbox.pretraining.tiny_models import Preset
 from coepg_dagster.sandbox.pretraining.wordings import Vagueness, Wording
 from coepg_dagster.yaml_files import read as read_yaml

@@ -18,7 +18,7 @@ from typing import Final
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coepg_dagster.experiment import ExperimentError
+from coepg_dagster.experiment.strict import ExperimentError
 
 END_OF_TEXT: Final = "<|endoftext|>"
 IM_START: Final = "<|im_start|>"

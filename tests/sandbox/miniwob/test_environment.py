@@ -15,7 +15,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from coepg_dagster.experiment import Environment as Settings
+from coepg_dagster.experiment.training import Environment as Settings
 from coepg_dagster.progress import Ended
 from coepg_dagster.training.environments import Environments
 from tests.miniwob import labelled_steps

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from coepg_dagster.experiment import Models, load_experiment
+from coepg_dagster.experiment.files import load_experiment
+from coepg_dagster.experiment.models import Models
 from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
 from coepg_dagster.inference.predict import (
     NO_POINT,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from coepg_dagster.experiment import Benchmark
+from coepg_dagster.experiment.schema import Benchmark
 from coepg_dagster.sandbox.miniwob.splits import (
     GENERAL_PAGE,
     INTERFACE,

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coepg_dagster import prompts
-from coepg_dagster.experiment import ExperimentError
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 
 TOKENIZER = tokens.fit(['Click on the "previous" button.', "Select Onida from the list.", "previous"] * 3)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from coepg_dagster import prompts
 from coepg_dagster.cli import app
-from coepg_dagster.experiment import ExperimentError
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE, KNOWN_FAMILIES, UNSEEN_FAMILIES
 from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, recipe, tiny_models, train
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens

@@ -1,0 +1,1 @@
+"""Experiment files (YAML) as pydantic models, and the versions that follow from them."""
