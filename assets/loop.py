@@ -11,19 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
-from coepg_dagster.assets.checks import WEIGHTS
-from coepg_dagster.assets.ledger import with_hints
-from coepg_dagster.assets.shared import (
-    as_recorded,
-    benchmark_steps,
-    checkpoint_of,
-    copy_base,
-    open_models,
-    recorded,
-    register_base,
-    same_model,
-)
-from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 
 from coepg_dagster.artifacts import (
     BOARD_PREDICTIONS,
@@ -46,12 +33,26 @@ from coepg_dagster.artifacts import (
     steps_of,
     write_table,
 )
+from coepg_dagster.assets.checks import WEIGHTS
+from coepg_dagster.assets.ledger import with_hints
+from coepg_dagster.assets.shared import (
+    as_recorded,
+    benchmark_steps,
+    checkpoint_of,
+    copy_base,
+    open_models,
+    recorded,
+    register_base,
+    same_model,
+)
+from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
 from coepg_dagster.experiment.models import Member
 from coepg_dagster.experiment.strict import ExperimentError, Strict
 from coepg_dagster.experiment.training import GrounderRl, Grpo, Sft
+from coepg_dagster.inference.weights import deciding_files
 from coepg_dagster.jobs import CandidatesJob, EndToEndJob, EvaluationJob, GrounderRlJob, GrpoJob, SftJob, VerdictsJob
 from coepg_dagster.pools.candidates import pool_members
 from coepg_dagster.pools.controls import dataset_checks
@@ -62,7 +63,6 @@ from coepg_dagster.pools.threats import trigger_rates
 from coepg_dagster.provenance import Asset, NotUsable, Record, Ref, continued
 from coepg_dagster.training.cards import Trained, write_card
 
-CHECKPOINT = ["config.json", "model.safetensors", "tokenizer.json"]
 QUALITY = "quality.json"
 
 
@@ -441,7 +441,8 @@ def _trained(work: StageContext, result: dict[str, Any], config: Strict, base: S
     )
     write_card(work.draft, trained, work.loop.root)
     folds = [FOLD.format(i) for i in range(len(result["figures"].get("fold_rows", ())))]
-    content = [*CHECKPOINT, *(f"{fold}/{file}" for fold in folds for file in CHECKPOINT)]
+    content = deciding_files(work.draft)
+    content += [f"{fold}/{file}" for fold in folds for file in deciding_files(work.draft / fold)]
     return _outcome(content, result, config, {WEIGHTS: None})
 
 

@@ -11,6 +11,7 @@ import socket
 
 import dagster as dg
 import psutil
+
 from coepg_dagster.assets.internals import (
     CheckRunHealthResult,
     DagsterUserCodeUnreachableError,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coepg_dagster.store import Artifact, Store, digests, version_of
 
@@ -74,3 +78,17 @@ def test_scratch_outlives_a_killed_run(tmp_path: Path) -> None:
     folder = Store(tmp_path).scratch("key")
     (folder / "chunk").write_text("1")
     assert (Store(tmp_path).scratch("key") / "chunk").read_text() == "1"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([f"{folder}{name}" for folder in ("", "a/", "a/b/") for name in "xyz"]), st.binary()
+    )
+)
+def test_digests_are_of_each_files_content_by_name(files: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        for file, content in files.items():
+            path = Path(name) / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        assert digests(Path(name)) == {file: hashlib.sha256(files[file]).hexdigest() for file in sorted(files)}

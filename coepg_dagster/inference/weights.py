@@ -20,7 +20,7 @@ from coepg_dagster.inference.files import (
     weight_faults,
     weight_names,
 )
-from coepg_dagster.store import digests
+from coepg_dagster.store import digests, hashed
 
 HERE: Final = Path()
 
@@ -54,10 +54,16 @@ def folder_version(folder: Path, files: Mapping[str, str] | None = None) -> str:
     """
     if wrong := weight_faults(folder):
         raise IncompleteCheckpoint("; ".join(wrong))
+    weights = sorted(folder.glob("*.safetensors"))
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(bytes.fromhex(files[file.name]) if files else _sha256(file))
+    for one in [files[file.name] for file in weights] if files else hashed(weights):
+        digest.update(bytes.fromhex(one))
     return digest.hexdigest()[:16]
+
+
+def deciding_files(folder: Path) -> list[str]:
+    """The names of the files of a saved model that decide its answers. Raises IncompleteCheckpoint."""
+    return ["config.json", *weight_names(folder), "tokenizer.json"]
 
 
 def local_version(checkpoint: str) -> str:
@@ -89,9 +95,10 @@ def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, 
         name, revision = hub.split(checkpoint)
         entry = {"checkpoint": name, "version": hub.resolve(checkpoint), "revision": revision or "main"}
         folder = local_folder(pinned(entry), weights=weights)
-        for file in [folder / name for name in weight_names(folder)] if weights else []:
+        shards = [folder / name for name in weight_names(folder)] if weights else []
+        for file, found in zip(shards, hashed(shards), strict=True):
             blob = file.resolve()  # the cache names it by the hub's hash of its content
-            if re.fullmatch(r"[0-9a-f]{64}", blob.name) and _sha256(file).hex() != blob.name:
+            if re.fullmatch(r"[0-9a-f]{64}", blob.name) and found != blob.name:
                 raise IncompleteCheckpoint(
                     f"{file} is not what the hub has: delete {blob} and run the same command again"
                 )
@@ -104,8 +111,3 @@ def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, 
 def pinned(entry: Mapping[str, Any]) -> str:
     """The name that a job loads, given the result of `identify`: the folder, or the hub model at its commit."""
     return f"{entry['checkpoint']}@{entry['version']}" if "revision" in entry else str(entry["checkpoint"])
-
-
-def _sha256(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").digest()

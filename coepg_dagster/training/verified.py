@@ -19,6 +19,9 @@ from coepg_dagster.inference.transformers_engine import Dtype, is_finite, load_c
 ROUNDING: Final[Mapping[Dtype, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference of the same logits computed in two ways, as a share of their span. A GPU computes in bf16 here."""
 
+SHARD: Final = "1GB"
+"""Weights are saved in files of this size, which are hashed side by side."""
+
 AS_LOADED: Final = "sdpa"
 """The attention of a loaded model; training may use another one."""
 
@@ -100,7 +103,7 @@ def save_whole(
         state = {name: _as_saved(tensor, dtype) for name, tensor in trained.items()}
         # tied tensors became separate copies here; save_pretrained leaves one of them out only if they are the same object
         state |= {name: state[source] for name, source in model.all_tied_weights_keys.items() if name in state}
-        model.save_pretrained(draft, safe_serialization=True, state_dict=state)
+        model.save_pretrained(draft, safe_serialization=True, state_dict=state, max_shard_size=SHARD)
         del state
         processor.save_pretrained(draft)
         try:

@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from coepg_dagster.inference.files import IncompleteCheckpoint
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import load_checkpoint
+from coepg_dagster.inference.weights import deciding_files
+from coepg_dagster.store import digests, version_of
+from coepg_dagster.training import verified
 from coepg_dagster.training.examples import planner_examples
 from coepg_dagster.training.verified import first_logits, save_whole
 
@@ -72,6 +75,27 @@ def test_tied_weights_are_written_once_in_another_type_too(
     for dtype in ("float32", "bfloat16"):
         save_whole(model, processor, tmp_path / dtype, dtype)
         assert "lm_head.weight" not in load_file(tmp_path / dtype / "model.safetensors")
+
+
+def test_weights_of_several_files_are_the_same_model_and_all_decide_its_version(
+    model_and_processor: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = model_and_processor
+    save_whole(model, processor, tmp_path / "one", "float32")
+    monkeypatch.setattr(verified, "SHARD", "500KB")
+    save_whole(model, processor, tmp_path / "many", "float32")
+    one, many = (load_checkpoint(tmp_path / name, "float32", "cpu")[0].state_dict() for name in ("one", "many"))
+    assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
+    assert deciding_files(tmp_path / "one") == ["config.json", "model.safetensors", "tokenizer.json"]
+    weights = {name for name in deciding_files(tmp_path / "many") if name.endswith(".safetensors")}
+    assert len(weights) > 1 and weights == {file.name for file in (tmp_path / "many").glob("*.safetensors")}
+    versions = {version_of(digests(tmp_path / "many"), deciding_files(tmp_path / "many"))}
+    for name in weights:
+        tensors = load_file(tmp_path / "many" / name)
+        next(iter(tensors.values())).view(-1)[0] += 1
+        save_file(tensors, tmp_path / "many" / name, metadata={"format": "pt"})
+        versions.add(version_of(digests(tmp_path / "many"), deciding_files(tmp_path / "many")))
+    assert len(versions) == 1 + len(weights)
 
 
 def shift(weights: dict[str, torch.Tensor]) -> None:
