@@ -5,8 +5,8 @@ from typing import Any
 
 import dagster as dg
 import pyarrow as pa
-
 from coepg_dagster.assets.ledger import Loop
+
 from coepg_dagster.provenance import CONTINUED, SHARED, Asset, Ref, continued
 from coepg_dagster.reports.site import EVOLUTION, INDEX, LINEAGE, page_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, DATASET_SCHEMA, STEP_SCHEMA, VERDICT_SCHEMA

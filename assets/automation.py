@@ -24,8 +24,8 @@ from operator import or_
 from typing import Final, TypeAlias
 
 import dagster as dg
-
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop, Records
+
 from coepg_dagster.experiment.strict import fingerprint
 from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Ref, assert_usable

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
-
 from coepg_dagster.assets.about import about
 from coepg_dagster.assets.checks import check_specs, partitions
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.stage import Resources, StageFunction, materialize
+from coepg_dagster.resources.store import StoreResource
+from coepg_dagster.resources.training import EnginesResource, GrpoCdremResource, RegenerationResource, SftResource
+
 from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.provenance import CONTINUED, CROSSING, SHARED, Asset, continued
-from coepg_dagster.resources.store import StoreResource
-from coepg_dagster.resources.training import EnginesResource, GrpoCdremResource, RegenerationResource, SftResource
 
 DEPS: dict[Asset, tuple[str, ...]] = {
     "planner_sft": ("previous/dataset", "benchmark_steps", "open_models"),

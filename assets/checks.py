@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import Final
 
 import dagster as dg
-
 from coepg_dagster.assets.internals import CheckRecord, is_planned, latest_checks, target_of
 from coepg_dagster.assets.ledger import Loop, Records
+
 from coepg_dagster.experiment.schema import Experiment, Quality
 from coepg_dagster.pools.controls import BLOCKING
 from coepg_dagster.pools.trends import WARNINGS, warnings

@@ -19,10 +19,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-from coepg_dagster import yaml_files
 from coepg_dagster.assets.automation import Todo, next_todo, run_tags, why_failed
 from coepg_dagster.assets.checks import evaluate_again
 from coepg_dagster.assets.internals import QUEUE_DAEMON, create_run, execute, submit
@@ -37,6 +33,11 @@ from coepg_dagster.assets.ledger import (
     living_run,
 )
 from coepg_dagster.assets.recovery import keep_records_of
+from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from coepg_dagster import yaml_files
 from coepg_dagster.experiment.strict import checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.processes import GRACE_SECONDS
@@ -44,7 +45,6 @@ from coepg_dagster.progress import Pace, local_time, span_text
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import SHARED
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
 
 _PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
 _QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Final
 
 import dagster as dg
+from coepg_dagster.assets.internals import claim_slots_in_one_statement, json_metadata
+from coepg_dagster.assets.run_launcher import HOST_TAG, is_gone
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from yaml import YAMLError
 
 from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import BOARDS, whole
-from coepg_dagster.assets.internals import claim_slots_in_one_statement, json_metadata
-from coepg_dagster.assets.run_launcher import HOST_TAG, is_gone
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
 from coepg_dagster.experiment.schema import Experiment

@@ -13,10 +13,10 @@ from typing import Any
 
 import dagster as dg
 import torch
-
-from coepg_dagster.artifacts import STEPS, all_steps
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.shared import checkpoint_of
+
+from coepg_dagster.artifacts import STEPS, all_steps
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.progress import Report
 from coepg_dagster.project import Project

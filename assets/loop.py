@@ -11,6 +11,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
+from coepg_dagster.assets.checks import WEIGHTS
+from coepg_dagster.assets.ledger import with_hints
+from coepg_dagster.assets.shared import (
+    as_recorded,
+    benchmark_steps,
+    checkpoint_of,
+    copy_base,
+    open_models,
+    recorded,
+    register_base,
+    same_model,
+)
+from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 
 from coepg_dagster.artifacts import (
     BOARD_PREDICTIONS,
@@ -33,19 +46,6 @@ from coepg_dagster.artifacts import (
     steps_of,
     write_table,
 )
-from coepg_dagster.assets.checks import WEIGHTS
-from coepg_dagster.assets.ledger import with_hints
-from coepg_dagster.assets.shared import (
-    as_recorded,
-    benchmark_steps,
-    checkpoint_of,
-    copy_base,
-    open_models,
-    recorded,
-    register_base,
-    same_model,
-)
-from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts

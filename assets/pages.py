@@ -15,6 +15,9 @@ from typing import Any
 
 import dagster as dg
 import uvicorn
+from coepg_dagster.assets.about import PAGES
+from coepg_dagster.assets.internals import web_ui
+from coepg_dagster.assets.ledger import Loop, archive
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
@@ -34,9 +37,6 @@ from starlette.websockets import WebSocketClose
 
 from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import whole
-from coepg_dagster.assets.about import PAGES
-from coepg_dagster.assets.internals import web_ui
-from coepg_dagster.assets.ledger import Loop, archive
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.auditing.marks import NotMarked, add_mark, marking
 from coepg_dagster.auditing.trace import what_to_mark

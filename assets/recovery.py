@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import dagster as dg
-
-from coepg_dagster import jsonlines
-from coepg_dagster.artifacts import append_line
 from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.internals import materialization, observation
 from coepg_dagster.assets.ledger import RECORD, Loop
+
+from coepg_dagster import jsonlines
+from coepg_dagster.artifacts import append_line
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import CROSSING, Record, Ref
 from coepg_dagster.store import UNPARTITIONED

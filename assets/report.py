@@ -4,16 +4,16 @@ import json
 import time
 
 import dagster as dg
-
 from coepg_dagster.assets.about import about, page_link
 from coepg_dagster.assets.ledger import RECORD, REPORTED, Loop, tag_run
 from coepg_dagster.assets.recovery import keep_record
 from coepg_dagster.assets.stage import failing_plainly
+from coepg_dagster.resources.store import StoreResource
+
 from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.provenance import Record, Ref
 from coepg_dagster.reports.evolution import Evolution, ShownLoop, write_report
 from coepg_dagster.reports.site import case_study_of
-from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.results import results
 from coepg_dagster.store import UNPARTITIONED
 

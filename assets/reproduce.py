@@ -22,6 +22,10 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from coepg_dagster.assets.evolve import Where, make_inputs
+from coepg_dagster.assets.ledger import Loop, archive
+from coepg_dagster.resources.launcher import job_environment
+from coepg_dagster.resources.warm import WarmProcess
 from filelock import FileLock, Timeout
 from rich.console import Console
 
@@ -36,8 +40,6 @@ from coepg_dagster.artifacts import (
     VERDICTS,
     steps_of,
 )
-from coepg_dagster.assets.evolve import Where, make_inputs
-from coepg_dagster.assets.ledger import Loop, archive
 from coepg_dagster.auditing.archive import Archive, NotFound
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment.files import ABLATIONS
@@ -54,8 +56,6 @@ from coepg_dagster.reports.findings import findings
 from coepg_dagster.reports.paper import grpo_progress
 from coepg_dagster.reports.results_page import write_page
 from coepg_dagster.reports.study import DOMAIN, READ, STEP_SR, Run, Study, made_from, missing_runs, success_by_episode
-from coepg_dagster.resources.launcher import job_environment
-from coepg_dagster.resources.warm import WarmProcess
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
 from coepg_dagster.running import BASE_PLANNER, JUDGE, ORACLE_PLAN
 from coepg_dagster.store import CLAIMS

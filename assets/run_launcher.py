@@ -11,7 +11,6 @@ import socket
 
 import dagster as dg
 import psutil
-
 from coepg_dagster.assets.internals import (
     CheckRunHealthResult,
     DagsterUserCodeUnreachableError,

@@ -8,10 +8,10 @@ from typing import Any
 
 import dagster as dg
 import pyarrow.compute as pc
-
-from coepg_dagster.artifacts import STEPS, write_steps
 from coepg_dagster.assets.checks import WEIGHTS
 from coepg_dagster.assets.stage import Outcome, StageContext
+
+from coepg_dagster.artifacts import STEPS, write_steps
 from coepg_dagster.auditing.archive import BASE, MODELS
 from coepg_dagster.benchmark import read_benchmark, refuse_steps, wanted_splits
 from coepg_dagster.experiment.models import Member, Models

@@ -14,11 +14,13 @@ from typing import Any
 
 import dagster as dg
 import pyarrow.parquet as pq
-
 from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.checks import changed, check_results, evaluate_again, results_of, with_readers
 from coepg_dagster.assets.ledger import RECORD, Loop, assert_unchanged, claim, tag_run
 from coepg_dagster.assets.recovery import handed_over, keep_record
+from coepg_dagster.resources.store import StoreResource
+from coepg_dagster.resources.training import EnginesResource, Processes
+
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment.models import Member, Models
@@ -29,8 +31,6 @@ from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import TrainingSettings, training_refusals, trainings
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal, machine_trouble
-from coepg_dagster.resources.store import StoreResource
-from coepg_dagster.resources.training import EnginesResource, Processes
 from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
 
 

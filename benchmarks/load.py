@@ -158,10 +158,10 @@ def select_rows(folder: Path) -> None:
 def make_records(root: Path) -> None:
     """Every artifact of 100 iterations with its record; each evaluation has an older version too. Only the last has tables."""
     import dagster as dg
+    from coepg_dagster.assets.ledger import RECORD, Loop, open_instance
 
     from coepg_dagster.artifacts import CANDIDATES as PLANS
     from coepg_dagster.artifacts import DATASET, DECISIONS, STEPS, VERDICTS
-    from coepg_dagster.assets.ledger import RECORD, Loop, open_instance
     from coepg_dagster.auditing.archive import MODELS
     from coepg_dagster.benchmark import SOURCE
     from coepg_dagster.experiment.versions import code_version

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import dagster as dg
-
-from coepg_dagster.jobs import Job
-from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended, started_here, tail, words_left
 from coepg_dagster.resources import worker
 from coepg_dagster.resources.messages import Messages
 from coepg_dagster.resources.warm import WarmProcess
+
+from coepg_dagster.jobs import Job
+from coepg_dagster.processes import GRACE_SECONDS, LAST_WORDS, end_group, ended, started_here, tail, words_left
 
 KEEP_MEMORY: Final = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),

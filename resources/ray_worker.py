@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Final
 
+from coepg_dagster.resources.worker import Reporter
 from dagster_pipes import open_dagster_pipes
 
 from coepg_dagster.jobs import parse_job
 from coepg_dagster.processes import end_with_parent
 from coepg_dagster.ray_cluster import run_on_cluster
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.resources.worker import Reporter
 
 MODULE: Final = "coepg_dagster.resources.ray_worker"
 ADDRESS: Final = "COEPG_RAY_ADDRESS"

@@ -12,6 +12,8 @@ from types import NoneType
 from typing import Any, Final, Literal, Self, TypeVar, get_args, get_origin
 
 import dagster as dg
+from coepg_dagster.resources import ray_worker, worker
+from coepg_dagster.resources.launcher import job_environment, run_process
 from pydantic import Field, create_model, model_validator
 
 from coepg_dagster.experiment.models import Models, Serving
@@ -28,8 +30,6 @@ from coepg_dagster.planning.machine import (
     place_models,
     refuse_training_settings,
 )
-from coepg_dagster.resources import ray_worker, worker
-from coepg_dagster.resources.launcher import job_environment, run_process
 
 Config = TypeVar("Config", bound=Strict)
 AS_WRITTEN: Final = "Empty: as in the experiment file."

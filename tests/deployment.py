@@ -26,9 +26,9 @@ from typing import Any, Final
 
 import dagster as dg
 import yaml
-
 from coepg_dagster.assets.about import PAGES
 from coepg_dagster.assets.ledger import make_databases
+
 from coepg_dagster.project import Project
 from tests.project import REPOSITORY
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
+from coepg_dagster.resources.launcher import job_environment
+from coepg_dagster.resources.warm import WarmProcess
 from typer.testing import CliRunner
 
 from coepg_dagster.cli import app
-from coepg_dagster.resources.launcher import job_environment
-from coepg_dagster.resources.warm import WarmProcess
 
 REPOSITORY = Path(__file__).parent.parent
 _NUMBERS = count()

@@ -15,8 +15,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from coepg_dagster.assets.ledger import archive
+
 from coepg_dagster.auditing.trace import trace
 from coepg_dagster.experiment.files import ABLATIONS
 from coepg_dagster.project import Project

@@ -14,11 +14,11 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from rich.console import Console
-
 from coepg_dagster.assets.automation import WEBHOOK
 from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import Loop
+from rich.console import Console
+
 from coepg_dagster.experiment.versions import CODE
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, SHARED, Asset, Ref

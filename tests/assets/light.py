@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-
 from coepg_dagster.assets.checks import CHECKS
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
+from coepg_dagster.resources.launcher import job_environment, run_process
+
 from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP_RL, SHARED, Asset, Ref
-from coepg_dagster.resources.launcher import job_environment, run_process
 from tests.project import REPOSITORY
 
 CONTENT = "content.json"

@@ -8,8 +8,9 @@ the half of what a light run costs.
 import multiprocessing
 from multiprocessing.context import ForkServerProcess, SpawnContext
 
-from coepg_dagster.project import find_project
 from coepg_dagster.resources import warm
+
+from coepg_dagster.project import find_project
 from tests.assets.light import light_definitions
 
 multiprocessing.set_forkserver_preload(

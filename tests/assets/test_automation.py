@@ -8,7 +8,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets.automation import (
     REPORT,
     WEBHOOK,
@@ -22,6 +21,7 @@ from coepg_dagster.assets.automation import (
     switches,
 )
 from coepg_dagster.assets.ledger import Loop
+
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import automate, plant

@@ -9,10 +9,10 @@ from pathlib import Path
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
-
-from coepg_dagster.artifacts import BOARD_PREDICTIONS, BOARDS
 from coepg_dagster.assets import ledger
 from coepg_dagster.assets.loop import MAKERS
+
+from coepg_dagster.artifacts import BOARD_PREDICTIONS, BOARDS
 from coepg_dagster.provenance import SHARED, Asset, Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import EXPERIMENT, LIGHT_MAKERS, light_project

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-
 from coepg_dagster.assets.build import LIGHT
+
 from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.light import plant, steps_log

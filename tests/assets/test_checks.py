@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
+from coepg_dagster.assets.checks import CHECKS, check_specs, with_limits
+from coepg_dagster.assets.evolve import evolve_through
+from coepg_dagster.assets.loop import dataset as real_dataset
+from coepg_dagster.assets.stage import Outcome, StageContext
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from coepg_dagster.artifacts import CANDIDATES, STEPS, VERDICTS, write_steps, write_table
-from coepg_dagster.assets.checks import CHECKS, check_specs, with_limits
-from coepg_dagster.assets.evolve import evolve_through
-from coepg_dagster.assets.loop import dataset as real_dataset
-from coepg_dagster.assets.stage import Outcome, StageContext
 from coepg_dagster.experiment.schema import Quality
 from coepg_dagster.pools.trends import WARNINGS
 from coepg_dagster.provenance import LOOP, Ref

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets.automation import REGENERATION
+from coepg_dagster.assets.evolve import Bars, Lines, RunFailed, Wanted, evolve_through, place_of
+from coepg_dagster.assets.ledger import EVOLVE_TAG, EXPERIMENT_TAG, IN_PROCESS, ITERATION_TAG
 from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.remote_origin import RemoteRepositoryOrigin
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 from dagster._core.workspace.load import location_origin_from_module_name, location_origins_from_yaml_paths
 from rich.console import Console
 
-from coepg_dagster.assets.automation import REGENERATION
-from coepg_dagster.assets.evolve import Bars, Lines, RunFailed, Wanted, evolve_through, place_of
-from coepg_dagster.assets.ledger import EVOLVE_TAG, EXPERIMENT_TAG, IN_PROCESS, ITERATION_TAG
 from coepg_dagster.progress import local_time
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess

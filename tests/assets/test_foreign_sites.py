@@ -10,10 +10,10 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets.pages import ui_server
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from coepg_dagster.assets.pages import ui_server
 from coepg_dagster.project import Project
 from tests.chromium import ARGUMENTS, CHROMIUM, NEEDS_CHROMIUM
 from tests.deployment import free_port

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import dagster as dg
-from dagster._core.definitions.data_version import CachingStaleStatusResolver
-from dagster._core.loader import LoadingContextForTest
-
 from coepg_dagster.assets.about import COLUMN_TEXTS, COLUMNS
 from coepg_dagster.assets.build import LEFT_OUT
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG
 from coepg_dagster.assets.loop import _start
 from coepg_dagster.assets.stage import StageContext
+from dagster._core.definitions.data_version import CachingStaleStatusResolver
+from dagster._core.loader import LoadingContextForTest
+
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.definitions import build
 from coepg_dagster.experiment.files import ABLATIONS

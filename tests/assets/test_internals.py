@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets import internals
 from dagster._core.storage.event_log.base import EventLogStorage
 from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import WorkspaceFileTarget
@@ -18,7 +19,6 @@ from dagster_webserver.app import create_app_from_workspace_process_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coepg_dagster.assets import internals
 from tests.project import REPOSITORY
 
 PRIVATE = re.compile(r"^\s*(from|import) (dagster\._|dagster_webserver|dagster_graphql|dagster_shared)", re.MULTILINE)

@@ -8,8 +8,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from filelock import FileLock
-
 from coepg_dagster.assets.automation import failed_inputs
 from coepg_dagster.assets.ledger import (
     EVOLVE_TAG,
@@ -21,6 +19,8 @@ from coepg_dagster.assets.ledger import (
     living_run,
     unfinished_runs,
 )
+from filelock import FileLock
+
 from coepg_dagster.pools.controls import BLOCKING
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets.automation import Todo, next_todo
 from coepg_dagster.assets.ledger import archive
 from coepg_dagster.assets.stage import Outcome, StageContext
+
 from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.auditing.cleaning import leftovers
 from coepg_dagster.provenance import LOOP, Ref

@@ -12,10 +12,10 @@ from typing import Any
 import dagster as dg
 import pytest
 import uvicorn
-from starlette.testclient import TestClient
-
 from coepg_dagster.assets.ledger import RECORD, Loop
 from coepg_dagster.assets.pages import MAX_BODY, page_app
+from starlette.testclient import TestClient
+
 from coepg_dagster.auditing.marks import MARKS, read_marks
 from coepg_dagster.project import Project
 from tests.assets.light import EXPERIMENT

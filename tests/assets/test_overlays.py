@@ -7,10 +7,10 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets.evolve import RunFailed, Wanted, evolve_through
 from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.pages import lineage_of
+
 from coepg_dagster.experiment.files import ABLATIONS, load_experiment
 from coepg_dagster.provenance import LOOP, Ref
 from tests.assets.conftest import InProcess

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import dagster as dg
 import uvicorn
-
 from coepg_dagster.assets.pages import page_app
+
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
 from tests.deployment import free_port

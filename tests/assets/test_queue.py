@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 import pytest
-
 from coepg_dagster.assets.ledger import EVOLVE_TAG, QUEUED
+
 from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import Ref
 from tests.assets.light import EXPERIMENT, plant

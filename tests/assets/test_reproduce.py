@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
 from coepg_dagster.assets.reproduce import (
     Reproduction,
@@ -15,6 +14,7 @@ from coepg_dagster.assets.reproduce import (
     pool_slots,
     pretrained_on,
 )
+
 from coepg_dagster.experiment.files import ABLATIONS
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.planning.machine import Machine, TrainingSettings

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from coepg_dagster.assets.stage import rounded
 from hypothesis import given
 from hypothesis import strategies as st
-
-from coepg_dagster.assets.stage import rounded
 
 
 @pytest.mark.parametrize(

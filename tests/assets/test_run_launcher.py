@@ -13,11 +13,11 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets.run_launcher import HOST_TAG, RunLauncher, is_gone, what_it_lacks
 from dagster._core.events import EngineEventData
 from dagster._core.launcher import WorkerStatus
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
-from coepg_dagster.assets.run_launcher import HOST_TAG, RunLauncher, is_gone, what_it_lacks
 from tests.assets.conftest import InProcess
 from tests.project import REPOSITORY
 

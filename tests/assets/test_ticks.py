@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-
 from coepg_dagster.assets.automation import REGENERATION, REPORT
+
 from coepg_dagster.provenance import LOOP, SHARED, Ref
 from tests.assets.light import plant, steps_log
 from tests.deployment import Deployment, Webhook

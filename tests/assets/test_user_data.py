@@ -8,10 +8,10 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets import ledger
 from coepg_dagster.assets.automation import Todo, next_todo
 from coepg_dagster.assets.shared import benchmark_steps
+
 from tests.assets.conftest import InProcess
 from tests.assets.light import EXPERIMENT, LIGHT_MAKERS, light_project
 from tests.project import tell

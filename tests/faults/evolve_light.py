@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.ledger import Loop, open_instance
+from coepg_dagster.resources import warm
+from rich.console import Console
+
 from coepg_dagster.project import Project
 from coepg_dagster.refusal import Refusal
-from coepg_dagster.resources import warm
 from tests.assets.light import light_definitions
 
 

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 
 import dagster as dg
-
 from coepg_dagster.assets.ledger import Loop
-from coepg_dagster.project import Project
 from coepg_dagster.resources.launcher import job_environment
 from coepg_dagster.resources.warm import WarmProcess
+
+from coepg_dagster.project import Project
 from tests.project import REPOSITORY
 
 MODULE = "tests.faults.evolve_light"

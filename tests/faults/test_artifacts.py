@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from coepg_dagster.assets.shared import recorded
+
 from coepg_dagster.auditing.archive import MODELS
 from coepg_dagster.provenance import LOOP, Asset, NotUsable, Ref
 from coepg_dagster.store import DAMAGED, digests

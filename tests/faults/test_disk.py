@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from coepg_dagster.assets.ledger import EVOLVE_TAG, IN_PROCESS, claim, end_dead_runs, living_run, open_instance
 from safetensors import SafetensorError
 from sqlalchemy.exc import SQLAlchemyError
 
 from coepg_dagster.artifacts import write_steps, write_table
-from coepg_dagster.assets.ledger import EVOLVE_TAG, IN_PROCESS, claim, end_dead_runs, living_run, open_instance
 from coepg_dagster.experiment.models import Models
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.experiment.training import Sft

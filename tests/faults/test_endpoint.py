@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from coepg_dagster.assets.shared import as_recorded, identity
 
 from coepg_dagster import running
 from coepg_dagster.artifacts import VERDICTS, write_steps
-from coepg_dagster.assets.shared import as_recorded, identity
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference import openai_engine

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets.ledger import Loop, archive, assert_sound, open_instance
 from coepg_dagster.assets.recovery import RECORDS
+
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import NotUsable, Ref
 from tests.assets.conftest import InProcess

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from coepg_dagster.resources import warm
 
 from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import Ref
-from coepg_dagster.resources import warm
 from tests.assets.light import light_project, plant
 from tests.faults.evolving import evolving, kill, left_over, output_of, versions
 from tests.project import REPOSITORY, Forked, make_project

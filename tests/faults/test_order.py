@@ -12,17 +12,17 @@ from pathlib import Path
 import dagster as dg
 import pyarrow.fs as fs
 import pytest
-
 from coepg_dagster.assets import ledger
 from coepg_dagster.assets.ledger import RECORD, archive
 from coepg_dagster.assets.stage import Outcome, StageContext
+from coepg_dagster.resources import warm
+from coepg_dagster.resources.training import RegenerationResource
+
 from coepg_dagster.auditing.archive import Archive
 from coepg_dagster.experiment.versions import CODE
 from coepg_dagster.jobs import CandidatesJob, Job
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP, NotUsable, Ref
-from coepg_dagster.resources import warm
-from coepg_dagster.resources.training import RegenerationResource
 from coepg_dagster.store import Store, changes
 from tests.assets.conftest import InProcess
 from tests.assets.light import LIGHT_MAKERS, light_project, plant, steps_log

@@ -12,10 +12,10 @@ from typing import Any
 import dagster as dg
 import pytest
 import torch
+from coepg_dagster.assets.shared import as_recorded, checkpoint_of, identities, identity
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from coepg_dagster.assets.shared import as_recorded, checkpoint_of, identities, identity
 from coepg_dagster.auditing.archive import BASE
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.inference.engine import Generation, Request, Sampling

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from coepg_dagster.assets.shared import identity
 
 from coepg_dagster.artifacts import write_steps
-from coepg_dagster.assets.shared import identity
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.geometry import Space

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coepg_dagster.resources.training import default_resources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,6 @@ from coepg_dagster.planning.machine import (
 )
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import LOOP
-from coepg_dagster.resources.training import default_resources
 from coepg_dagster.training.launch import hardware_refusals, refuse
 
 ROOT = Path(__file__).parents[2]

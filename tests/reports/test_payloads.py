@@ -10,9 +10,9 @@ from typing import Any
 import dagster as dg
 import pyarrow as pa
 import pytest
+from coepg_dagster.assets.pages import page_app
 from starlette.testclient import TestClient
 
-from coepg_dagster.assets.pages import page_app
 from coepg_dagster.auditing.marks import MARKS, add_mark, marking
 from coepg_dagster.project import Project
 from coepg_dagster.reports.evolution import write_report

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pyarrow as pa
+from coepg_dagster.resources.ray_worker import main as run_on_ray
 
 from coepg_dagster.jobs import EvaluationJob, Placement, parse_job
 from coepg_dagster.processes import last_words
 from coepg_dagster.progress import Ended
-from coepg_dagster.resources.ray_worker import main as run_on_ray
 from coepg_dagster.running import Chunk, Evaluation
 from coepg_dagster.training.launch import is_rank, launch_ranks
 

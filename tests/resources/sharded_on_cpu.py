@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from accelerate import state
 from accelerate.utils import DistributedType
+from coepg_dagster.resources import worker
 
 from coepg_dagster.jobs import TrainingJob, read_job
-from coepg_dagster.resources import worker
 from coepg_dagster.training.launch import accelerate_config, is_rank
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from coepg_dagster.resources.worker import MODULE
 from safetensors.torch import load_file
 
 from coepg_dagster.artifacts import write_steps
@@ -24,7 +25,6 @@ from coepg_dagster.experiment.models import Models
 from coepg_dagster.experiment.training import Sft
 from coepg_dagster.jobs import Placement, SftJob, Strategy
 from coepg_dagster.processes import is_alive
-from coepg_dagster.resources.worker import MODULE
 from coepg_dagster.running import run
 from tests.project import REPOSITORY
 

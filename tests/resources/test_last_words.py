@@ -6,15 +6,15 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets.automation import WEBHOOK
 from coepg_dagster.assets.evolve import RunFailed, evolve_through
+from coepg_dagster.resources import ray_worker, warm
+from coepg_dagster.resources.launcher import job_environment, run_process
+
 from coepg_dagster.experiment.models import Models
 from coepg_dagster.jobs import EvaluationJob
 from coepg_dagster.processes import LAST_WORDS, ended, first_error, last_words, leave_words, tail, words_left
 from coepg_dagster.provenance import Ref
-from coepg_dagster.resources import ray_worker, warm
-from coepg_dagster.resources.launcher import job_environment, run_process
 from tests.assets.conftest import InProcess
 from tests.assets.light import plant
 from tests.assets.test_evolve import QUIET

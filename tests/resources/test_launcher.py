@@ -13,11 +13,11 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-
 from coepg_dagster.assets.ledger import ITERATION_TAG
+from coepg_dagster.resources import warm
+
 from coepg_dagster.processes import is_alive
 from coepg_dagster.provenance import Ref
-from coepg_dagster.resources import warm
 from tests.assets.conftest import InProcess
 from tests.assets.light import light_project, plant
 from tests.project import REPOSITORY

@@ -5,10 +5,9 @@ import sys
 from collections.abc import Iterator
 
 import dagster as dg
+from coepg_dagster.resources.messages import Messages, whole_lines
 from hypothesis import given
 from hypothesis import strategies as st
-
-from coepg_dagster.resources.messages import Messages, whole_lines
 
 WRITES_IN_PARTS = """
 import time

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-
 from coepg_dagster.assets.stage import Outcome, StageContext
-from coepg_dagster.experiment.models import Serving
-from coepg_dagster.experiment.schema import Regeneration
-from coepg_dagster.experiment.strict import ExperimentError
-from coepg_dagster.experiment.training import Grpo, Sft
-from coepg_dagster.jobs import SftJob
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import (
     AS_WRITTEN,
@@ -20,6 +14,12 @@ from coepg_dagster.resources.training import (
     RegenerationResource,
     SftResource,
 )
+
+from coepg_dagster.experiment.models import Serving
+from coepg_dagster.experiment.schema import Regeneration
+from coepg_dagster.experiment.strict import ExperimentError
+from coepg_dagster.experiment.training import Grpo, Sft
+from coepg_dagster.jobs import SftJob
 from tests.assets.conftest import InProcess
 from tests.assets.light import LIGHT_MAKERS
 

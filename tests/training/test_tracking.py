@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from coepg_dagster.resources.training import GrpoCdremResource, SftResource
 from pydantic import ValidationError
 
 from coepg_dagster.experiment.models import Models
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import Placement, SftJob, TrainingJob, parse_job
 from coepg_dagster.progress import Ended
-from coepg_dagster.resources.training import GrpoCdremResource, SftResource
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.sft import train_sft
 from coepg_dagster.training.tracking import PROJECT, refuse_missing, tracker_settings
