@@ -246,7 +246,7 @@ def record(found: Mapping[str, Any] | None, failed: Mapping[str, str], folder: P
             against_what="TRL's GRPOTrainer with one call of transformers' generate per completion and grader",
             table={n: table[n] for n in sorted(table, key=int)},
             config=config,
-            failed=before.get("failed", {}) | failed,
+            failed={run: why for run, why in before.get("failed", {}).items() if run not in repetitions} | failed,
             **({"versions_of_swift": theirs} if theirs else {}),
         )
 
