@@ -1,7 +1,7 @@
 """The `coepg` command.
 
-`loop` and `sandbox.play` open the Dagster instance: with `definitions` they are the top of the Dagster shell. Nothing imports
-this package.
+All but `files` open the Dagster instance, `sandbox` for `play` alone: with `definitions` they are the top of the Dagster shell.
+Nothing imports this package.
 """
 
 import atexit
