@@ -26,6 +26,16 @@ app = typer.Typer(
 Start with `coepg plan sandbox`, then `coepg evolve sandbox --through 2`, then `coepg results sandbox`. `make ui` opens
 the same runs in Dagster's web UI. EXPERIMENT is NAME (a file under experiments/, its first seed) or NAME/sSEED.""",
 )
-for commands in (loop.app, results.app, audit.app, sandbox.app, files.app):
+PANELS = {
+    "Run the loop": loop.app,
+    "See what came out": results.app,
+    "Look into it": audit.app,
+    "The embedded benchmark": sandbox.app,
+    "Files, without a loop": files.app,
+}
+"""Heading in `coepg --help` → its commands."""
+for heading, commands in PANELS.items():
+    for command in commands.registered_commands:
+        command.rich_help_panel = heading
     app.add_typer(commands)
-app.add_typer(rewards.app, name="rewards")
+app.add_typer(rewards.app, name="rewards", rich_help_panel="Look into it")
