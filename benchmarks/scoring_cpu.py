@@ -20,7 +20,7 @@ from coepg_dagster.inference.agents import Grounder
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.steps import GATE_PASSED
-from coepg_dagster.training.grpo import CdremReward
+from coepg_dagster.training.cdrem_reward import CdremReward
 
 NAME = "scoring_cpu"
 GROUP, PROMPTS, REPETITIONS, BATCH = 8, 16, 5, 64

@@ -29,8 +29,8 @@ from coepg_dagster.experiment.models import Member
 from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.vllm_server import free_port, started
-from coepg_dagster.training import grpo
-from coepg_dagster.training.grpo import CdremReward
+from coepg_dagster.training import grpo, grpo_trainer
+from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.sampling import sampling_groups
 
 NAME = "scoring_overlap"
@@ -61,7 +61,7 @@ def run(steps: pa.Table, ports: Mapping[str, int], moment: str) -> tuple[Clock, 
     with (
         patch.object(grpo, "opened", behind),
         patch.object(CdremReward, "score", timed),
-        nullcontext() if moment == ENDS else patch.object(grpo, "sampling_groups", unheard),
+        nullcontext() if moment == ENDS else patch.object(grpo_trainer, "sampling_groups", unheard),
         nullcontext() if moment != DUE else patch.object(CdremReward, "remote", False),
     ):
         tiny.train(CONFIG, steps, SEED, clock)

@@ -34,7 +34,7 @@ from coepg_dagster.inference.processing import load_processor, prompt_of
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.prompts import grounder_messages, planner_answer
-from coepg_dagster.training.grpo import CdremReward
+from coepg_dagster.training.cdrem_reward import CdremReward
 from tests.inference.openai_server import OpenAIServer, after, endless, hang_up, reply, says, status
 from tests.inference.scripted import untimed
 

@@ -23,7 +23,7 @@ from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.transformers_engine import load_checkpoint
 from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import planner_messages
-from coepg_dagster.training import grpo
+from coepg_dagster.training import grpo, grpo_trainer
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.packing import Packed, can_pack, in_passes, pack
 from coepg_dagster.training.sampling import compare_logprobs
@@ -300,7 +300,7 @@ def test_positions_that_are_one_off_end_training(train: Callable[[Grpo], Any], m
         packed.inputs["position_ids"][packed.labels.ne(-100).expand(3, -1, -1)] += 1
         return packed
 
-    monkeypatch.setattr(grpo, "pack", shifted)
+    monkeypatch.setattr(grpo_trainer, "pack", shifted)
     with pytest.raises(Ended, match="sampler and trainer disagree about the same tokens"):
         train(CONFIG)
 
@@ -312,7 +312,8 @@ def test_rows_and_groups_train_the_same_planner(
     config = CONFIG.model_copy(update={"kl_beta": 0.04, "num_iterations": 2, "max_steps": 2, "loss_type": "dr_grpo"})
     norms = []
     for packs in (True, False):
-        monkeypatch.setattr(grpo, "can_pack", lambda _, packs=packs: packs)
+        for module in (grpo, grpo_trainer):
+            monkeypatch.setattr(module, "can_pack", lambda _, packs=packs: packs)
         monkeypatch.setattr(Grpo, "pass_size", lambda *_, **__: 6)
         train(config)
         log = [line for line in (tmp_path / "out/training_log.jsonl").read_text().splitlines() if "grad_norm" in line]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from coepg_dagster.artifacts import ROLLOUTS
-from coepg_dagster.cli import app, loop
+from coepg_dagster.cli import app, rewards
 from coepg_dagster.experiment.files import load_experiment
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.experiment.training import Environment, Grpo
@@ -113,7 +113,7 @@ def test_agreement_by_hand() -> None:
 def test_the_command_prints_the_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [verdicts(1, 1), verdicts(0, 1)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / ROLLOUTS)
-    monkeypatch.setattr(loop, "_record_of", lambda reference, asset: (None, tmp_path))
+    monkeypatch.setattr(rewards, "_record_of", lambda reference, asset: (None, tmp_path))
     said = CliRunner().invoke(app, ["rewards", "agreement", "live_pages@1", "--json"])
     assert said.exit_code == 0 and json.loads(said.stdout) == agreement(rows)
     shown = CliRunner().invoke(app, ["rewards", "agreement", "live_pages@1"]).stdout
