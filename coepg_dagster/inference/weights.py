@@ -96,9 +96,10 @@ def identify(root: Path, checkpoint: str, *, weights: bool = True) -> dict[str, 
         entry = {"checkpoint": name, "version": hub.resolve(checkpoint), "revision": revision or "main"}
         folder = local_folder(pinned(entry), weights=weights)
         shards = [folder / name for name in weight_names(folder)] if weights else []
-        for file, found in zip(shards, hashed(shards), strict=True):
-            blob = file.resolve()  # the cache names it by the hub's hash of its content
-            if re.fullmatch(r"[0-9a-f]{64}", blob.name) and found != blob.name:
+        # the cache names a file by the hub's hash of its content
+        blobs = {file: blob for file in shards if re.fullmatch(r"[0-9a-f]{64}", (blob := file.resolve()).name)}
+        for (file, blob), found in zip(blobs.items(), hashed(list(blobs)), strict=True):
+            if found != blob.name:
                 raise IncompleteCheckpoint(
                     f"{file} is not what the hub has: delete {blob} and run the same command again"
                 )
