@@ -189,16 +189,12 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace, way: str, graders: int, say: baseline.Log) -> dict[str, Any]:
+def measure(options: argparse.Namespace, checkpoint: Path, way: str, graders: int, say: baseline.Log) -> dict[str, Any]:
     """A run in a separate process. Raises RuntimeError with the end of its output if no measured step was done."""
-    device, _ = sized.placed(options.size)
     environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     # five graders nearly fill the card: memory must not be lost between blocks
     environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    with (
-        tempfile.TemporaryDirectory(prefix="grpo-samples-") as folder,
-        sized.shared_checkpoint(options.size, device) as checkpoint,
-    ):
+    with tempfile.TemporaryDirectory(prefix="grpo-samples-") as folder:
         file, log = Path(folder) / "found.json", Path(folder) / "log"
         asked = ["--size", options.size, "--steps", str(options.steps), "--way", way, "--graders", str(graders)]
         asked += ["--run", str(file), "--checkpoint", str(checkpoint)]
@@ -297,16 +293,18 @@ def main(given: Sequence[str] | None = None) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else baseline.cpu_name()
     say = baseline.Log(NAME, options.folder, keep=True)
     say(baseline.command_line())
-    for graders in options.graders:
-        for way in ways_of(options):
-            found, failed = None, dict[str, str]()
-            try:
-                found = measure(options, way, graders, say)
-                say(f"{way}, {graders} graders: {json.dumps(summary(found))}")
-            except RuntimeError as error:
-                found, failed = None, {f"{way}, {graders} graders": str(error)[-3000:]}
-                say(f"{way}, {graders} graders failed: {error}")
-            record(found, failed, options.folder, device)
+    where, _ = sized.placed(options.size)
+    with sized.shared_checkpoint(options.size, where) as checkpoint:  # seconds to write: once for all runs
+        for graders in options.graders:
+            for way in ways_of(options):
+                found, failed = None, dict[str, str]()
+                try:
+                    found = measure(options, checkpoint, way, graders, say)
+                    say(f"{way}, {graders} graders: {json.dumps(summary(found))}")
+                except RuntimeError as error:
+                    found, failed = None, {f"{way}, {graders} graders": str(error)[-3000:]}
+                    say(f"{way}, {graders} graders failed: {error}")
+                record(found, failed, options.folder, device)
     return None
 
 

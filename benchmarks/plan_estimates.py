@@ -390,7 +390,7 @@ def main() -> None:
     if options.only:
         if unknown := set(options.only) - runs.keys():
             parser.error(f"--only: no run {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
-        stages |= measured_earlier(name)
+        stages = measured_earlier(name) | stages  # what others measured since goes before it
         runs = {of: runs[of] for of in options.only}
     for of, run in runs.items():
         try:

@@ -11,8 +11,6 @@ from coepg_dagster import yaml_files
 from coepg_dagster.experiment.files import load_experiment
 from coepg_dagster.experiment.strict import ExperimentError
 
-REPOSITORY = Path(__file__).parents[2]
-
 MIND2WEB = {"reader": "mind2web", "path": "data", "test": ["test_task"], "protocol": "mind2web/seeclick"}
 PHONE = {"reader": "android_control", "path": "data", "test": ["test"], "protocol": "android_control/os_atlas"}
 REMOTE = {"model": "x", "engine": "openai", "base_url": "http://x/v1"}

@@ -20,7 +20,8 @@ from coepg_dagster.experiment.models import Member
 from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.project import Project
-from tests.experiment.sample import REPOSITORY, content, error, write
+from tests.experiment.sample import content, error, write
+from tests.project import REPOSITORY
 
 
 def test_the_name_is_the_files(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from coepg_dagster.experiment.schema import Benchmark, Experiment, Quality, Rege
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.experiment.versions import code_version
-from tests.experiment.sample import MIND2WEB, PHONE, REMOTE, REPOSITORY, content, error, write
+from tests.experiment.sample import MIND2WEB, PHONE, REMOTE, content, error, write
+from tests.project import REPOSITORY
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from coepg_dagster.experiment.files import load_experiment
 from coepg_dagster.experiment.schema import Experiment, Regeneration
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.experiment.versions import CODE, ONLY_MEASURED, code_version
-from tests.experiment.sample import REMOTE, REPOSITORY, content
+from tests.experiment.sample import REMOTE, content
+from tests.project import REPOSITORY
 
 
 def versions(raw: dict[str, Any]) -> dict[str, str]:
