@@ -60,7 +60,8 @@ PRESETS: Final[Mapping[Preset, ModelSize]] = {
     "base": ModelSize(96, 256, 3, 4, 128, 256, 4, 4, 2),
     "large": ModelSize(192, 512, 4, 6, 256, 640, 6, 8, 4),
 }
-"""`base`: the base pair; `small`, `medium`: pool members; `large`: the second model size of the study."""
+"""In the sandbox `small` is the base pair and most of the pools, `base` verifier_a, `medium` the judge. Two more sizes of the
+base pair: `base` in the middle, `large` the largest."""
 
 INITIALIZER_RANGE: Final = 0.08
 """Five times transformers' default: at these widths, training from the default stays at chance."""

@@ -183,7 +183,7 @@ def test_a_short_run_learns_and_saves(drawn: Corpus, tmp_path: Path) -> None:
 
 
 def test_the_shipped_recipe_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> None:
-    for name in ("recipe.yaml", "recipe-large.yaml"):
+    for name in ("recipe.yaml", "recipe-middle.yaml", "recipe-large.yaml"):
         assert {"base-planner", "base-grounder"} <= set(recipe.read(ROOT / "models" / name).checkpoints)
     wrong = tmp_path / "recipe.yaml"
     wrong.write_text("towers: {}\ncheckpoints: {a: {role: planner, tower: nowhere, wordings: {A: 1}, steps: 1}}\n")
