@@ -6,10 +6,11 @@ touched.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.protocols import refuse_no_board, refuse_protocol
@@ -22,6 +23,8 @@ from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
 from coepg_dagster.rewards.cdrem import ValueMode
 from coepg_dagster.rewards.terms import OF_A_BOX
 from coepg_dagster.strategies.inference import Agent as AskedAgent
+
+WaysToInfer = Annotated[Named, AfterValidator(partial(chosen_for, AskedAgent, "inference"))]
 
 MINIWOB_SPLITS: Final = ("train", "validation", "test_seed", "test_text", "test_family")
 _KNOWN_SPLITS: Final[dict[str, tuple[str, ...]]] = {
@@ -166,7 +169,7 @@ class Evaluation(Strict):
         description="a reference plan and the label's action with ϕ_k, if the data have plans; null: on MiniWoB++, which has",
     )
     boards: dict[Name, GroundingBoard] = Field({}, description="grounding boards on which ϕ_k is tested alone, by name")
-    inference: Named = Field(
+    inference: WaysToInfer = Field(
         {}, description="other ways to infer with π'_k and ϕ_k, by name, with settings: see docs/methods.md"
     )
     third_party: int | None = Field(
@@ -174,11 +177,6 @@ class Evaluation(Strict):
         ge=1,
         description="steps of the first test split on which text like an instruction is drawn, to see whom it misleads",
     )
-
-    @field_validator("inference")
-    @classmethod
-    def _ways_are_known(cls, named: Named) -> Named:
-        return chosen_for(AskedAgent, "inference", named)
 
 
 Takable = Literal["benchmark_steps", "open_models", "dataset", "planner_sft", "grounder"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar, Final, Literal, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from coepg_dagster.experiment.strict import Strict
 from coepg_dagster.plugins import Chosen, Kind, Named, chosen, chosen_for, find
@@ -19,6 +20,8 @@ from coepg_dagster.strategies.curation import Prompts, Rows, transition_pairs
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 """`sdpa`: the kernels of torch; `flash_attention_2`: the package flash-attn; `eager`: plain matrix products."""
 
+RowStrategies = Annotated[Named, AfterValidator(partial(chosen_for, Rows, "data"))]
+PromptStrategies = Annotated[Named, AfterValidator(partial(chosen_for, Prompts, "data"))]
 
 GrounderTarget = Literal["centre", "box"]
 """What ϕ learns to answer: `centre`, the point in the middle of the box; `box`, the box, which is read as its centre."""
@@ -66,7 +69,7 @@ class Sft(Strict):
         le=10,
         description="n more grounders, each trained without a part of the episodes, verify that part for ϕ_k; null: ϕ_k does",
     )
-    curation: Named = Field(
+    curation: RowStrategies = Field(
         {}, description="data strategies for the rows of D_{k-1}, by name, with settings: see docs/methods.md"
     )
     packing: bool = Field(
@@ -79,11 +82,6 @@ class Sft(Strict):
         ge=0,
         description="steps of training, and of validation, that base and result are compared on; 0: they are not",
     )
-
-    @field_validator("curation")
-    @classmethod
-    def _strategies_are_for_rows(cls, named: Named) -> Named:
-        return chosen_for(Rows, "data", named)
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -301,16 +299,11 @@ class GrounderRl(PolicyTraining):
 
     enabled: bool = Field(False, description="true: ϕ_k is the grounder after GRPO")
     max_plan_tokens: int = Field(32, ge=4, description="tokens of a sampled answer, at most")
-    curation: Named = Field(
+    curation: RowStrategies = Field(
         {}, description="data strategies for the rows that are its prompts, by name, with settings: see docs/methods.md"
     )
 
     _role: ClassVar[Role] = "grounder"
-
-    @field_validator("curation")
-    @classmethod
-    def _strategies_are_for_rows(cls, named: Named) -> Named:
-        return chosen_for(Rows, "data", named)
 
 
 class Grpo(PolicyTraining):
@@ -324,7 +317,7 @@ class Grpo(PolicyTraining):
     max_prompts: int | None = Field(
         None, ge=1, description="at most so many of these steps, whole episodes, always the same; null: all"
     )
-    curation: Named = Field(
+    curation: PromptStrategies = Field(
         {}, description="data strategies for these prompts, by name, with settings: see docs/methods.md"
     )
     validate_every: int | None = Field(
@@ -405,8 +398,3 @@ class Grpo(PolicyTraining):
                 "`environment` performs actions for a goal, which transition_pairs have not: remove one of them"
             )
         return self
-
-    @field_validator("curation")
-    @classmethod
-    def _strategies_are_for_prompts(cls, named: Named) -> Named:
-        return chosen_for(Prompts, "data", named)
