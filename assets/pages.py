@@ -1,8 +1,8 @@
 """The pages of a project: written below its store or into a folder, and served below `/pages` by Dagster's web server.
 
-`/` lists the loops; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when its data have
-changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate. All that the
-server writes at somebody's word is a mark: `POST /EXPERIMENT/sSEED/marks`.
+`/` lists the loops, those in use first; `/EXPERIMENT/sSEED/PAGE` is a page of `coepg_dagster.reports.site`, made again when
+its data have changed; `/EXPERIMENT/sSEED/trace.html?k=K&row=ROW` is the trace of a row or of a dropped candidate. All that
+the server writes at somebody's word is a mark: `POST /EXPERIMENT/sSEED/marks`.
 """
 
 from __future__ import annotations
@@ -215,9 +215,20 @@ def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | N
 
     def loops(request: Request) -> Response:
         experiments = project.all_experiments()
-        names = [f"{name}/s{seed}" for name, experiment in experiments.items() for seed in experiment.seeds]
+        in_use, unused = [], []
+        for experiment in experiments.values():
+            for loop in (Loop(experiment, seed, project.root) for seed in experiment.seeds):
+                if project.is_in_use(experiment, loop.seed):
+                    evaluated = instance.get_materialized_partitions(loop.key("evaluation"))
+                    in_use.append((loop.name, experiment.description, sorted(evaluated, key=int)))
+                else:
+                    unused.append(loop.name)
         text = render(
-            "loops.html", loops=names, left_out=list(experiments.left_out.values()), crumbs=[("Dagster", "/")]
+            "loops.html",
+            in_use=in_use,
+            unused=unused,
+            left_out=list(experiments.left_out.values()),
+            crumbs=[("Dagster", "/")],
         )
         return HTMLResponse(text, headers=_HEADERS)
 

@@ -84,8 +84,12 @@ class Project:
         Where only the inputs that its seeds share were made, the first one.
         """
         made = self.store / experiment.name
-        seeds = [seed for seed in experiment.seeds if seed in experiment.shown or (made / f"s{seed}").is_dir()]
+        seeds = [seed for seed in experiment.seeds if seed in experiment.shown or self.is_in_use(experiment, seed)]
         return seeds or ([experiment.seeds[0]] if any((made / asset).is_dir() for asset in SHARED) else [])
+
+    def is_in_use(self, experiment: Experiment, seed: int) -> bool:
+        """Whether anything was made of a seed of an experiment, or is about to be."""
+        return (self.store / experiment.name / f"s{seed}").is_dir()
 
     def use(self, experiment: Experiment, seed: int) -> None:
         """Marks a seed of an experiment as in use before its first artifact is made."""
