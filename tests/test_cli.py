@@ -267,6 +267,20 @@ def test_an_empty_dagster_home_is_none(project: Path) -> None:
     assert ended.exit_code == 0 and (project / ".dagster").is_dir()
 
 
+def test_results_of_a_loop_that_was_not_made_name_the_command_and_the_seeds_that_were(project: Path) -> None:
+    made = project / "store" / "sandbox" / "s42"
+    code, out, _ = tell(project, "results", "sandbox/s13")
+    assert code == 0 and out.strip().endswith(
+        "no iteration of sandbox/s13 was made yet: coepg evolve sandbox/s13 --through 0"
+    )
+    made.mkdir(parents=True)
+    try:
+        code, out, _ = tell(project, "results", "sandbox")
+        assert code == 0 and out.strip().endswith("coepg evolve sandbox/s13 --through 0; there is sandbox/s42")
+    finally:
+        shutil.rmtree(project / "store")
+
+
 def test_a_store_that_cannot_be_written_to(project: Path) -> None:
     (project / "store").mkdir()
     (project / "store" / "pages").write_text("in the way")

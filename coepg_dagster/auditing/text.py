@@ -36,7 +36,8 @@ def trace_text(trace: dict[str, Any]) -> str:
         *(f"{one['mark']:9} {marked(one)}" for one in trace["marks"]),
         *(f"dropped   {_dropped(other)}" for other in trace["dropped"]),
         *(
-            f"trained   {one['asset']}[{one['iteration']}] {one['data_version']}: {one['how']}"
+            f"trained   {one['asset']}[{one['iteration']}] {one['data_version']}"
+            f"{'' if one['loop'] == row['experiment'] else ' of ' + one['loop']}: {one['how']}"
             f"{'' if one['current'] else ', not current'}"
             for one in trace["trained"]
         ),

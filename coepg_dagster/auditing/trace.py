@@ -223,7 +223,12 @@ def _trace(
             if name_ != candidate_id and decisions[name_] != KEPT
         ],
         "trained": [
-            {**_named(archive, reader), "on": _named(archive, holder), "how": _how(archive, reader, row, step_id)}
+            {
+                **_named(archive, reader),
+                "loop": loop_of(reader),
+                "on": _named(archive, holder),
+                "how": _how(archive, reader, row, step_id),
+            }
             for holder, _ in holders
             for reader in archive.readers(holder)
             if reader.asset in _MODELS and _trained_on(reader)

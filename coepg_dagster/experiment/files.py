@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -168,7 +169,9 @@ class Experiments(dict[str, Experiment]):
             return self[name]
         if name in self.left_out:
             raise ExperimentError(self.left_out[name])
-        raise ExperimentError(f"there is no experiment {name!r:.80}; known: {', '.join(self) or 'none'}")
+        near = get_close_matches(name, self)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ExperimentError(f"there is no experiment {name!r:.80}{meant}; known: {', '.join(self) or 'none'}")
 
 
 def find_experiments(folder: Path) -> Experiments:

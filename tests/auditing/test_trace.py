@@ -87,6 +87,23 @@ def test_a_planner_that_was_asked_about_other_steps_was_not_trained_on_the_row(h
     assert names(trace(archive, LOOP_NAME, 0, "1")["trained"]) == ["planner_sft[1]", "grounder[1]"]
 
 
+def test_a_model_of_another_loop_that_was_trained_on_the_row_is_named_with_its_loop(hand: Hand) -> None:
+    records = [
+        record.model_copy(update={"folder": f"overlay/s1/grounder/1/{record.data_version}"})
+        if record.ref == Ref("grounder", 1)
+        else record
+        for record in hand.archive.records
+    ]
+    traced = trace(Archive(records, hand.archive.store, hand.archive.root), LOOP_NAME, 0, "1")
+    assert {one["asset"]: one["loop"] for one in traced["trained"]} == {
+        "planner_sft": LOOP_NAME,
+        "planner": LOOP_NAME,
+        "grounder": "overlay/s1",
+    }
+    of_another = [line for line in trace_text(traced).splitlines() if line.startswith("trained") and " of " in line]
+    assert len(of_another) == 1 and "of overlay/s1: plans and boxes" in of_another[0]
+
+
 def test_ids_last_when_the_same_is_made_again(hand: Hand) -> None:
     before = [trace(hand.archive, LOOP_NAME, 1, str(n))["row"]["id"] for n in range(2)]
     hand.data(1)

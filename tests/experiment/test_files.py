@@ -84,6 +84,8 @@ def test_references(tmp_path: Path) -> None:
     assert split_reference("one/s2", experiments.named) == (experiments["one"], 2)
     with pytest.raises(ExperimentError, match="no experiment 'three'; known: one, two"):
         split_reference("three", experiments.named)
+    with pytest.raises(ExperimentError, match=r"no experiment 'onee'; did you mean one\?; known: one, two"):
+        experiments.named("onee")
     for wrong in ("two/s1", "two/5", "two/s", "two/s5x", "two/s5/s5", "two/", "two/s²", "two/s٥", "two/s05"):
         with pytest.raises(ExperimentError, match="two/s5"):
             split_reference(wrong, experiments.named)
