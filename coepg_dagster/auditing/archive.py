@@ -66,14 +66,20 @@ class Archive:
         return sorted(by_folder.values(), key=self.records.index, reverse=True)
 
     def made_by(self, used: Input) -> Record:
-        """The record of the version that was read as `used`. Raises NotFound where the event log has lost it."""
-        try:
-            return self._by_run[used.folder, used.run_id]
-        except KeyError:
+        """The record of the version that was read as `used`. Raises NotFound where the event log has lost it.
+
+        Of an artifact that all seeds share, the record of the same content by another run is as good: seeds of several machines,
+        brought together, have one of them.
+        """
+        record = self._by_run.get((used.folder, used.run_id))
+        if record is None and used.iteration is None:
+            record = self._newest.get(used.folder)
+        if record is None:
             raise NotFound(
                 f"the record of {used.ref} {used.data_version} (run {used.run_id[:8]}) is not in the event log: "
                 f"it was wiped there; materialize {used.ref} again, and everything made from it"
-            ) from None
+            )
+        return record
 
     def folder(self, record: Record) -> Path:
         """The folder of a version. Raises NotFound where it was pruned."""
@@ -94,8 +100,9 @@ class Archive:
         todo = list(reached.values())
         while todo:
             for used in todo.pop().inputs:
-                if (used.folder, used.run_id) not in reached:
-                    reached[used.folder, used.run_id] = above = self.made_by(used)
+                above = self.made_by(used)
+                if (above.folder, above.run_id) not in reached:
+                    reached[above.folder, above.run_id] = above
                     todo.append(above)
         return list(reached.values())
 

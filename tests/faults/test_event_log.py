@@ -121,6 +121,10 @@ def test_seeds_of_two_machines_become_one_project(
     with open_instance(project) as instance:
         loop = Loop(project.experiments()["light"], 2, project.root)
         assert loop.stale(loop.records(instance)) == {}
+        both = archive(project, instance)
+        for name in ("light/s1", "light/s2"):  # each has what it was made from, the shared inputs too
+            above = both.lineage(both.newest(name, "evaluation", 0))
+            assert {record.asset for record in above} >= {"benchmark_steps", "open_models"}
 
 
 def test_a_damaged_record_costs_itself(project: Project) -> None:

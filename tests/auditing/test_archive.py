@@ -1,0 +1,31 @@
+"""The records of versions, looked up by what was read."""
+
+from __future__ import annotations
+
+import pytest
+
+from coepg_dagster.auditing.archive import Archive, NotFound
+from coepg_dagster.provenance import Asset
+from tests.auditing.loop import LOOP_NAME, Hand
+
+
+def of_another_run(hand: Hand, asset: Asset) -> Archive:
+    """The records, in which an artifact of the same content was made by another run than its readers name."""
+    records = [
+        one.model_copy(update={"run_id": "other"}) if one.asset == asset else one for one in hand.archive.records
+    ]
+    return Archive(records, hand.archive.store, hand.archive.root)
+
+
+@pytest.mark.parametrize("asset", ["benchmark_steps", "open_models"])
+def test_what_all_seeds_share_is_known_by_its_content(hand: Hand, asset: Asset) -> None:
+    """Seeds of two machines, brought together: each made the same inputs by a run of its own, and one of them is left."""
+    archive = of_another_run(hand, asset)
+    above = archive.lineage(archive.newest(LOOP_NAME, "dataset", 1))
+    assert [record.run_id for record in above if record.asset == asset] == ["other"]
+
+
+def test_what_a_loop_made_is_known_by_its_run(hand: Hand) -> None:
+    archive = of_another_run(hand, "verdicts")
+    with pytest.raises(NotFound, match=r"the record of verdicts\[1\] .* is not in the event log"):
+        archive.lineage(archive.newest(LOOP_NAME, "dataset", 1))
