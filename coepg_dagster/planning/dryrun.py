@@ -597,8 +597,9 @@ def _summary(dry: DryRun, hardware: Hardware, stages: list[StageEstimate]) -> st
         return f"time unknown, {disk:.1f} GiB an iteration; {whole}: time unknown, {times * disk + imports:.0f} GiB"
 
     def text(n: int, once: float) -> str:
-        gpu = f" ({n * gpu_hours:.1f} GPU-hours)" if hardware.card else ""
-        return f"{n * hours:.1f} hours{gpu}, {n * disk + once:.1f} GiB"
+        gpu = f" ({n * gpu_hours:,.1f} GPU-hours)" if hardware.card else ""
+        time = f"{n * hours:.1f} hours" if n * hours < 1000 else f"{n * hours / 24:,.0f} days"
+        return f"{time}{gpu}, {n * disk + once:,.1f} GiB"
 
     return f"an iteration {text(1, 0)}; {whole} {text(times, imports)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from dataclasses import asdict
 from itertools import pairwise
@@ -317,6 +318,12 @@ def test_on_a_cpu_no_gpu_is_mentioned() -> None:
     on_cpu = report(dry, Hardware(None), rates_of(CPU, Path("nowhere")))
     assert not on_cpu.refused and "GPU" not in "\n".join(on_cpu.lines)
     assert any(line.startswith("asset") and line.endswith("hours") for line in on_cpu.lines)
+
+
+def test_what_takes_years_is_in_days() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "web_3b.yaml")
+    on_cpu = report(DryRun(experiment, ROOT), Hardware(None), rates_of(CPU, Path("nowhere")))
+    assert re.match(r"an iteration [\d,]+ days, .* seeds [\d,]+ days, ", on_cpu.summary), on_cpu.summary
 
 
 def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None:
