@@ -94,10 +94,12 @@ def test_own_data_are_checked_planned_imported_and_used_and_the_store_moves(
         (shutil.copytree if source.is_dir() else shutil.copy)(source, here / name)  # type: ignore[operator]
     project.rename(project.parent / "gone")
     monkeypatch.chdir(here)
-    audit, recover = commands("Move, back up and upgrade a store")
+    audit, recover, collect = commands("Move, back up and upgrade a store")
     code, out, err = tell(here, *audit)
     assert code == 0 and "none tampered with" in out, f"{out}{err}"
     assert tell(here, *recover)[:2] == (0, "the event log lacks nothing\n")
+    code, out, err = tell(here, *collect)
+    assert code == 0 and "mine" in (here / "docs" / "results.md").read_text(), f"{out}{err}"
     code, out, _ = tell(here, "results", "mine", "--json")
     assert code == 0 and json.loads(out)["iterations"][0]["stale"] == {}
 
