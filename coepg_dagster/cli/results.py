@@ -52,17 +52,13 @@ def results(
     if as_json:
         echo(json.dumps(table | {"stale": inputs}))
         return
-    if not table["iterations"]:
-        others = [
-            f"{experiment.name}/s{one}"
-            for one in experiment.seeds
-            if one != seed and project.is_in_use(experiment, one)
-        ]
-        there = f"; there is {', '.join(others)}" if others else ""
-        echo(f"no iteration of {loop.name} was made yet: coepg evolve {loop.name} --through 0{there}")
-        return
     numbers, left_out = overview(experiment, seed, records)
-    print_table(numbers.title, numbers.header, numbers.rows, numbers.protocols)
+    if table["iterations"]:
+        print_table(numbers.title, numbers.header, numbers.rows, numbers.protocols)
+    else:
+        others = [one for one in experiment.seeds if one != seed and project.is_in_use(experiment, one)]
+        there = "; there is " + ", ".join(f"{experiment.name}/s{one}" for one in others) if others else ""
+        echo(f"no iteration of {loop.name} was made yet: coepg evolve {loop.name} --through 0{there}")
     for alone in board_tables(experiment, seed, records):
         print_table(alone.title, alone.header, alone.rows, alone.protocols)
     console = Console()

@@ -8,6 +8,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets import ledger
 from coepg_dagster.assets.automation import failed_inputs
 from coepg_dagster.assets.ledger import (
     EVOLVE_TAG,
@@ -26,6 +27,7 @@ from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
 from tests.assets.light import EXPERIMENT, plant, steps_log
 from tests.assets.test_graph import stale_in_dagster
+from tests.project import run
 
 
 def begin(light: InProcess, status: dg.DagsterRunStatus, **tags: str) -> dg.DagsterRun:
@@ -186,3 +188,14 @@ def test_a_message_names_the_dagster_instance_that_has_the_input(light: InProces
     (home / "dagster.yaml").unlink()
     (home / "dagster.yaml").write_text("storage: [half a dra")
     assert light.why(light.run(0, "planner_sft")).endswith(f"({where}; the project's own, {home}, cannot be opened)")
+
+
+def test_results_of_a_loop_without_an_iteration_name_its_stale_inputs(
+    light: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert light.run(None).success
+    file = light.project.root / "experiments" / "light.yaml"
+    file.write_text(file.read_text().replace("path: data,", "path: others,"))
+    monkeypatch.setattr(ledger, "open_instance", lambda _: light.instance)
+    text = run(light.project.root, "results", "light")
+    assert "no iteration of light/s1 was made yet" in text and "stale: benchmark_steps: " in text
