@@ -83,6 +83,7 @@ def _table(rows: Results, columns: Sequence[str]) -> str:
 def text(
     name: str,
     recipe: Recipe,
+    recipe_file: str,
     parameters: int,
     data: Mapping[str, Any],
     stages: Mapping[str, Mapping[str, Any]],
@@ -94,6 +95,7 @@ def text(
     Args:
         name: name of the checkpoint.
         recipe: the recipe that made it.
+        recipe_file: the name of its file.
         parameters: their number.
         data: `Corpus.summary()`.
         stages: reports of its tower and of its own stage, as `run` writes them to `work/reports.json`.
@@ -122,7 +124,7 @@ def text(
         f"# {name}",
         f"{_TITLES[checkpoint.role]} for the embedded benchmark (MiniWoB++): {checkpoint.use}. A Qwen2.5-VL of "
         f"{parameters / 1e6:.2f} M parameters (preset `{tower.preset}`), trained from scratch by `coepg pretrain sandbox` "
-        "with `models/recipe.yaml`; bf16 safetensors, own tokenizer. It knows these pages and nothing else.",
+        f"with `{recipe_file}`; bf16 safetensors, own tokenizer. It knows these pages and nothing else.",
         f"{verb}:\n\n{wordings}",
     ]
     vague = checkpoint.vagueness
@@ -163,6 +165,7 @@ def _legend(checkpoint: Checkpoint) -> str:
 def write(
     out: Path,
     recipe: Recipe,
+    recipe_file: str,
     screens: Corpus,
     snapshot: Path,
     *,
@@ -185,7 +188,7 @@ def write(
                 pairs[f"`{planner}` with `{grounder}`"] = results
         held_out = held_out_results(out / name, checkpoint, screens, cases=cases, device=device)
         parameters = tiny_models.parameter_count(tiny_models.load(out / name)[0])
-        card = text(name, recipe, parameters, reports["data"], reports["stages"], held_out, pairs)
+        card = text(name, recipe, recipe_file, parameters, reports["data"], reports["stages"], held_out, pairs)
         (out / name / "README.md").write_text(card, "utf-8")
 
 

@@ -16,7 +16,7 @@ from coepg_dagster import prompts
 from coepg_dagster.cli import app
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE, KNOWN_FAMILIES, UNSEEN_FAMILIES
-from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, recipe, tiny_models, train
+from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, model_cards, recipe, tiny_models, train
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Contents
 from coepg_dagster.sandbox.pretraining.corpus import BadShards, Corpus
@@ -180,6 +180,11 @@ def test_a_short_run_learns_and_saves(drawn: Corpus, tmp_path: Path) -> None:
     planner = tiny_models.load(tmp_path / "p")
     rates = evaluate.pair(planner, (model, processor), drawn, drawn.indices(held_out=True))
     assert {name: rate.count for name, rate in rates.items()} == {"element": 2, "operation": 2, "step": 2}
+    model_cards.write(tmp_path, RECIPE, "mine.yaml", drawn, ROOT / "data" / "miniwob", cases=4)
+    for name, steps in (("g", "20 x 8"), ("p", "3 x 4")):
+        card = (tmp_path / name / "README.md").read_text()
+        assert "trained from scratch by `coepg pretrain sandbox` with `mine.yaml`" in card
+        assert f"| {steps} screens |" in card
 
 
 def test_the_shipped_recipe_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> None:
