@@ -98,7 +98,7 @@ def pretrain(
         refuse(f"{screens}/pretrain holds no screens: `coepg collect miniwob --screens-per-family 600` makes them")
     pictures = corpus.read(shards)
     run(settings, pictures, out, Machine(device, parallel, loaders), show, only=only)
-    model_cards.write(out, settings, recipe.name, pictures, snapshot, only=only, device=device)
+    model_cards.write(out, recipe, pictures, snapshot, only=only, device=device)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`coepg plan`: a dry run of every stage of an iteration on given GPUs, what does not fit, and which settings help most.
+"""`coepg plan`: a dry run of every stage of an iteration on given GPUs: what fits, and which settings save memory or time.
 
 Sizes come from a checkpoint's config.json: in a local folder, in a small table of known hub models, in the hub's cache, or
 from the hub; `broken` checks that its files are complete. Numbers of steps come from the imported benchmark, else from a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -521,6 +522,36 @@ class DryRun:
         now = next(s for s in self.stages(hardware, rates) if s.asset == asset).memory.total
         return sorted((n for n in needs if n[1] < now), key=lambda n: n[1])[:3]
 
+    def faster(self, hardware: Hardware, rates: Rates) -> list[tuple[str, float]]:
+        """Settings of SFT that save time and fit: (settings, GPU-hours of an iteration with them).
+
+        First each one alone that saves a twentieth or more, then the fastest combination. None of them is another method, but
+        `packing` changes which rows meet in an optimizer step. Empty if nothing saves as much, or times are not known.
+        """
+        experiment, sft = self.experiment, self.experiment.sft
+        if hardware.card is None or not self.train_steps:
+            return []
+        values: dict[str, bool | int] = {"compile": True, "recompute": 0, "packing": True}
+        if hardware.sft.sharded:
+            del values["compile"]  # was not measured
+        if sft.attention == "flash_attention_2":
+            del values["packing"]  # it takes no mask
+        values = {name: value for name, value in values.items() if getattr(sft, name) != value}
+        hours: dict[tuple[str, ...], float] = {}
+        for n in range(len(values) + 1):
+            for names in combinations(values, n):
+                changed = sft.model_copy(update={name: values[name] for name in names})
+                stages = self.stages(hardware, rates, experiment.model_copy(update={"sft": changed}))
+                if not names or not self.too_large(hardware, stages):
+                    hours[names] = sum(stage.gpu_seconds for stage in stages) / 3600
+        most = 0.95 * hours.pop(())
+        found = [names for names in hours if len(names) == 1 and hours[names] <= most]
+        if hours and len(best := min(hours, key=lambda names: hours[names])) > 1 and hours[best] <= most:
+            found.append(best)
+        return [
+            (", ".join(f"sft.{name}: {str(values[name]).lower()}" for name in names), hours[names]) for names in found
+        ]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -582,7 +613,11 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
             )
         few = seen.warning(experiment.grpo)
         lines += [f"warning: {few}"] if few else []
-    return Report(_summary(dry, hardware, stages), lines, _refusal(dry, hardware, rates, stages))
+    refused = _refusal(dry, hardware, rates, stages)
+    if not refused and (faster := dry.faster(hardware, rates)):
+        lines.append("faster, and fits (docs/scaling.md says what they do); GPU-hours of an iteration:")
+        lines += [f"  {hours:.1f} with {settings}" for settings, hours in faster]
+    return Report(_summary(dry, hardware, stages), lines, refused)
 
 
 def _summary(dry: DryRun, hardware: Hardware, stages: list[StageEstimate]) -> str:

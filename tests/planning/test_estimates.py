@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,17 @@ from coepg_dagster.benchmark import board_size
 from coepg_dagster.cli import app
 from coepg_dagster.experiment.files import load_experiment
 from coepg_dagster.experiment.models import Serving
-from coepg_dagster.experiment.schema import Evaluation, GroundingBoard
+from coepg_dagster.experiment.schema import Evaluation, Experiment, GroundingBoard
 from coepg_dagster.experiment.training import Environment, Grpo, Lora, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
+from coepg_dagster.jobs import Placement
 from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
     ADAPTED_LAYER_SECONDS,
     CARDS,
     EAGER,
     EAGER_LAYER_SECONDS,
+    GIB,
     Example,
     Graders,
     Memory,
@@ -270,6 +272,36 @@ def test_what_cannot_fit_is_refused_with_settings_that_help() -> None:
         assert 1 <= len(remedies) <= 3
         assert all(need < stage.memory.total for _, need in remedies)
         assert [need for _, need in remedies] == sorted(need for _, need in remedies)
+
+
+def test_settings_that_save_time_are_named_where_they_fit() -> None:
+    def with_sft(experiment: Experiment, **changed: Any) -> Experiment:
+        return experiment.model_copy(update={"sft": experiment.sft.model_copy(update=changed)})
+
+    def asked(experiment: Experiment, hardware: Hardware) -> list[tuple[str, float]]:
+        return DryRun(experiment, ROOT).faster(hardware, RATES)
+
+    web, large = load_experiment(ROOT / "experiments" / "web_3b.yaml"), Hardware(CARDS["H200-141GB"])
+    found = asked(web, large)
+    assert [text.count(":") for text, _ in found] == [1, 1, 1, 3]
+    for text, hours in found:
+        changed = {name.removeprefix("sft."): json.loads(value) for name, value in re.findall(r"(\S+): (\w+)", text)}
+        dry = DryRun(with_sft(web, **changed), ROOT)
+        stages = dry.stages(large, RATES)
+        assert sum(stage.gpu_seconds for stage in stages) / 3600 == pytest.approx(hours)
+        assert not dry.too_large(large, stages)
+    assert min(found, key=lambda each: each[1]) == found[-1]
+    assert "\n".join(report(DryRun(web, ROOT), large, RATES).lines).endswith(f"{found[-1][1]:.1f} with {found[-1][0]}")
+    assert asked(with_sft(web, compile=True, recompute=0.0, packing=True), large) == []
+    assert asked(web, Hardware(None)) == []
+    flash = with_sft(web, attention="flash_attention_2")
+    assert asked(flash, large) and not any("packing" in text for text, _ in asked(flash, large))
+    sharded = replace(large, gpus=2, sft=Placement(processes=2, strategy="zero3"))
+    assert asked(web, sharded) and not any("compile" in text for text, _ in asked(web, sharded))
+    assert large.card is not None
+    # GRPO takes 87, SFT with `recompute: 0` alone 95
+    smaller = asked(web, Hardware(replace(large.card, memory=92 * GIB)))
+    assert smaller and "sft.recompute: 0" not in dict(smaller)
 
 
 def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:

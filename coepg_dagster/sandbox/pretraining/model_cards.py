@@ -17,7 +17,7 @@ from coepg_dagster.markdown import table
 from coepg_dagster.sandbox.pretraining import corpus, evaluate, tiny_models
 from coepg_dagster.sandbox.pretraining.corpus import Corpus
 from coepg_dagster.sandbox.pretraining.evaluate import Rate
-from coepg_dagster.sandbox.pretraining.recipe import Checkpoint, Recipe
+from coepg_dagster.sandbox.pretraining.recipe import Checkpoint, Recipe, read
 from coepg_dagster.sandbox.pretraining.wordings import WORDINGS
 
 SPLITS: Final = ("validation", "test_seed", "test_text", "test_family")
@@ -85,8 +85,7 @@ def text(
     recipe: Recipe,
     recipe_file: str,
     parameters: int,
-    data: Mapping[str, Any],
-    stages: Mapping[str, Mapping[str, Any]],
+    reports: Mapping[str, Any],
     held_out: Results,
     pairs: Mapping[str, Results],
 ) -> str:
@@ -97,11 +96,12 @@ def text(
         recipe: the recipe that made it.
         recipe_file: the name of its file.
         parameters: their number.
-        data: `Corpus.summary()`.
-        stages: reports of its tower and of its own stage, as `run` writes them to `work/reports.json`.
+        reports: what `run` writes to `work/reports.json`: `Corpus.summary()` as "data", the reports of its tower and of its
+            own stage among those of "stages".
         held_out: from `held_out_results`.
         pairs: title → `pair_results`.
     """
+    data, stages = reports["data"], reports["stages"]
     checkpoint = recipe.checkpoints[name]
     tower = recipe.towers[checkpoint.tower]
     wordings = "\n".join(f"- {w}, weight {weight:g}: `{_EXAMPLES[w]}`" for w, weight in checkpoint.wordings.items())
@@ -164,8 +164,7 @@ def _legend(checkpoint: Checkpoint) -> str:
 
 def write(
     out: Path,
-    recipe: Recipe,
-    recipe_file: str,
+    recipe_file: Path,
     screens: Corpus,
     snapshot: Path,
     *,
@@ -178,6 +177,7 @@ def write(
     Every grounder is paired with the base planner, every planner with the base grounder and with the first grounder
     that was trained on its wordings, where those exist.
     """
+    recipe = read(recipe_file)
     reports = json.loads((out / "work" / "reports.json").read_text("utf-8"))
     for name in only or recipe.checkpoints:
         checkpoint = recipe.checkpoints[name]
@@ -188,7 +188,7 @@ def write(
                 pairs[f"`{planner}` with `{grounder}`"] = results
         held_out = held_out_results(out / name, checkpoint, screens, cases=cases, device=device)
         parameters = tiny_models.parameter_count(tiny_models.load(out / name)[0])
-        card = text(name, recipe, recipe_file, parameters, reports["data"], reports["stages"], held_out, pairs)
+        card = text(name, recipe, recipe_file.name, parameters, reports, held_out, pairs)
         (out / name / "README.md").write_text(card, "utf-8")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coepg_dagster import prompts
+from coepg_dagster import prompts, yaml_files
 from coepg_dagster.cli import app
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.sandbox.miniwob.splits import GENERAL_PAGE, KNOWN_FAMILIES, UNSEEN_FAMILIES
@@ -180,7 +180,8 @@ def test_a_short_run_learns_and_saves(drawn: Corpus, tmp_path: Path) -> None:
     planner = tiny_models.load(tmp_path / "p")
     rates = evaluate.pair(planner, (model, processor), drawn, drawn.indices(held_out=True))
     assert {name: rate.count for name, rate in rates.items()} == {"element": 2, "operation": 2, "step": 2}
-    model_cards.write(tmp_path, RECIPE, "mine.yaml", drawn, ROOT / "data" / "miniwob", cases=4)
+    (mine := tmp_path / "mine.yaml").write_text(yaml_files.dump(RECIPE.model_dump(mode="json")))
+    model_cards.write(tmp_path, mine, drawn, ROOT / "data" / "miniwob", cases=4)
     for name, steps in (("g", "20 x 8"), ("p", "3 x 4")):
         card = (tmp_path / name / "README.md").read_text()
         assert "trained from scratch by `coepg pretrain sandbox` with `mine.yaml`" in card
