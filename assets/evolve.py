@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coepg_dagster import yaml_files
+from coepg_dagster.characters import print_line
 from coepg_dagster.experiment.strict import checked
 from coepg_dagster.planning.machine import PROCESS_SECTIONS, Machine
 from coepg_dagster.processes import GRACE_SECONDS
@@ -90,7 +91,7 @@ def evolve_through(
     """Makes what is missing or stale in the iterations up to `through`, and the report; returns the number of runs."""
     assert_sound(instance)
     for run_id in end_dead_runs(instance, Project(loop.root).store):
-        console.print(f"run {run_id[:8]} was killed; what it had finished is used")
+        print_line(console, f"run {run_id[:8]} was killed; what it had finished is used")
     records = loop.records(instance)
     evaluate_again(instance, loop, records, loop.stale(records))
     keep_records_of(Project(loop.root).store, loop, records.values())
@@ -102,9 +103,9 @@ def evolve_through(
                 f"look at `coepg results {loop.name}`"
             )
         for lost in todo.lost:
-            console.print(f"{lost}; it is made again", highlight=False, soft_wrap=True)
+            print_line(console, f"{lost}; it is made again")
         if runs == 0 and not where.here and (why := no_queue(instance, loop)) is not None:
-            console.print(f"runs are made in this process: {why}", highlight=False, soft_wrap=True)
+            print_line(console, f"runs are made in this process: {why}")
         _run(defs, instance, loop, todo, console, where)
         runs, last = runs + 1, todo
     return runs
@@ -166,9 +167,7 @@ def _run(
                     submit(instance, going_on)  # its command was killed before it did
                 if queued:
                     said = "goes on" if going_on else "waits"
-                    console.print(
-                        f"{title}: run {run_id[:8]} {said} in the queue of the Dagster daemon", soft_wrap=True
-                    )
+                    print_line(console, f"{title}: run {run_id[:8]} {said} in the queue of the Dagster daemon")
                     queued = _await(instance, run_id)
         except KeyboardInterrupt:
             if interrupts.first is None:
@@ -179,11 +178,11 @@ def _run(
                 ended = f"ended by {interrupts.first.name}; what was finished is kept, a re-run goes on there"
             else:
                 ended = f"run {run_id[:8]}, which another `coepg evolve` started, goes on: cancel it in the web UI"
-            console.print(f"{title}: {ended}", soft_wrap=True)
+            print_line(console, f"{title}: {ended}")
             raise SystemExit(128 + interrupts.first)
     made = instance.get_run_by_id(run_id)
     if made is not None and made.tags.get(EVOLVE_TAG) == QUEUED and not queued:
-        console.print(f"{title}: the Dagster daemon is gone; the run is made in this process", soft_wrap=True)
+        print_line(console, f"{title}: the Dagster daemon is gone; the run is made in this process")
         _run(defs, instance, loop, todo, console, replace(where, here=True))
     elif made is None or not made.is_success:
         raise RunFailed(_why(instance, run_id, iteration))
@@ -353,17 +352,17 @@ class Bars:
     def __init__(self, title: str, console: Console) -> None:
         self._title, self._tasks = title, dict[str, TaskID]()
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[count]}"),
+            TextColumn("{task.fields[count]}", markup=False),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             console=console,
         )
         self.open, self.close = self._progress.start, self._progress.stop
 
     def waits(self, step: str, now: float, why: str) -> None:
-        self._progress.console.print(f"{self._title} {step}: {why}", markup=False, highlight=False)
+        print_line(self._progress.console, f"{self._title} {step}: {why}")
 
     def started(self, step: str, now: float) -> None:
         self._tasks[step] = self._progress.add_task(f"{self._title} {step}", total=1, count="", figures="", last="")
@@ -437,9 +436,7 @@ class Lines:
                 self._print(step, now, line.text or f"at work for {span_text(now - line.started)}")
 
     def _print(self, step: str, now: float, text: str) -> None:
-        self._console.print(
-            f"{local_time(now)} {self._title} {step}: {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(self._console, f"{local_time(now)} {self._title} {step}: {text}")
 
 
 class Watch:

@@ -41,6 +41,7 @@ from coepg_dagster.artifacts import (
     steps_of,
 )
 from coepg_dagster.auditing.archive import Archive, NotFound
+from coepg_dagster.characters import print_line
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment.files import ABLATIONS
 from coepg_dagster.experiment.schema import Experiment, Regeneration
@@ -195,12 +196,12 @@ class Reproduction:
             definitions: loop → definitions that contain it.
         """
         for name, why in study.left_out.items():
-            self.console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
+            print_line(self.console, f"left out: {name}: {why}")
         self._inputs(study, definitions)
         waiting = loop_tasks(study, self.instance)
         of, done = len(waiting), 0
         failed: list[LoopTask] = []
-        self.console.print(f"{of} iterations to make, {self.jobs} at a time", highlight=False)
+        print_line(self.console, f"{of} iterations to make, {self.jobs} at a time")
         started, pace = time.monotonic(), Pace()
         pace.text(0, of, time.time())
         try:
@@ -211,23 +212,22 @@ class Reproduction:
                         if code == 0:
                             done += 1
                             took, now = time.monotonic() - task.started, time.time()
-                            self.console.print(
+                            print_line(
+                                self.console,
                                 f"{local_time(now)} {task.loop.name} k={task.k} made in {span_text(took)}"
                                 f"{self._score(task)}; {pace.text(done, of, now)}",
-                                highlight=False,
-                                soft_wrap=True,
                             )
                         elif task.attempts < ATTEMPTS:
                             waiting.insert(0, task)
                         else:
                             task.why = self._why(task, code)
                             failed.append(task)
-                            self.console.print(f"failed: {task.command}: {task.why}", highlight=False, soft_wrap=True)
+                            print_line(self.console, f"failed: {task.command}: {task.why}")
                     time.sleep(0.2)
         finally:
             self._stop()
         minutes = (time.monotonic() - started) / 60
-        self.console.print(f"{done} made, {len(failed)} not, {minutes:.1f} minutes", highlight=False)
+        print_line(self.console, f"{done} made, {len(failed)} not, {minutes:.1f} minutes")
         return failed
 
     def _inputs(self, study: StudyLoops, definitions: Callable[[Loop], dg.Definitions]) -> None:

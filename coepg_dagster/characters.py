@@ -8,7 +8,10 @@ NFKC would also make "x²" "x2" and "½" "1⁄2". Stored texts stay as they were
 from __future__ import annotations
 
 import unicodedata
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def _each(characters: str, written: str) -> dict[int, str]:
@@ -51,3 +54,8 @@ def visible(text: str, *, one_line: bool = False) -> str:
     Such characters in a plan make it look like another one. `one_line`: line ends become ⏎, so that no text adds a line.
     """
     return text.translate(_STEERING | _LINE_ENDS if one_line else _STEERING)
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Prints a line of text as it is: `visible`, and `[/INST]` is no markup of Rich."""
+    console.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)

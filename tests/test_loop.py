@@ -165,7 +165,7 @@ def test_a_trained_model_has_a_card_that_is_no_part_of_its_version(projects: lis
 def test_evolve_skips_what_is_there(projects: list[Path]) -> None:
     process = Forked(projects[0], "evolve", "tiny", "--through", str(THROUGH))
     _, err = process.communicate(timeout=600)
-    assert process.returncode == 0 and "everything is there and current" in err
+    assert process.returncode == 0 and "everything is up to date" in err
 
 
 def test_a_changed_configuration_is_stale_with_all_that_follows(projects: list[Path]) -> None:

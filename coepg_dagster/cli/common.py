@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coepg_dagster.characters import visible
+from coepg_dagster.characters import print_line, visible
 from coepg_dagster.experiment.files import Experiments, split_iteration, split_reference
 from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.planning.machine import MACHINE
@@ -101,13 +101,14 @@ def echo(text: str) -> None:
     typer.echo(visible(text))
 
 
-def say(text: str, style: str) -> None:
-    err.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
+def say(text: str, style: str = "") -> None:
+    """Prints a line to standard error."""
+    print_line(err, text, style)
 
 
 def log_line(text: str) -> None:
     """Prints a line of long work with the time, for people who read it in a file."""
-    err.print(f"{local_time(time.time())} {visible(text)}", markup=False, highlight=False, soft_wrap=True)
+    print_line(err, f"{local_time(time.time())} {text}")
 
 
 def refuse(message: str) -> NoReturn:

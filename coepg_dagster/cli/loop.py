@@ -95,7 +95,7 @@ def evolve(
     if through:
         _refuse_training(experiment, placed_machine(place, machine))
     made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), Wanted(first, data))
-    err.print(f"{made} runs" if made else "everything is there and current")
+    say(f"{made} runs" if made else "everything is up to date")
 
 
 def _refuse_training(experiment: Experiment, placed: Machine) -> None:
@@ -133,11 +133,9 @@ def import_steps(reference: Reference) -> None:
     instance = open_instance(project)
     files, size = source_size(project.root / benchmark.path)
     free = shutil.disk_usage(project.root).free
-    err.print(
+    say(
         f"reads up to {files:,} files with {size / 1e9:,.3g} GB in {benchmark.path}; its screenshots are kept in the store as "
-        f"models see them: {free / 1e9:,.3g} GB are free there",
-        highlight=False,
-        soft_wrap=True,
+        f"models see them: {free / 1e9:,.3g} GB are free there"
     )
     from coepg_dagster.assets.evolve import make_inputs
 
@@ -252,7 +250,7 @@ def _would_run(loop: Loop, records: Records, stale: Mapping[Ref, Stale], reporte
     lines += [f"would run iteration {k}: {', '.join(assets)}" for k, assets in todo.items()]
     if lines or not reported:
         lines.append("would run last: evolution_report")
-    return lines or ["would run: nothing, everything is there and current"]
+    return lines or ["would run: nothing, everything is up to date"]
 
 
 def _silent_endpoints(experiment: Experiment, machine: Machine) -> list[str]:
@@ -359,7 +357,7 @@ def ui(
     except OSError as error:
         refuse(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port or --host")
     os.chdir(project.root)
-    err.print("loading the code locations …")
+    say("loading the code locations …")
     # in a group of its own with the runs that it starts: whatever ends this process ends them all
     daemon = subprocess.Popen(
         [
@@ -380,14 +378,14 @@ def ui(
                 server.should_exit = True
 
             Thread(target=end_with_daemon, daemon=True).start()
-            err.print(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
+            say(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
             server.run(sockets=[listening])
     finally:
         try:
             with suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGINT)
             if not group_ended(daemon.pid, 3):
-                err.print("ending the runs that go on; Ctrl-C kills them")
+                say("ending the runs that go on; Ctrl-C kills them")
                 group_ended(daemon.pid, 3 * GRACE_SECONDS)
         finally:
             end_group(daemon, 0)

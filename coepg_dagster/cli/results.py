@@ -11,6 +11,7 @@ import pyarrow as pa
 import typer
 from rich.console import Console
 
+from coepg_dagster.characters import print_line
 from coepg_dagster.cli.common import (
     Reference,
     echo,
@@ -63,22 +64,20 @@ def results(
         print_table(alone.title, alone.header, alone.rows, alone.protocols)
     console = Console()
     for asset, why in inputs.items():
-        console.print(f"stale: {asset}: {why}", style="yellow", highlight=False, soft_wrap=True)
+        print_line(console, f"stale: {asset}: {why}", "yellow")
     for iteration in table["iterations"]:
         for line in pairs_text(iteration) + learned_text(iteration):
-            console.print(line, highlight=False, soft_wrap=True)
+            print_line(console, line)
     for line in probe_lines(records):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print_line(console, line)
     for line in (*short_splits(table["iterations"]), *left_out):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        print_line(console, line, "yellow")
     for iteration in table["iterations"]:
         for asset, why in iteration["stale"].items():
-            console.print(
-                f"stale: {asset}[{iteration['iteration']}]: {why}", style="yellow", highlight=False, soft_wrap=True
-            )
+            print_line(console, f"stale: {asset}[{iteration['iteration']}]: {why}", "yellow")
     report = loop.report(instance)
     if report is not None:
-        console.print(f"page: {project.store / report.folder / 'report.html'}", highlight=False, soft_wrap=True)
+        print_line(console, f"page: {project.store / report.folder / 'report.html'}")
 
 
 @app.command()

@@ -545,7 +545,7 @@ class DryRun:
                 if not names or not self.too_large(hardware, stages):
                     hours[names] = sum(stage.gpu_seconds for stage in stages) / 3600
         most = 0.95 * hours.pop(())
-        found = [names for names in hours if len(names) == 1 and hours[names] <= most]
+        found: list[tuple[str, ...]] = [names for names in hours if len(names) == 1 and hours[names] <= most]
         if hours and len(best := min(hours, key=lambda names: hours[names])) > 1 and hours[best] <= most:
             found.append(best)
         return [
