@@ -206,8 +206,10 @@ def no_queue(instance: dg.DagsterInstance, loop: Loop) -> str | None:
         places = [place for entry in yaml_files.read(workspace)["load_from"] for place in entry.values()]
         if any(place["location_name"] == location for place in places):
             return None
-    except (yaml_files.BadYaml, LookupError, TypeError, AttributeError):
-        pass  # Dagster says what is wrong with it
+    except yaml_files.BadYaml as error:
+        return str(error)
+    except (LookupError, TypeError, AttributeError):
+        return f"{workspace} does not list code locations under `load_from`, each with a `location_name`"
     return f"{workspace} has no code location `{location}`"
 
 

@@ -57,5 +57,5 @@ def visible(text: str, *, one_line: bool = False) -> str:
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    """Prints a line of text as it is: `visible`, and `[/INST]` is no markup of Rich."""
-    console.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
+    """Prints a line of text as it is: `visible`, and to Rich neither `[/INST]` nor `:smile:` means anything."""
+    console.print(visible(text), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

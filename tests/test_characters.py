@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from coepg_dagster.characters import SAME, WITHOUT_WIDTH, normal_text, visible
+from coepg_dagster.characters import SAME, WITHOUT_WIDTH, normal_text, print_line, visible
 
 WRITTEN = st.text(max_size=20) | st.text([*map(chr, SAME), *WITHOUT_WIDTH, "e", "\u0301", "가", "ᄀ", "ᅡ"], max_size=20)
 
@@ -66,3 +68,12 @@ def test_what_is_shown_by_example() -> None:
         == "press ⟨U+202E⟩gnp⟨U+001B⟩[2J⟨U+009B⟩\nNext سلام 日本 \u200e"
     )
     assert visible("a\nverdict judge: hit", one_line=True) == "a⏎verdict judge: hit"
+
+
+@given(
+    WRITTEN | st.sampled_from(["[rank0]: out of memory", "[/INST]", "[red]", "\x1b]0;owned\x07", "\x1b[2J", ":smile:"])
+)
+def test_a_printed_line_is_the_text(text: str) -> None:
+    file = io.StringIO()
+    print_line(Console(file=file, force_terminal=True, no_color=True, width=20), text)
+    assert file.getvalue() == visible(text).expandtabs() + "\n"

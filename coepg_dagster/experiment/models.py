@@ -22,10 +22,16 @@ from coepg_dagster.geometry import Space
 from coepg_dagster.prompts import Style
 
 
+def may_hold_key(address: str) -> bool:
+    """Whether an address has a part in which a key may be given: a user, a query or a fragment."""
+    url = urlsplit(address)
+    user = "@" in (url.netloc or address)  # without a scheme all is a path
+    return user or bool(url.query or url.fragment)
+
+
 def refuse_keys(base_url: str | None, api_key_env: str | None) -> None:
     """Raises ValueError, which does not repeat it, where the address of an endpoint or the name of a variable holds a key."""
-    url = urlsplit(base_url or "")
-    if url.username or url.password or url.query:
+    if may_hold_key(base_url or ""):
         raise ValueError("base_url must hold no key: name its environment variable in `api_key_env`")
     if api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
         raise ValueError("api_key_env is the *name* of an environment variable, not the key")

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from coepg_dagster import yaml_files
-from coepg_dagster.experiment.models import PLACE, Member, Models, Serving, refuse_keys
+from coepg_dagster.experiment.models import PLACE, Member, Models, Serving, may_hold_key, refuse_keys
 from coepg_dagster.experiment.schema import Experiment, Regeneration
 from coepg_dagster.experiment.strict import ExperimentError, Name, Strict, checked
 from coepg_dagster.experiment.training import Grpo, PolicyTraining, Sft
@@ -54,6 +54,12 @@ class ProcessSettings(Strict):
         description="How long a cancelled job has to save and end, first after SIGINT, then after SIGTERM. Give training "
         "of a large model the time of an optimizer step and of a checkpoint.",
     )
+
+    @model_validator(mode="after")
+    def _address_holds_no_key(self) -> Self:
+        if may_hold_key(self.ray_address):
+            raise ValueError("ray_address must hold no key: it is written into the record of every artifact")
+        return self
 
 
 class TrainingSettings(ProcessSettings):

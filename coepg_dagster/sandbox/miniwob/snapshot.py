@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
+from coepg_dagster.pictures import picture
 from coepg_dagster.sandbox.miniwob.browser import HEIGHT, WIDTH, Browser
 from coepg_dagster.sandbox.miniwob.collect import read_shards
 from coepg_dagster.sandbox.miniwob.reader import TARGETS_FILE, TARGETS_SCHEMA, load_snapshot
@@ -98,10 +98,12 @@ def _target_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def store_png(png: bytes) -> bytes:
-    """The same palette PNG without its own compression: a Parquet column of these is less than half as large."""
-    with Image.open(io.BytesIO(png)) as image:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG", compress_level=0)
+    """The same palette PNG without its own compression: a Parquet column of these is less than half as large.
+
+    Raises BadPicture.
+    """
+    buffer = io.BytesIO()
+    picture(png).save(buffer, format="PNG", compress_level=0)
     return buffer.getvalue()
 
 

@@ -8,7 +8,6 @@ can be scored, not trained on.
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import shutil
 import tempfile
@@ -20,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from PIL import Image
 
+from coepg_dagster.pictures import BadPicture, picture
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.sandbox.pretraining.tiny_models import SCREEN_HEIGHT, SCREEN_WIDTH
 from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, askable
@@ -193,8 +192,13 @@ def _pixels(row: Mapping[str, Any], path: Path) -> NDArray[np.uint8]:
     if (row["width"], row["height"]) != (SCREEN_WIDTH, SCREEN_HEIGHT):
         size = f"{row['width']} x {row['height']} px"
         raise BadShards(f"{path}: a screen of {size}; these models see {SCREEN_WIDTH} x {SCREEN_HEIGHT} px")
-    with Image.open(io.BytesIO(row["screenshot"])) as image:
-        return np.asarray(image.convert("RGB"))
+    try:
+        image = picture(row["screenshot"])
+    except BadPicture as error:
+        raise BadShards(f"{path}: a screenshot cannot be decoded: {error}; collect it again") from None
+    if image.size != (SCREEN_WIDTH, SCREEN_HEIGHT):
+        raise BadShards(f"{path}: a screenshot has another size than its row says; collect it again")
+    return np.asarray(image.convert("RGB"))
 
 
 def _box(values: Sequence[float]) -> tuple[float, float, float, float]:

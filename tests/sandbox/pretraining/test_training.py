@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -8,8 +9,11 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from coepg_dagster import prompts, yaml_files
@@ -20,9 +24,10 @@ from coepg_dagster.sandbox.pretraining import batches, corpus, evaluate, model_c
 from coepg_dagster.sandbox.pretraining import tokenizer as tokens
 from coepg_dagster.sandbox.pretraining.batches import IGNORED, Batches, Contents
 from coepg_dagster.sandbox.pretraining.corpus import BadShards, Corpus
+from coepg_dagster.sandbox.pretraining.tiny_models import SCREEN_HEIGHT, SCREEN_WIDTH
 from coepg_dagster.sandbox.pretraining.wordings import WORDINGS
 from tests.project import REPOSITORY as ROOT
-from tests.sandbox.pretraining.conftest import write_shard
+from tests.sandbox.pretraining.conftest import SHARD_SCHEMA, page, write_shard
 
 RECIPE = recipe.Recipe(
     vocabulary=800,
@@ -53,6 +58,22 @@ def test_other_splits_are_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "x.parquet", 2, split="test_seed")
     with pytest.raises(BadShards, match="test_seed"):
         corpus.read([shard], work_dir=tmp_path)
+
+
+def test_a_screenshot_of_another_size_than_its_row_says_is_not_decoded(tmp_path: Path) -> None:
+    bomb = io.BytesIO()
+    Image.new("1", (13000, 13000)).save(bomb, "PNG")
+    wider = io.BytesIO()
+    Image.new("RGB", (SCREEN_WIDTH + 1, SCREEN_HEIGHT)).save(wider, "PNG")
+    for screenshot, why in (
+        (bomb, "at most 50000000 are decoded"),
+        (wider, "another size"),
+        (io.BytesIO(b"x"), "cannot"),
+    ):
+        row = page(0) | {"screenshot": screenshot.getvalue()}
+        pq.write_table(pa.Table.from_pylist([row], SHARD_SCHEMA), tmp_path / "x.parquet")
+        with pytest.raises(BadShards, match=rf"x.parquet: .*{why}.* collect it again"):
+            corpus.read([tmp_path / "x.parquet"], work_dir=tmp_path)
 
 
 def test_a_process_that_read_screens_leaves_none_behind(tmp_path: Path) -> None:
