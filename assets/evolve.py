@@ -33,7 +33,7 @@ from coepg_dagster.assets.ledger import (
     living_run,
 )
 from coepg_dagster.assets.recovery import keep_records_of
-from coepg_dagster.resources.training import Processes, Training, default_resources, resource_config
+from coepg_dagster.resources.training import Processes, default_resources, resource_config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -300,7 +300,6 @@ def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:
 
 def place_of(
     device: str | None,
-    train_device: str | None = None,
     processes: int | None = None,
     ray: str | None = None,
     machine: Machine | None = None,
@@ -308,15 +307,14 @@ def place_of(
     """Where the heavy steps run, by resource; None: as `machine` says, and without one the default of the resource.
 
     Args:
-        device: `cpu` or `cuda`; `train_device` the same for training alone.
+        device: `cpu` or `cuda`.
         processes: number that share inference.
         ray: address of a Ray cluster.
     """
     place: dict[str, dict[str, Any]] = resource_config(machine) if machine else {}
     for key, resource in default_resources().items():
         if isinstance(resource, Processes):
-            on = (train_device or device) if isinstance(resource, Training) else device
-            fields = {"device": on, "processes": processes, "launcher": "ray" if ray else None, "ray_address": ray}
+            fields = {"device": device, "processes": processes, "launcher": "ray" if ray else None, "ray_address": ray}
             place[key] = place.get(key, {}) | {name: value for name, value in fields.items() if value is not None}
     return place
 

@@ -274,15 +274,12 @@ def results(
 
     def boards(k: int) -> dict[str, Any]:
         scores = evaluation.figures.get(BOARDS, {}) if (evaluation := records.get(Ref("evaluation", k))) else {}
-        found = {name: board(k, name, of) for name, of in scores.items()}
+        found = {name: board(of) for name, of in scores.items()}
         return {BOARDS: found} if found else {}
 
-    def board(k: int, name: str, score: Mapping[str, Any]) -> dict[str, Any]:
-        figures = {"items": score["rows"], "protocol": score["protocol"]}
-        figures |= {LOST: score["notes"][LOST]} if LOST in score["notes"] else {}
-        for metric, of in score["metrics"].items():
-            figures[metric] = of
-        return figures
+    def board(score: Mapping[str, Any]) -> dict[str, Any]:
+        lost = {LOST: score["notes"][LOST]} if LOST in score["notes"] else {}
+        return {"items": score["rows"], "protocol": score["protocol"], **lost, **score["metrics"]}
 
     benchmark = experiment.benchmark
     return {

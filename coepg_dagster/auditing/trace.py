@@ -122,7 +122,7 @@ def trace_row(archive: Archive, dataset: Record, row: dict[str, Any]) -> dict[st
 
 def trace_candidate(archive: Archive, dataset: Record, candidate_id: str) -> dict[str, Any]:
     """The provenance of a candidate, kept or dropped, of one version of D_k; see `trace`."""
-    rows = [row for row in _select(archive, dataset, DATASET, "candidate_id", candidate_id)]
+    rows = _select(archive, dataset, DATASET, "candidate_id", candidate_id)
     mine = [row for row in rows if row["made_in"] == dataset.iteration]
     if mine:
         return trace_row(archive, dataset, mine[0])

@@ -59,7 +59,6 @@ def evolve(
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
     first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
     device: Annotated[Device | None, typer.Option(help="a GPU if there is one")] = None,
-    train_device: Annotated[Device | None, typer.Option(help="the same for training, if it differs")] = None,
     processes: Annotated[
         int | None, typer.Option(help="processes that share inference on a CPU", min=1, max=1024)
     ] = None,
@@ -83,7 +82,7 @@ def evolve(
     if first > through:
         refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
     if ray is None:
-        require_device(device, train_device)
+        require_device(device)
     machine = machine_named(project.root, on)
     from coepg_dagster.assets.ledger import Loop, open_instance
 
@@ -91,7 +90,7 @@ def evolve(
     from coepg_dagster.assets.evolve import Wanted, Where, evolve_through, place_of, placed_machine
 
     loop = Loop(experiment, seed, project.root)
-    place = place_of(device, train_device, processes, ray, machine)
+    place = place_of(device, processes, ray, machine)
     if through:
         _refuse_training(experiment, placed_machine(place, machine))
     made = evolve_through(_definitions(loop), instance, loop, through, err, Where(place, here), Wanted(first, data))
@@ -434,9 +433,6 @@ def reproduce(
     device: Annotated[
         Device | None, typer.Option(help="for inference and training; default: cpu, or as --on says")
     ] = None,
-    train_device: Annotated[
-        Device | None, typer.Option(help="the same for training, if it differs; several GPUs take turns")
-    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(help="processes that share the inference of one iteration on a CPU; default: 1", min=1, max=1024),
@@ -462,7 +458,7 @@ def reproduce(
     if machine is None:
         device, processes = device or "cpu", processes or 1
     if not only_collect:
-        require_device(device, train_device)
+        require_device(device)
         if machine is not None and machine.spread and jobs > 1:
             refuse(
                 f"machine {machine.name} trains on several GPUs at once: add --jobs 1, or name one with a GPU for each"
@@ -475,7 +471,7 @@ def reproduce(
     from coepg_dagster.assets.reproduce import collect as collect_study
 
     study = find_study(project, name, chosen)
-    placed = placed_machine(place_of(device, train_device, processes, None, machine), machine)
+    placed = placed_machine(place_of(device, processes, None, machine), machine)
     if not only_collect:
         for experiment in {loop.experiment.name: loop.experiment for loop in study.loops}.values():
             _refuse_training(experiment, placed)
@@ -485,7 +481,7 @@ def reproduce(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the child processes, as Ctrl-C does
         with one_at_a_time(project):
             end_dead_runs(instance, project.store)
-            places = {"--device": device, "--train-device": train_device, "--processes": processes, "--on": on}
+            places = {"--device": device, "--processes": processes, "--on": on}
             chosen_place = [
                 word for option, value in places.items() if value is not None for word in (option, str(value))
             ]

@@ -196,7 +196,7 @@ def judge_ui_genie(case: Case) -> Verdict:
     """
     label, predicted = case.label, case.prediction
     if predicted is None or not predicted.type:
-        return skipped("unparsed_answer", 3)
+        return skipped("unparsed_answer")
     pointed = label.point is not None and predicted.point is not None and predicted.type in (*POINTED, "swipe")
     if _genie_type(label) != _genie_type(predicted):
         return _verdict(False, False, False if pointed else None)
@@ -248,7 +248,7 @@ def judge_qwen(case: Case) -> Verdict:
     """
     label, predicted = case.label, case.prediction
     if label.type == "finish":
-        return skipped("terminate", 3)
+        return skipped("terminate")
     labelled_click = 1.0 if label.type == "click" else 0.0
     type_hit, hit = False, False
     if predicted is not None:

@@ -138,5 +138,6 @@ class Protocol:
         return f"element: {self.element}; text: {self.text}; counted: {self.denominator}"
 
 
-def skipped(reason: str, n_metrics: int) -> Verdict:
-    return Verdict((None,) * n_metrics, reason)
+def skipped(reason: str) -> Verdict:
+    """The verdict on a case that no metric counts: all three protocols that skip cases have three."""
+    return Verdict((None,) * 3, reason)

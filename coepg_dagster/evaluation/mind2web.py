@@ -33,7 +33,7 @@ def operation_text(action: Action | None) -> str:
 def judge_miniwob(case: Case) -> Verdict:
     """Point in any target box, borders included; no lower-casing; a step without target is skipped."""
     if not case.boxes:
-        return skipped("no_target", 3)
+        return skipped("no_target")
     point = case.prediction.point if case.prediction else None
     element = point is not None and inside_any(point, case.boxes)
     return _verdict(element, operation_f1(operation_text(case.prediction), operation_text(case.label)))
@@ -71,7 +71,7 @@ def judge_uground(case: Case, *, lowercase: bool = True, empty_boxes: str = "fai
     if case.padding:
         return MISS
     if empty_boxes == "skip" and case.facts.get("no_label_boxes", not case.boxes):
-        return skipped("no_boxes", 3)
+        return skipped("no_boxes")
     f1 = operation_f1(
         operation_text(case.prediction), operation_text(case.label), lowercase=lowercase, drop_punctuation=True
     )
@@ -91,7 +91,7 @@ def judge_seeclick(case: Case) -> Verdict:
     first is the step's.
     """
     if not case.boxes:
-        return skipped("no_target", 3)
+        return skipped("no_target")
     if case.size is None:
         raise ScoringError(f"step {case.step_id}: mind2web/seeclick needs the screenshot's width and height")
     if case.label.type not in _SEECLICK_CODES:

@@ -97,7 +97,6 @@ def score_board(
     labels: BoardLabels,
     predictions: pa.Table,
     *,
-    seed: int = 0,
     lost: Mapping[str, int] | None = None,
 ) -> Result:
     """Score a grounder's points on items of a board.
@@ -114,7 +113,7 @@ def score_board(
             )
         point = None if row["x"] is None else point_of(row["x"], row["y"])
         cases.append(replace(item, prediction=None if point is None else Action("click", "", point)))
-    return _score(protocol, cases, _lost_notes(lost), seed)
+    return _score(protocol, cases, _lost_notes(lost))
 
 
 def _lost_notes(lost: Mapping[str, int] | None) -> Notes:
@@ -129,21 +128,20 @@ def score_attempts(
     steps: pa.Table,
     attempts: Sequence[pa.Table],
     *,
-    seed: int = 0,
     lost: Mapping[str, int] | None = None,
 ) -> Result:
     """Score several predictions per step by the best of them, metric by metric: pass@n for n tables of predictions.
 
     Each table is as in `score_steps`. With one table the result is that of `score_steps`. Raises ScoringError.
     """
-    first, *others = (score_steps(protocol, steps, table, seed=seed, lost=lost) for table in attempts)
+    first, *others = (score_steps(protocol, steps, table, lost=lost) for table in attempts)
     if not others:
         return first
     best = first.steps
     for metric in first.metrics:
         values = pc.max_element_wise(*(result.steps[metric] for result in (first, *others)))
         best = best.set_column(best.schema.get_field_index(metric), metric, values)
-    return summarise(find_protocol(protocol), best, notes=first.notes, seed=seed)
+    return summarise(find_protocol(protocol), best, notes=first.notes)
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,6 @@ def score_under_every(
     labels: Path | None = None,
     answers: Path | None = None,
     space: Space | None = None,
-    seed: int = 0,
     report: Report | None = None,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """`score_predictions` under every protocol that fits a file, by name; and why the others do not (`coepg score --all`).
@@ -220,7 +217,7 @@ def score_under_every(
             sample = [row for row in islice(rows, SAMPLE) if isinstance(row, Case)]
             if misfit := misfit_of(name, sample):
                 raise ScoringError(misfit)
-            results[name] = score_predictions(file, name, seed=seed, report=report)
+            results[name] = score_predictions(file, name, report=report)
         except ScoringError as error:
             refused[name] = str(error)
     if not results:
@@ -251,7 +248,7 @@ def _marked(cases: Iterable[Case | Unread], exclusions: Exclusions) -> Iterator[
             yield case
 
 
-def without(result: Result, exclusions: Exclusions, *, seed: int = 0) -> Result:
+def without(result: Result, exclusions: Exclusions) -> Result:
     """The result, scored with these `exclusions`, over the items that are not on the list; a note says how many are.
 
     Raises ScoringError where no item is on the list, or all are.
@@ -264,7 +261,7 @@ def without(result: Result, exclusions: Exclusions, *, seed: int = 0) -> Result:
             "board?"
         )
     notes = {**result.notes, "excluded": f"{excluded} items by {exclusions.name} ({exclusions.source})"}
-    return summarise(find_protocol(result.protocol), result.steps.filter(pc.is_null(listed)), notes=notes, seed=seed)
+    return summarise(find_protocol(result.protocol), result.steps.filter(pc.is_null(listed)), notes=notes)
 
 
 def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:
@@ -297,7 +294,7 @@ def _other_judgement(result: Result) -> Notes:
     return {"rows that the file itself judges otherwise": Rows(len(ids), names)}
 
 
-def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int) -> Result:
+def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int = 0) -> Result:
     base = protocol.removeprefix(SOP_PREFIX)
     if base == "mind2web/uground":
         cases = pad(cases, notes)

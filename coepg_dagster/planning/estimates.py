@@ -223,12 +223,12 @@ def language_activations(model: Architecture, *, compiled: bool, residual: int =
     return (4 * residual + 10) * hidden + 8 * mlp + 8 * queries + 8 * keys
 
 
-def vision_activations(model: Architecture, *, compiled: bool, residual: int = 4) -> float:
+def vision_activations(model: Architecture, *, compiled: bool) -> float:
     """Like `language_activations`, for each patch in one layer of the vision tower; its rotary embedding is float32."""
     hidden, mlp = model.vision.hidden, model.vision.mlp
     if compiled:
-        return (2 * residual + 18) * hidden + 6 * mlp
-    return (4 * residual + 36) * hidden + 8 * mlp
+        return 26 * hidden + 6 * mlp
+    return 52 * hidden + 8 * mlp
 
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]

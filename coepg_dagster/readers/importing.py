@@ -192,7 +192,7 @@ def _judge(counts: Counts, options: Options, path: Path) -> None:
         )
 
 
-def batches(items: Iterable[Item], rejects: list[Reject], size: int = 32) -> Iterator[pa.RecordBatch]:
+def batches(items: Iterable[Item], rejects: list[Reject]) -> Iterator[pa.RecordBatch]:
     """The steps among `items` as record batches of READER_SCHEMA; rejects are appended to `rejects`."""
     held: list[dict[str, Any]] = []
     held_bytes = 0
@@ -202,13 +202,15 @@ def batches(items: Iterable[Item], rejects: list[Reject], size: int = 32) -> Ite
             continue
         held.append(item.values)
         held_bytes += len(item.values["screenshot"])
-        if len(held) == size or held_bytes > MAX_BATCH:
+        if len(held) == BATCH or held_bytes > MAX_BATCH:
             yield pa.RecordBatch.from_pylist(held, schema=READER_SCHEMA)
             held, held_bytes = [], 0
     if held:
         yield pa.RecordBatch.from_pylist(held, schema=READER_SCHEMA)
 
 
+BATCH: Final = 32
+"""Steps of a record batch."""
 MAX_BATCH: Final = 1 << 29
 """Bytes of screenshots after which a batch is full: Arrow's binary columns hold 2 GiB."""
 

@@ -210,7 +210,7 @@ def reward_figure(rollouts: pa.Table) -> Figure:
     return drawn
 
 
-def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, Any]]:
+def sample_rollouts(rollouts: pa.Table) -> list[dict[str, Any]]:
     """The best and the worst rollout of groups whose rewards differ, spread evenly over training.
 
     A fixed rule, so that samples are not picked by their looks.
@@ -219,7 +219,7 @@ def sample_rollouts(rollouts: pa.Table, count: int = SAMPLES) -> list[dict[str, 
     for row in rollouts.to_pylist():
         groups[row["optimizer_step"], row["group"]].append(row)
     differ = [rows for _, rows in sorted(groups.items()) if _std([row["reward"] for row in rows]) >= SPREAD_FLOOR]
-    pairs = max(1, count // 2)
+    pairs = SAMPLES // 2
     chosen = [differ[i * len(differ) // pairs] for i in range(pairs)] if len(differ) >= pairs else differ
     samples = []
     for rows in chosen:

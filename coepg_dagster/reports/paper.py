@@ -223,9 +223,7 @@ def grpo_progress(rollouts: pa.Table, grounder: str, window: int = 4) -> list[tu
     return [(step, fmean(rates[max(0, i + 1 - window) : i + 1])) for i, step in enumerate(steps)]
 
 
-def figure_5(
-    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], label: str = "success of rollouts, %"
-) -> Figure:
+def figure_5(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> Figure:
     """Success during GRPO: reward → one curve of (optimizer step, per cent) per seed. Lines are means, bands min to max."""
     drawn = figure()
     axes = drawn.subplots()
@@ -245,7 +243,7 @@ def figure_5(
             low, high = [min(values[step]) for step in steps], [max(values[step]) for step in steps]
             axes.fill_between(steps, low, high, color=f"C{color}", alpha=0.18)
     axes.set_xlabel("optimizer step of GRPO")
-    dress(axes, label)
+    dress(axes, "success of rollouts, %")
     return drawn
 
 

@@ -66,11 +66,11 @@ def test_what_is_there_is_not_made_again_and_what_is_taken_comes_first(study: In
 def test_iterations_share_the_gpus(study: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
 
-    def on(machine: Machine | None = None, **devices: str) -> Reproduction:
-        placed = placed_machine(place_of(devices["device"], devices.get("train_device"), machine=machine), machine)
+    def on(machine: Machine | None = None, *, device: str) -> Reproduction:
+        placed = placed_machine(place_of(device, machine=machine), machine)
         return Reproduction(study.project, study.instance, QUIET, 4, [], placed)
 
-    made = on(device="cpu", train_device="cuda")
+    made = on(device="cuda")
     seen = []
     for k, task in enumerate(loop_tasks(find_study(study.project, "light", [1]), study.instance)[:4]):
         task.gpu = made._free_gpu()

@@ -35,6 +35,11 @@ VISIBLE: Final = 0.7
 
 VALUE_WEIGHT: Final = 2
 """Sampling weight of a planner's steps with a value, relative to steps without."""
+REMEMBERED: Final = 400_000
+"""Texts whose tokens are kept."""
+MOST_TOKENS: Final = 128
+MOST_ELEMENTS: Final = 32
+"""Limits of the dense labels of a screen."""
 
 Batch = dict[str, NDArray[np.int64]]
 
@@ -65,10 +70,9 @@ class Contents:
 class Vocabulary:
     """Token ids of texts, cached: training encodes the same few hundred thousand texts again and again."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, remember: int = 400_000) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}
-        self._remember = remember
         self.after_question = self.ids(f"{tokens.IM_END}\n{tokens.IM_START}assistant\n")
         self.end = tokens.token_id(tokenizer, tokens.IM_END)
 
@@ -76,7 +80,7 @@ class Vocabulary:
         ids = self._known.get(text)
         if ids is None:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-            if len(self._known) < self._remember:
+            if len(self._known) < REMEMBERED:
                 self._known[text] = ids
         return ids
 
@@ -287,17 +291,15 @@ class DenseLabels:
     elements: NDArray[np.int16]
 
 
-def dense_labels(
-    steps: Sequence[ScreenStep], tokenizer: PreTrainedTokenizerFast, *, most_tokens: int = 128, most_elements: int = 32
-) -> DenseLabels:
-    """Labels for the warm-up of the vision tower; tokens and elements beyond the two limits are left out."""
-    rectangles = np.full((len(steps), most_tokens, 4), -1000, np.int16)
-    ids = np.zeros((len(steps), most_tokens), np.int16)
-    boxes = np.full((len(steps), most_elements, 4), -1000, np.int16)
+def dense_labels(steps: Sequence[ScreenStep], tokenizer: PreTrainedTokenizerFast) -> DenseLabels:
+    """Labels for the warm-up of the vision tower; tokens beyond MOST_TOKENS and elements beyond MOST_ELEMENTS are left out."""
+    rectangles = np.full((len(steps), MOST_TOKENS, 4), -1000, np.int16)
+    ids = np.zeros((len(steps), MOST_TOKENS), np.int16)
+    boxes = np.full((len(steps), MOST_ELEMENTS, 4), -1000, np.int16)
     known: dict[str, tuple[list[int], list[int], list[int]]] = {}
     for row, step in enumerate(steps):
         labels: list[tuple[tuple[float, ...], int]] = []
-        for number, element in enumerate(step.elements[:most_elements]):
+        for number, element in enumerate(step.elements[:MOST_ELEMENTS]):
             boxes[row, number] = np.round(element.box)
             labels += [(element.box, token) for token in tokenizer.encode(element.kind, add_special_tokens=False)]
             if element.name not in known:
@@ -305,7 +307,7 @@ def dense_labels(
             name_ids, starts, ends = known[element.name]
             spans = _token_spans(element, element.name, starts, ends)
             labels += list(zip(spans, name_ids, strict=True))
-        for number, (span, token) in enumerate(labels[:most_tokens]):
+        for number, (span, token) in enumerate(labels[:MOST_TOKENS]):
             rectangles[row, number] = np.round(span)
             ids[row, number] = token
     return DenseLabels(rectangles, ids, boxes)

@@ -135,10 +135,9 @@ def read(
     shards: Sequence[Path],
     *,
     splits: Collection[str] = (PRETRAIN_SPLIT,),
-    limit: int | None = None,
     work_dir: Path | None = None,
 ) -> Corpus:
-    """Read Parquet shards, in the order of their paths; at most `limit` steps.
+    """Read Parquet shards, in the order of their paths.
 
     Raises BadShards if a step belongs to none of `splits`, for a screen of another size, or for no step at all.
     The pictures go to a file in `work_dir` and are mapped from there; by default in a temporary directory, which is removed when
@@ -146,7 +145,6 @@ def read(
     """
     tables = [pq.ParquetFile(path) for path in sorted(shards)]
     total = sum(table.metadata.num_rows for table in tables)
-    total = total if limit is None else min(limit, total)
     if total == 0:
         raise BadShards(f"no steps in {[str(path) for path in shards]}; collect some with `coepg collect miniwob`")
     directory = Path(tempfile.mkdtemp(prefix="coepg-screens-", dir=work_dir))
