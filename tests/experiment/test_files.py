@@ -128,7 +128,7 @@ def test_what_is_taken_brings_what_it_was_made_from(tmp_path: Path) -> None:
         ({"parent": "nothing"}, "parent", "there is no nothing.yaml in"),
         ({"parent": "over"}, "parent", "has this file as its parent, or is it"),
         ({"description": None}, "description", "valid string"),
-        ({"grpo": {"kl_betta": 0.5}}, "grpo.kl_betta", "correct its spelling"),
+        ({"grpo": {"kl_betta": 0.5}}, "grpo.kl_betta", "did you mean `kl_beta`?"),
         ({"take": ["evaluation"]}, "take.0", "'dataset'"),
         ({"take": ["dataset"], "seeds": [1, 9]}, "seeds", "exp has [1, 2] only"),
         ({"take": ["dataset"], "iterations": 3}, "iterations", "exp has 2 only: raise it there"),

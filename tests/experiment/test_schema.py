@@ -26,8 +26,14 @@ from tests.project import REPOSITORY
 @pytest.mark.parametrize(
     ("change", "key", "remedy"),
     [
-        ({"sed": [1]}, "sed", "there is no such key; remove it or correct its spelling"),
-        ({"grpo__group_sizes": 7}, "grpo.group_sizes", "correct its spelling"),
+        ({"sed": [1]}, "sed", "there is no such key; did you mean `seeds`?"),
+        ({"colour": 1}, "colour", "there is no such key; remove it or correct its spelling"),
+        ({"sft__learning_rat": 1}, "sft.learning_rat", "did you mean `learning_rate`?"),
+        ({"sft__num_train_epochs": 1}, "sft.num_train_epochs", "did you mean `epochs`?"),
+        ({"sft__lora": {"rnk": 4}}, "sft.lora.rnk", "did you mean `rank`?"),
+        ({"grpo__beta": 0.1}, "grpo.beta", "did you mean `kl_beta`?"),
+        ({"models__verifiers": {"v": {"model": "x", "procesor": "y"}}}, "models.verifiers.v.procesor", "`processor`?"),
+        ({"grpo__group_sizes": 7}, "grpo.group_sizes", "did you mean `group_size`?"),
         ({"models__planners": None}, "models.planners", "the key is missing; add it"),
         ({"iterations": "three"}, "iterations", "valid integer"),
         ({"iterations": 1.5}, "iterations", "integer"),
