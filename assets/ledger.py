@@ -94,7 +94,7 @@ def open_instance(project: Project) -> dg.DagsterInstance:
         if trouble := machine_trouble(error):
             raise NotUsable(f"{home}: the Dagster instance there cannot be opened: {trouble}") from None
         raise NotUsable(
-            f"{home}: the Dagster instance there cannot be opened: mend it (it must be writable), or set DAGSTER_HOME to "
+            f"{home}: the Dagster instance there cannot be opened: repair it (it must be writable), or set DAGSTER_HOME to "
             f"another folder ({why:.400})"
         ) from None
     return instance

@@ -289,7 +289,7 @@ def data_quality(work: StageContext) -> Outcome:
         pq.read_table(work.read_by("verdicts", "candidate_plans") / CANDIDATES),
         pq.read_table(work.folder("verdicts") / VERDICTS),
         pq.read_table(work.folder("dataset") / DATASET),
-        config.model_validate(verdict_record.config),
+        config.model_validate(work.record("dataset").config),  # its rule, which verdicts do not depend on
         frozenset(experiment.models.verifiers),
     )
     figures = measure_quality(

@@ -451,7 +451,7 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
                     pq.read_table(folder(made["candidate_plans"]) / CANDIDATES),
                     pq.read_table(folder(verdicts) / VERDICTS),
                     pq.read_table(folder(made["dataset"]) / DATASET),
-                    Regeneration.model_validate(verdicts.config),
+                    Regeneration.model_validate(made["dataset"].config),
                     frozenset(experiment.models.verifiers),
                 )
             )

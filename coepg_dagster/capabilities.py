@@ -18,7 +18,7 @@ REFUSED: Final[Mapping[tuple[EngineName, Need], str]] = {
     (
         "openai",
         "training",
-    ): "an endpoint hands out no weights: give a local folder or a hub name, and list the endpoint in a pool",
+    ): "an endpoint gives no weights: give a local folder or a hub name, and list the endpoint in a pool",
     # π'_k and ϕ_k in pools and evaluation
     (
         "openai",

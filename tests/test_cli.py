@@ -101,7 +101,7 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["evolve", "sandbox", "--through", "x"], "Invalid value for"),
     (["evolve", "sandbox", "--through", "-1"], "Invalid value for"),
     (["evolve", "sandbox", "--through", "4"], "has iterations 0..3: lower --through"),
-    (["evolve", "sandbox", "--through", "1", "--from", "2"], "--from 2 lies behind --through 1"),
+    (["evolve", "sandbox", "--through", "1", "--from", "2"], "--from 2 is after --through 1"),
     (["evolve", "sandbox", "--through", "1", "--device", "gpu"], "'gpu' is not one of"),
     (["evolve", "sandbox", "--through", "1", "--device", "tpu"], "'tpu' is not one of"),
     (["evolve", "sandbox", "--through", "1", "--processes", "0"], "Invalid value for"),

@@ -188,7 +188,7 @@ def _trace(
                 **member(archive, vote["verifier"], verdicts, models),
                 "hit": vote["hit"],
                 "point": None if vote["x"] is None else [vote["x"], vote["y"]],
-                # max() for the same reason as in pools.selection
+                # rounding can put a mean log-probability just above 0
                 "confidence": None if vote["mean_logprob"] is None else math.exp(min(0.0, vote["mean_logprob"])),
                 "mean_logprob": vote["mean_logprob"],
                 "tokens": vote["tokens"],

@@ -197,7 +197,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="EXPERIMENT@k", help="to this one")],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Shows how two iterations differ, of one experiment or two: rows of D_k and why, models, results."""
+    """Compares two iterations, of one experiment or of two: rows of D_k and why, models, results."""
     from coepg_dagster.auditing.differences import Side, differences
 
     sides = []

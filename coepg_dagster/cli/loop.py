@@ -58,7 +58,7 @@ def evolve(
     reference: Reference,
     through: Annotated[int, typer.Option(help="the last iteration to make", min=0)],
     first: Annotated[int, typer.Option("--from", help="the first iteration to make", min=0)] = 0,
-    device: Annotated[Device | None, typer.Option(help="a GPU if there is one")] = None,
+    device: Annotated[Device | None, typer.Option(help="default: cuda if there is a GPU")] = None,
     processes: Annotated[
         int | None, typer.Option(help="processes that share inference on a CPU", min=1, max=1024)
     ] = None,
@@ -71,7 +71,7 @@ def evolve(
         bool, typer.Option("--data/--no-data", help="whether D_THROUGH is made, which only the next iteration reads")
     ] = True,
 ) -> None:
-    """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is there and current.
+    """Makes iterations FROM..THROUGH in order, through the Dagster instance; skips what is up to date.
 
     Every iteration is one run: watch it in the web UI too. Where a Dagster daemon runs (`coepg ui`), runs wait in its queue, so
     that its limits hold; else they are made in this process. Call this again to resume a run that was killed.
@@ -80,7 +80,7 @@ def evolve(
     if through > experiment.iterations:
         refuse(f"{experiment.name} has iterations 0..{experiment.iterations}: lower --through, or raise `iterations`")
     if first > through:
-        refuse(f"--from {first} lies behind --through {through}: raise --through, or lower --from")
+        refuse(f"--from {first} is after --through {through}: raise --through, or lower --from")
     if ray is None:
         require_device(device)
     machine = machine_named(project.root, on)
@@ -233,11 +233,14 @@ def _planned_machine(
         return machine
     here = detect_card()
     if here is None and experiment.pool != "cpu":
-        say("no GPU is known here: --on NAME plans another machine, see machines/", "yellow")
+        say("no GPU was found here: --on NAME plans for another machine, see machines/", "yellow")
     if here is None:
         return Machine(name="this_machine")
     if here[1] > 1:
-        say(f"training takes one of {here[1]} GPUs: --on NAME spreads it, see machines/", "yellow")
+        say(
+            f"training takes one of {here[1]} GPUs: a profile with --on NAME spreads it over several, see machines/",
+            "yellow",
+        )
     return Machine(name="this_machine", card=here[0].name, gpus=here[1])
 
 
@@ -409,7 +412,7 @@ def _hosts(host: str, port: int, public_url: str | None, without_login: bool) ->
     try:
         listens_on = ip_address(socket.gethostbyname(host))  # IPv4
     except (OSError, ValueError, TypeError):
-        refuse(f"--host {host}: is no IPv4 address of this machine, nor a name of one: correct it")
+        refuse(f"--host {host}: is not an IPv4 address or a name of this machine: correct it")
     if not listens_on.is_loopback and not without_login:
         refuse(
             f"--host {host}: the web UI has no login: whoever reaches this address can start and delete runs and read all data. "
@@ -443,7 +446,7 @@ def reproduce(
 ) -> None:
     """Runs every loop of a study, the experiment and its ablations with all seeds; writes tables, figures and findings.
 
-    Each iteration is a `coepg evolve` of its own. What is there and current is not made again, so this resumes
+    Each iteration is a `coepg evolve` of its own. What is up to date is not made again, so this resumes
     after any interruption. Ends with code 1 where something could not be made; the page names it.
     """
     chosen = None

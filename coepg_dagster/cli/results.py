@@ -138,7 +138,7 @@ def compare(
         return
     for split, one in compared.items():
         title = f"{one.protocol}, {split}: {one.steps} steps; per cent"
-        head = ("metric", "A", "B", "B - A", "differs", "over steps: B - A", "smallest that shows")
+        head = ("metric", "A", "B", "B - A", "differs", "over steps: B - A", "detectable difference")
         print_table(title, head, [_difference_row(name, one) for name in one.differences])
         if any(one.left_out):
             echo(
@@ -146,7 +146,7 @@ def compare(
             )
     echo(
         f"A: {a}, B: {b}. Averages are macro but for those over steps (micro); differences in points, with 95 % intervals. "
-        "Of the smallest true difference that shows, 4 of 5 such comparisons find one."
+        "A true difference of that size is found with a power of 80 %."
     )
 
 

@@ -139,7 +139,9 @@ class Models(Strict):
             raise ValueError("a pool needs at least one member: name an open model, e.g. `{qwen_7b: Qwen/…}`")
         taken = [name for name in pool if re.fullmatch(r"(planner|grounder)_\d+", name)]
         if taken:
-            raise ValueError(f"{', '.join(taken)}: the trained members have such names; call the open model otherwise")
+            raise ValueError(
+                f"{', '.join(taken)}: the trained members have such names; give the open model another name"
+            )
         return pool
 
     @model_validator(mode="after")

@@ -60,7 +60,7 @@ class Benchmark(Strict):
         "high", description="AndroidControl: `high` shows models the goal alone, `low` the instruction of the step too"
     )
     train: str = Field("train", description="the split from which D_k is made")
-    validation: str = Field("validation", description="the split for every choice")
+    validation: str = Field("validation", description="the split on which settings are chosen")
     test: list[str] = Field(min_length=1, description="splits that only `evaluation` reads")
     protocol: str = Field(description="the named rule by which predictions are scored")
     max_train_steps: int | None = Field(
@@ -111,8 +111,8 @@ class Regeneration(Strict):
         "any", description="how many verifiers must hit: `any`, `majority`, `all` or `k_of_n`"
     )
     k: int | None = Field(None, ge=1, description="for k_of_n")
-    max_plans_per_step: int = Field(8, ge=1, description="rows per step of D_k")
-    similar: float = Field(0.9, gt=0, le=1, description="plans with a token Jaccard above this are one plan")
+    max_plans_per_step: int = Field(8, ge=1, description="plans of a step that an iteration adds to D_k, at most")
+    similar: float = Field(0.9, gt=0, le=1, description="token Jaccard similarity above which two plans are duplicates")
     carry_over: Literal["best_plan_per_step", "cumulative", "none"] = Field(
         "best_plan_per_step",
         description="what of D_{k-1} stays: `best_plan_per_step`, for steps that lost all; `cumulative`, all; `none`",
@@ -126,7 +126,7 @@ class Regeneration(Strict):
     @model_validator(mode="after")
     def _k_goes_with_its_rule(self) -> Self:
         if (self.rule == "k_of_n") != (self.k is not None):
-            raise ValueError("`k` goes with `rule: k_of_n`, and only with it")
+            raise ValueError("`rule: k_of_n` needs `k`, and no other rule takes it")
         return self
 
 

@@ -31,7 +31,7 @@ class Lora(Strict):
     """Low-rank adapters (LoRA) of every linear layer, merged into the weights after training."""
 
     rank: int = Field(64, ge=1, description="r")
-    alpha: float = Field(64.0, gt=0, description="an adapter counts alpha / rank times")
+    alpha: float = Field(64.0, gt=0, description="adapters are scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
@@ -43,7 +43,7 @@ class Sft(Strict):
     batch_size: int = Field(96, ge=1, description="rows per optimizer step, over all devices")
     micro_batch_size: int = Field(4, ge=1, description="rows per device and forward pass")
     learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
-    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises")
+    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps with linear warm-up")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     freeze_vision: bool = Field(False, description="leave the vision tower as it is")
     recompute: float = Field(
@@ -141,13 +141,13 @@ class PolicyTraining(Strict):
     )
     max_steps: int | None = Field(None, ge=1, description="ends training earlier, or later, than `num_train_epochs`")
     num_train_epochs: int = Field(1, ge=1, description="passes over the prompts, each in another order")
-    num_iterations: int = Field(1, ge=1, description="μ, updates by the same rollouts")
+    num_iterations: int = Field(1, ge=1, description="μ, updates with the same rollouts")
     learning_rate: float = Field(5e-7, gt=0, description="peak learning rate")
     lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = Field(
         "cosine",
         description="`cosine`, `cosine_with_min_lr` (ends at a tenth of the rate), `linear` or `constant_with_warmup`",
     )
-    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises")
+    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of the steps with linear warm-up")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     adam_beta2: float = Field(0.999, gt=0, lt=1, description="β2 of AdamW")
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo"] = Field(
@@ -160,7 +160,7 @@ class PolicyTraining(Strict):
     )
     temperature: float = Field(0.9, gt=0, description="at which rollouts are sampled")
     kl_beta: float = Field(0.01, ge=0, description="β, weight of KL(π‖π_k)")
-    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="ε, how far the probability ratio counts")
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="ε, the clip range of the probability ratio")
     epsilon_high: float | None = Field(None, gt=0, description="the upper clip; null: `clip_epsilon` too")
     delta: float | None = Field(
         None, gt=0, description="limit of the ratio where the advantage is negative (two-sided clipping); null: none"

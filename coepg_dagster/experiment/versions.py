@@ -64,9 +64,13 @@ def _counted(part: Strict, keys: set[str] | None = None) -> dict[str, Any]:
     """The settings of a section, or those of `keys`, that a code version counts, as JSON has them."""
     counted = {}
     for name, value in part.model_dump(mode="json", include=keys).items():
-        if not _left_out(part, name):
-            of_part = getattr(part, name, None)
-            counted[name] = _counted(of_part) if isinstance(of_part, Environment) else value
+        if _left_out(part, name):
+            continue
+        of_part = getattr(part, name)
+        counted[name] = _counted(of_part) if isinstance(of_part, Environment) else value
+        # strategies are applied in the order of the file, and JSON's keys are sorted
+        if name == "curation" and list(value) != sorted(value):
+            counted[name] = list(value.items())
     return counted
 
 
@@ -116,7 +120,10 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.benchmark, {"train", "max_train_steps"}),
             (quality, {"shared_steps_at_most", "outside_boxes_at_most", "blank_screens_at_most"}),
         ],
-        "data_quality": [(quality, {"legible_px"})],
+        "data_quality": [
+            (quality, {"legible_px"}),
+            *([(pools, {"rule", "k"})] if pools.rule != "any" else []),
+        ],
         "evaluation": [
             (experiment.benchmark, {"validation", "test", "protocol", "max_eval_steps"}),
             (pools, {"max_plan_tokens", "max_point_tokens"}),

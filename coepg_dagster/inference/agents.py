@@ -182,7 +182,7 @@ def refuse_outage(name: str, groundings: Sequence[Grounding]) -> None:
     if len(failed) > max(2, PASSING_AT_MOST * len(groundings)):
         raise Ended(
             f"{name}: {len(failed)} of {len(groundings)} plans got no answer: {failed[0]}. "
-            "See to its server; what was finished before is kept, and a re-run goes on there"
+            "Check its server and run again: what was finished is kept"
         )
 
 

@@ -77,7 +77,7 @@ def by_episode(of: Regenerated) -> dict[str, ByEpisode]:
 
     - purity: verified / generated, over plans for steps with a target.
     - purity_open: the same by the votes of the open verifiers, which are the same in every iteration; purity by the
-      current pool also rises when its members become lenient (COEPG.md, ambiguity t). Left out if not all of them voted.
+      current pool also rises when its members become lenient (docs/paper_map.md). Left out if not all of them voted.
     - diversity: mean number of different verified plans per covered step, before the cap.
     - coverage: share of the training steps that have a row in D_k.
     """

@@ -116,7 +116,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             trainer.train(resume_from_checkpoint=last and str(last))
         if self._stopped_by is not None:
             raise Ended(
-                f"{self._stopped_by} came: saved at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+                f"{self._stopped_by}: saved at step {trainer.state.global_step} of {trainer.state.max_steps}. "
                 "Run the same step again to continue from there"
             )
 

@@ -106,6 +106,7 @@ def _once(
                 curated = curate(items, strategies)
             except Nothing as error:
                 raise NothingToTrainOn(str(error)) from None
+            file.parent.mkdir(parents=True, exist_ok=True)
             with whole(file) as draft:
                 draft.write_text(json.dumps(asdict(curated)))
         _write(json.loads(file.read_text()), items, row_ids, job.out)
@@ -303,7 +304,9 @@ class PromptMeasures:
         wanted = {self._ids[place] for place in places}
         steps = self._steps.filter(pa.compute.is_in(self._steps["step_id"], pa.array(sorted(wanted))))
         rates: dict[str, float] = {}
-        with opened(Member(model=job.init), job, logs=job.scratch, beside_training=True) as policy:
+        # by transformers: vLLM's share of the GPU is the graders'
+        policy_member = Member(model=job.init, engine="transformers")
+        with opened(policy_member, job, logs=job.scratch, beside_training=True) as policy:
             screens = Screens(steps, policy.resize)
             judge = self._judge(steps, screens)
             requests = requests_of(steps, screens, models.prompts, agent)

@@ -70,7 +70,7 @@ class Environments:
         """The answer to each question, in order; {"success": False, "why": LOST} where two environments died (`is_lost`).
 
         Raises:
-            Ended: a question was refused, or no environment lives: the end of its error output says why.
+            Ended: a question was refused, or all environments failed: the end of its error output says why.
         """
         answers = list(self._threads.map(self._ask, questions))
         for answer in answers:
@@ -80,7 +80,7 @@ class Environments:
         self.lost += len(lost)
         self._lost_in_a_row = self._lost_in_a_row + len(lost) if len(lost) == len(answers) else 0
         if lost and self._lost_in_a_row > len(self._all):  # one question alone may be what none survives
-            raise Ended(f"grpo.environment: no environment lives: {lost[0]['last_words']}")
+            raise Ended(f"grpo.environment: all environments failed: {lost[0]['last_words']}")
         return answers
 
     @property

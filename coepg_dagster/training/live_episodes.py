@@ -133,7 +133,7 @@ class LiveEpisodes:
     def play(self, prompts: Sequence[str], group_size: int, ask: Ask) -> None:
         """Plays an episode for each of the prompts' step ids, of which `group_size` consecutive ones are equal.
 
-        Raises Ended where no environment lives, a page is not the recorded one, or all episodes are lost.
+        Raises Ended where all environments failed, a page is not the recorded one, or all episodes are lost.
         """
         self.episodes = [Episode(*divmod(i, group_size), **self._games[step]) for i, step in enumerate(prompts)]
         playing = self.episodes

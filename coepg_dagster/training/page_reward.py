@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from coepg_dagster.inference.agents import refuse_outage
 from coepg_dagster.prompts import ACTION_TYPES, parse_planner
+from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.environments import Environments, is_lost
 
@@ -39,7 +40,10 @@ class PageReward(CdremReward):
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
-        """As CdremReward's, but by pages. Raises Ended where no environment lives, or a page is not the recorded one."""
+        """As CdremReward's, but by pages.
+
+        Raises NoVerdict where ϕ_k gave no answer, Ended where all environments failed or a page is not the recorded one.
+        """
         of_cdrem = super().score(texts, step_ids)
         actions = self._actions(texts, step_ids)
         new = list(dict.fromkeys(action for action in actions if action is not None and action not in self._known))
@@ -62,6 +66,11 @@ class PageReward(CdremReward):
         name, grounder = next(iter(self._grounders.items()))
         groundings = grounder.ground(list(asked.values()))
         refuse_outage(f"grounder {name}", groundings)
+        if failed := [grounding.failure for grounding in groundings if grounding.failure]:
+            raise NoVerdict(
+                f"grounder {name} gave no answer for {len(failed)} of {len(groundings)} plans, so that no page can judge them: "
+                f"{failed[0]}. A reward is never silently 0: see to its engine and run the step again"
+            )
         actions: list[tuple[Any, ...] | None] = [None] * len(texts)
         for row, grounding in zip(asked, groundings, strict=True):
             answer, point = answers[row], grounding.point

@@ -31,7 +31,7 @@ def versions(raw: dict[str, Any]) -> dict[str, str]:
         ({"sft__learning_rate": 1e-3}, {"planner_sft", "grounder", "end_to_end"}),
         ({"grpo__kl_beta": 0.5}, {"planner", "end_to_end"}),
         ({"grpo__validate_every": 4}, {"planner", "end_to_end"}),
-        ({"regeneration__rule": "all"}, {"dataset"}),
+        ({"regeneration__rule": "all"}, {"dataset", "data_quality"}),
         ({"regeneration__temperature": 0.5}, {"candidate_plans"}),
         ({"batch_size": 7}, {"candidate_plans"}),
         ({"regeneration__max_point_tokens": 9}, {"planner", "verdicts", "evaluation"}),
@@ -119,6 +119,21 @@ def test_every_setting_of_a_section_is_read_by_some_asset(section: Any) -> None:
             value = {key: 14}
         decides = key not in ONLY_MEASURED.get(section, ())
         assert (versions(content(**{name: value})) != versions(content())) == decides, f"{name}.{key}"
+
+
+def test_the_order_of_strategies_counts_where_they_are_applied_in_it() -> None:
+    prompts = {"frontier": {}, "mixed_results": {}}
+    rows = {"curriculum": {}, "seed_rules": {}}
+    for section, strategies, changed in (
+        ("grpo", prompts, {"planner", "end_to_end"}),
+        ("sft", rows, {"planner_sft", "grounder", "end_to_end"}),
+        ("grounder_rl", rows, {"grounder_rl"}),
+    ):
+        one, other = (
+            versions(content(**{section: {"curation": dict(order)}}))
+            for order in (strategies.items(), reversed(strategies.items()))
+        )
+        assert {asset for asset in one if one[asset] != other[asset]} == changed, section
 
 
 def test_how_browsers_are_run_changes_no_version() -> None:

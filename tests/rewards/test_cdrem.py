@@ -122,7 +122,7 @@ def test_a_confidence_that_is_no_log_probability_is_refused(broken: list[float])
         confidences(broken, "probability")
 
 
-# mean log p of the 72B, the 32B and ϕ_k, with σ = (1, 1, 2); COEPG.md section 2
+# mean log p of the 72B, the 32B and ϕ_k, with σ = (1, 1, 2); docs/paper_map.md
 WEIGHT_TABLE = [
     ((-0.1, -0.1, -0.1), (0.344, 0.344, 0.311), (0.224, 0.224, 0.553)),
     ((-0.5, -0.5, -0.5), (0.384, 0.384, 0.233), (0.261, 0.261, 0.478)),

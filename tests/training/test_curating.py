@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from trl import SFTTrainer
 
 from coepg_dagster.artifacts import CURATION, FOLD, ROLLOUTS
-from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.models import Member, Models, Serving
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Point
+from coepg_dagster.inference import opening
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.steps import fold_of
 from coepg_dagster.training.curating import RowMeasures, curated_rows
 from coepg_dagster.training.examples import NothingToTrainOn
@@ -231,3 +234,34 @@ def test_each_fold_is_trained_without_its_episodes(
     shutil.rmtree(tmp_path / "folded")
     assert train_sft(folded, quiet) == figures
     assert (beside(tmp_path / "folded") / FOLD.format(0) / "model" / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_prompts_are_measured_beside_graders_that_fill_vllms_share_of_the_gpu(
+    random_checkpoint: Callable[[int], Path],
+    steps: pa.Table,
+    dataset: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[float] = []
+
+    @contextmanager
+    def served(path: str, *, dtype: Any, device: str, serving: Serving, share: int, **_: Any) -> Iterator[Any]:
+        taken.append(serving.memory / share)
+        yield TransformersEngine(path, dtype=dtype, device=device, batch_size=8)
+
+    monkeypatch.setattr(opening, "vllm_server", served)
+    config = Grpo(
+        prompts_per_step=2,
+        group_size=2,
+        micro_batch_size=4,
+        max_steps=1,
+        max_plan_tokens=8,
+        probe_steps=0,
+        curation={"curriculum": {"samples": 2}},
+    )
+    data = dataset, steps, models.model_copy(update={"engine": "vllm"})
+    checkpoints = [random_checkpoint(seed) for seed in (0, 1, 2)]
+    train_grpo(grpo_job(tmp_path / "out", data, *checkpoints[:2], config, {"other": checkpoints[2]}), quiet)
+    assert len(taken) == 2 and sum(taken) == pytest.approx(Serving().memory)

@@ -77,12 +77,14 @@ def test_it_learns_the_answers_by_heart_and_goes_on_with_grpo(
 ) -> None:
     sft = Sft(epochs=30, batch_size=6, micro_batch_size=6, learning_rate=4e-3, freeze_vision=False)
     grpo = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=48)
-    grpo = grpo.model_copy(update={"validate_every": 1, "probe_steps": 0})
+    grpo = grpo.model_copy(update={"validate_every": 1, "probe_steps": 0, "curation": {"curriculum": {"samples": 2}}})
+    sft = Sft.model_validate(sft.model_dump() | {"curation": {"seed_rules": {"area_at_most": 1.0}}})
     data, init = (dataset, steps, models), random_checkpoint(3)
     figures = train_end_to_end(
         training_job(EndToEndJob, tmp_path / "out", data, init, validation=steps, sft=sft, grpo=grpo), quiet
     )
     assert figures["rows"] == 6 and figures["optimizer_steps"] == 1
+    assert {*figures["sft_curation"]} == {"seed_rules"} and {*figures["curation"]} == {"curriculum"}
     assert figures["validation_reward_best"] >= figures["validation_reward_first"] > 0, "its own points are judged"
     assert pq.read_table(tmp_path / "out" / "rollouts.parquet").num_rows == 4
     engine = TransformersEngine(tmp_path / "out-scratch" / "before_grpo", dtype="float32", device="cpu", batch_size=6)

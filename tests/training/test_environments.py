@@ -61,5 +61,5 @@ def test_where_none_lives_or_a_question_is_wrong_the_step_ends_with_the_reason(t
     with pool(tmp_path) as environments, pytest.raises(Ended, match=r"grpo\.environment: another page"):
         environments.ask([{"n": 1}, {"n": 77}])
     dead = Environments(Environment(processes=2), (sys.executable, "-c", "import sys; sys.exit('no Chromium')"))
-    with dead, pytest.raises(Ended, match="no environment lives: it ended no Chromium"):
+    with dead, pytest.raises(Ended, match="all environments failed: it ended no Chromium"):
         dead.ask([{"n": 1}, {"n": 2}])

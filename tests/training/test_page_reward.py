@@ -22,8 +22,10 @@ from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.experiment.training import Environment, Grpo
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder
+from coepg_dagster.inference.engine import Failure
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.prompts import planner_answer
+from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.steps import DATASET_SCHEMA, short_hash
 from coepg_dagster.training import page_reward
 from coepg_dagster.training.environments import LOST
@@ -51,11 +53,13 @@ class Pages:
         ]
 
 
-def reward_by(pages: Any, steps: pa.Table, point: str = "(18,28)") -> PageReward:
+def reward_by(pages: Any, steps: pa.Table, point: str = "(18,28)", **graders: Scripted) -> PageReward:
+    """A reward whose only grader answers with `point`, or the reward by `graders`."""
     screens = Screens(steps, RESIZE)
-    grounder = Grounder(Scripted(lambda _: generation(point)), screens, "compact", Space.RESIZED, 8)
+    engines = graders or {"phi": Scripted(lambda _: generation(point))}
+    grounders = {name: Grounder(engine, screens, "compact", Space.RESIZED, 8) for name, engine in engines.items()}
     config = Grpo(confidence="constant")
-    return PageReward({"phi": grounder}, {"phi": 1.0}, steps, screens, config, environments=pages)
+    return PageReward(grounders, dict.fromkeys(grounders, 1.0), steps, screens, config, environments=pages)
 
 
 def test_the_page_decides_whatever_the_label_says(steps: pa.Table) -> None:
@@ -85,6 +89,14 @@ def test_what_cannot_be_performed_is_no_success(point: str, steps: pa.Table) -> 
     pages = Pages()
     assert reward_by(pages, steps, point).score([planner_answer("press it", "CLICK", "")], ["s0"]) == [0]
     assert not pages.asked
+
+
+def test_without_an_answer_of_the_grounder_there_is_no_reward(steps: pa.Table) -> None:
+    pages, other = Pages(), Scripted(lambda _: generation("(18,28)"))
+    reward = reward_by(pages, steps, phi=Scripted(lambda _: Failure("status 500")), other=other)
+    with pytest.raises(NoVerdict, match=r"grounder phi gave no answer for 1 of 1 plans.*status 500"):
+        reward.score([planner_answer("press it", "CLICK", "")], ["s0"])
+    assert not pages.asked and other.requests, "C-DREM had an answer, of another grader"
 
 
 def test_a_question_that_was_lost_is_asked_again(steps: pa.Table) -> None:

@@ -177,7 +177,7 @@ def test_sft_is_continued_also_in_a_second_epoch(
     printed = compare(make, ends, "model.safetensors")
     assert f"continues from checkpoint-{at}" in printed[1]
     assert "continues from checkpoint-3" in printed[2], "checkpoint 4 was not whole"
-    assert "SIGTERM came: saved at step 5 of 6. Run the same step again" in printed[2]
+    assert "SIGTERM: saved at step 5 of 6. Run the same step again" in printed[2]
     assert "continues from checkpoint-5" in printed[3]
     log = logged(tmp_path / "killed" / "out")
     assert log == logged(tmp_path / "whole" / "out")
