@@ -55,7 +55,7 @@ from coepg_dagster.training.examples import (
     steps_of_episodes,
 )
 from coepg_dagster.training.grpo_trainer import CdremTrainer, EpisodeTrainer
-from coepg_dagster.training.launch import accumulation, is_main, refuse
+from coepg_dagster.training.launch import accumulation, is_main, refuse, section_of
 from coepg_dagster.training.live_episodes import LiveEpisodes, played
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack
@@ -258,7 +258,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     rollouts = job.scratch / "rollouts"
     beside = {rollouts: 1, job.scratch / BEST: 0, job.scratch / PROBES: 0}
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations, beside=beside)
-    monitor = TrainingMonitor(job.placement.on_anomaly, ordered=policy.ordered)
+    monitor = TrainingMonitor(job.placement.on_anomaly, section_of(config), ordered=policy.ordered)
     longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])
     seconds = 60 * job.serving.start_minutes
     sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)

@@ -35,7 +35,7 @@ from coepg_dagster.training.common import (
 from coepg_dagster.training.curating import curated_rows
 from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.groups import FIRST, GroupOrder, Groups, in_groups
-from coepg_dagster.training.launch import accumulation, is_main, refuse
+from coepg_dagster.training.launch import accumulation, is_main, refuse, section_of
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import packed_pass
 from coepg_dagster.training.preflight import preflight
@@ -212,7 +212,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     processes = job.placement.processes
     groups = Groups.of(examples.with_format(None)["step_id"], config, processes) if config.packing else None
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
-    monitor = TrainingMonitor(job.placement.on_anomaly)
+    monitor = TrainingMonitor(job.placement.on_anomaly, section_of(config))
     trainer = PlainTrainer(
         model=model,
         core=model,
