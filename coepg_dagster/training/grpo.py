@@ -322,7 +322,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         **learned,
         **saved,
         "trained_parameters": trained,
-        "warnings": monitor.warnings,
+        "warnings": [*monitor.warnings, *learned.get("warnings", ())],
         **difference(history),
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "frac_reward_zero_std": float(np.mean([e["frac_reward_zero_std"] for e in history])) if history else None,

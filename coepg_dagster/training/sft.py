@@ -22,6 +22,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.jobs import SftJob
 from coepg_dagster.progress import Report
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import fold_of
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
@@ -39,7 +40,7 @@ from coepg_dagster.training.launch import accumulation, is_main, refuse, section
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import packed_pass
 from coepg_dagster.training.preflight import preflight
-from coepg_dagster.training.probe import probe_sft
+from coepg_dagster.training.probe import probe_sft, unmeasured
 from coepg_dagster.training.speed import (
     GradientsInBuckets,
     check_attention,
@@ -148,7 +149,10 @@ def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
         figures["curation"] = curated.figures
     if job.role == "end_to_end" or not job.config.probe_steps or not is_main():
         return figures
-    return figures | probe_sft(job, dataset, steps)
+    try:
+        return figures | probe_sft(job, dataset, steps)
+    except Refusal as error:
+        return figures | {"warnings": [*figures["warnings"], unmeasured(error)]}
 
 
 def _train_folds(

@@ -555,6 +555,30 @@ def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
             assert not thread.is_alive()
 
 
+def test_a_probe_without_a_verdict_costs_no_training(
+    run: Run,
+    server: OpenAIServer,
+    far: Member,
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ϕ_k's server fails after the last step."""
+
+    def fail_at_the_end(done: int, of: int, figures: Any) -> None:
+        if done == of:
+            server.faults = [status(400)] * 999
+
+    monkeypatch.setattr(grpo, "opened", lambda _, *args, **settings: opened(far, *args, **settings))
+    job = grpo_job(tmp_path / "out", (dataset, steps, models), run.init, far.processor, CONFIG, validation=steps)
+    figures = train_grpo(job, fail_at_the_end)
+    assert "probe" not in figures and (job.out / "model.safetensors").exists()
+    [warning] = figures["warnings"]
+    assert "the probe measured nothing, and the model is kept without it: no grounder answered" in warning
+
+
 def test_without_grounders_there_is_no_reward(steps: pa.Table) -> None:
     with pytest.raises(ValueError, match="at least one grounder"):
         CdremReward({}, {}, steps, Screens(steps, RESIZE), CONFIG)
