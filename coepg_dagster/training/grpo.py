@@ -143,7 +143,9 @@ def train_grounder_rl(job: GrounderRlJob, report: Report) -> dict[str, Any]:
     refuse(job.config, job.placement)
     refuse_missing(job.placement)
     steps, models = job.train_steps(), job.models
-    rows, curated = curated_rows(job, job.rows(), steps)
+    rows = job.rows()
+    refuse_few(rows.num_rows - rows["box"].null_count, job.config)
+    rows, curated = curated_rows(job, rows, steps)
 
     def grounder(processor: Any, resize: tuple[int, int, int]) -> Policy:
         screens = Screens(steps, resize)
@@ -215,11 +217,13 @@ def _planner(
 
     best = probe = None
     if config.validate_every is not None:
-        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, job.scratch / BEST)
+        validated = job.validation_steps(config.validation_steps, "grpo.validation_steps")
+        best = KeepBest(*questions_on(validated), config, job.scratch / BEST)
     if config.probe_steps and job.placement.sharded:
         print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
     elif config.probe_steps:
-        validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
+        limit = config.probe_steps
+        validation = job.validation_steps(limit, "grpo.probe_steps")
         train, trained_on = job.train_steps(), prompts.with_format(None)["step_id"]
         if config.plays:  # prompts are the first steps of episodes
             trained_on = steps_of_episodes(train, trained_on)
@@ -247,7 +251,11 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     prompts, checked = preflight(
         policy.prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens
     )
-    refuse_few(len(prompts), config)
+    left_out = {
+        f"{section_of(config)}.curation ({', '.join(config.curation)})": bool(config.curation),
+        f"{section_of(config)}.max_tokens ({config.max_tokens})": len(prompts) < len(policy.prompts),
+    }
+    refuse_few(len(prompts), config, [setting for setting, is_so in left_out.items() if is_so])
     plays = isinstance(config, Grpo) and config.plays is not None
     compared = [] if plays else by_episodes(config.advantage)
     if compared and policy.ordered:

@@ -34,7 +34,7 @@ from coepg_dagster.training.common import (
     write_log,
 )
 from coepg_dagster.training.curating import curated_rows
-from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
+from coepg_dagster.training.examples import NothingToTrainOn, end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.groups import FIRST, GroupOrder, Groups, in_groups
 from coepg_dagster.training.launch import accumulation, is_main, refuse, section_of
 from coepg_dagster.training.monitor import TrainingMonitor
@@ -169,6 +169,11 @@ def _train_folds(
     columns = (steps[name].to_pylist() for name in ("step_id", "episode_id"))
     fold = {step_id: fold_of(episode, folds) for step_id, episode in zip(*columns, strict=True)}
     of_rows = np.array([fold[step_id] for step_id in dataset["step_id"].to_pylist()])
+    if len(set(of_rows.tolist())) == 1:
+        raise NothingToTrainOn(
+            f"sft.folds: all {len(of_rows)} rows with a target are of one of the {folds} parts of the episodes, so that none are "
+            "left to train without it: set another number, or `folds: null`"
+        )
     counts = []
     for i in range(folds):
         scratch = job.scratch / FOLD.format(i)

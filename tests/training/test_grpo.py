@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer
 
+from coepg_dagster.artifacts import NoSteps
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Box, Space
@@ -36,7 +37,7 @@ from coepg_dagster.jobs import EndToEndJob
 from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
 from coepg_dagster.rewards.variants import recompute, summary
-from coepg_dagster.steps import ROLLOUT_SCHEMA
+from coepg_dagster.steps import ROLLOUT_SCHEMA, STEP_SCHEMA
 from coepg_dagster.training import grpo
 from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.end_to_end import train_end_to_end
@@ -346,6 +347,53 @@ def test_too_few_prompts_for_one_step_are_an_error_and_not_an_untrained_planner(
         train_grpo(
             grpo_job(tmp_path, (dataset.slice(0, 2), steps, models), run.init, trained("grounder", 0), CONFIG), quiet
         )
+
+
+def in_episodes_of_three(steps: pa.Table, prefix: str = "") -> pa.Table:
+    """The steps with other episodes; `prefix` begins all ids."""
+    rows = [
+        row | {"step_id": prefix + row["step_id"], "episode_id": f"{prefix}e{i // 3}", "step_index": i % 3}
+        for i, row in enumerate(steps.to_pylist())
+    ]
+    return pa.Table.from_pylist(rows, STEP_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"max_prompts": 4, "prompts_per_step": 4}, r"3 prompts are left by grpo.max_prompts \(4; whole episodes\)"),
+        ({"max_tokens": 58, "prompts_per_step": 6}, r"\d prompts are left by grpo.max_tokens \(58\)"),
+        (
+            {"curation": {"mixed_results": {}}, "prompts_per_step": 6},
+            r"\d prompts are left by grpo.curation \(mixed_results\)",
+        ),
+        (
+            {"environment": {"episodes": "whole"}},
+            r"D_{k-1} covers 2 steps that begin an episode, .* lower grpo.prompts_per_step \(3\)",
+        ),
+        ({"probe_steps": 2}, r"no episode of split 'validation' has at most 2 steps.*: raise grpo.probe_steps"),
+        (
+            {"probe_steps": 0, "validate_every": 1, "validation_steps": 2},
+            r"no episode of split 'validation' has at most 2 steps.*: raise grpo.validation_steps",
+        ),
+    ],
+)
+def test_too_few_steps_are_refused_with_the_setting_that_left_so_few(
+    change: dict[str, Any],
+    cause: str,
+    run: Run,
+    trained: Callable[[str, int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    config = Grpo.model_validate(CONFIG.model_dump() | {"micro_batch_size": 4, "probe_steps": 0} | change)
+    data = dataset, in_episodes_of_three(steps), models
+    validation = in_episodes_of_three(steps, "v")
+    job = grpo_job(tmp_path / "out", data, run.init, trained("grounder", 0), config, validation=validation)
+    with pytest.raises((NothingToTrainOn, NoSteps), match=cause):
+        train_grpo(job, quiet)
 
 
 # the reward alone
