@@ -122,7 +122,7 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
         asked, pairs, curated = curated_prompts(job, asked_about, job.train_steps(), engines)
         if pairs and not engines:
             raise Ended(
-                "grpo.curation: transition_pairs is for a planner: an end-to-end agent's point could be on both screens"
+                "grpo.curation: pairs of screens are for a planner: an end-to-end agent's point could be on both"
             )
         pages = stack.enter_context(Environments(job.config.environment)) if job.config.environment else None
 
