@@ -119,19 +119,19 @@ def all_steps(path: Path) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
-def steps_of(path: Path, split: str, limit: int | None = None) -> pa.Table:
+def steps_of(path: Path, split: str, limit: int | None = None, setting: str = "the limit") -> pa.Table:
     """The steps of one split, in file order. Raises NoSteps if there are none, or none within the limit.
 
-    With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`).
+    With a `limit`: whole episodes, at most `limit` steps (`whole_episodes`); `setting` is its name in messages.
     """
     table = all_steps(path)
     start = pc.index(table["split"], split).as_py()
     if start < 0:
         raise NoSteps(f"{path} holds no step of split {split!r}")
-    return limited(table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py()), limit)
+    return limited(table.slice(start, pc.sum(pc.equal(table["split"], split)).as_py()), limit, setting)
 
 
-def limited(table: pa.Table, limit: int | None) -> pa.Table:
+def limited(table: pa.Table, limit: int | None, setting: str = "the limit") -> pa.Table:
     """The steps of one split within a limit, see `steps_of`. Raises NoSteps if every episode is longer."""
     if limit is None or table.num_rows <= limit:
         return table
@@ -140,6 +140,6 @@ def limited(table: pa.Table, limit: int | None) -> pa.Table:
         shortest = pc.min(pc.value_counts(table["episode_id"]).field("counts")).as_py()
         raise NoSteps(
             f"no episode of split {table['split'][0].as_py()!r} has at most {limit} steps, the shortest has {shortest}: "
-            "raise the limit"
+            f"raise {setting}"
         )
     return chosen

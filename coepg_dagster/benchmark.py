@@ -246,6 +246,9 @@ def refuse_steps(experiment: Experiment, steps: pa.Table, covered: Mapping[int, 
             if split == benchmark.validation and experiment.grpo.validate_every is not None:
                 key = "grpo.validation_steps"
                 limited(mine, experiment.grpo.validation_steps)
+            if split == benchmark.validation and experiment.grpo.enabled and experiment.grpo.probe_steps:
+                key = "grpo.probe_steps"
+                limited(mine, experiment.grpo.probe_steps)
         except ScoringError as error:
             why.append(f"key `benchmark.protocol`: {error}")
         except NoSteps as error:

@@ -98,9 +98,9 @@ class TrainingJob(Job):
         """The labelled steps of the train split (STEP_SCHEMA)."""
         return steps_of(self.steps, self.train_split)
 
-    def validation_steps(self, limit: int | None = None) -> pa.Table:
-        """The labelled steps of the validation split; with a `limit` whole episodes, at most `limit` steps."""
-        return steps_of(self.steps, self.validation_split, limit)
+    def validation_steps(self, limit: int | None = None, setting: str = "the limit") -> pa.Table:
+        """The labelled steps of the validation split; with a `limit`, that of `setting`, whole episodes of at most so many."""
+        return steps_of(self.steps, self.validation_split, limit, setting)
 
 
 class SftJob(TrainingJob):

@@ -75,11 +75,15 @@ def test_steps_that_are_too_few(lengths: Any, change: dict[str, Any], message: s
     assert (len(why) == 1 and message in why[0]) if message else why == []
 
 
-def test_a_look_at_the_validation_split_needs_an_episode_of_it() -> None:
-    grpo = {"validate_every": 1, "validation_steps": 1, "prompts_per_step": 2}
-    watched = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update={"prompts": "dataset"} | grpo)})
+@pytest.mark.parametrize(
+    ("key", "look"),
+    [("validation_steps", {"validate_every": 1, "validation_steps": 1}), ("probe_steps", {"probe_steps": 1})],
+)
+def test_a_look_at_the_validation_split_needs_an_episode_of_it(key: str, look: dict[str, int]) -> None:
+    grpo = {"prompts": "dataset", "prompts_per_step": 2} | look
+    watched = changed().model_copy(update={"grpo": SANDBOX.grpo.model_copy(update=grpo)})
     why = refuse_steps(watched, steps(**ALL))
-    assert len(why) == 1 and "`grpo.validation_steps`: no episode of split 'validation'" in why[0]
+    assert len(why) == 1 and f"`grpo.{key}`: no episode of split 'validation'" in why[0]
 
 
 def test_a_dataset_that_covers_too_few_steps() -> None:

@@ -22,6 +22,7 @@ from coepg_dagster.provenance import END_TO_END, LOOP, LOOP_RL, Agent, Asset, In
 from coepg_dagster.readers.mind2web import SPLITS as MIND2WEB_SPLITS
 from coepg_dagster.rewards.cdrem import ValueMode
 from coepg_dagster.rewards.terms import OF_A_BOX
+from coepg_dagster.strategies.curation import transition_pairs
 from coepg_dagster.strategies.inference import Agent as AskedAgent
 
 WaysToInfer = Annotated[Named, AfterValidator(partial(chosen_for, AskedAgent, "inference"))]
@@ -375,9 +376,19 @@ class Experiment(Strict):
         return self
 
     @model_validator(mode="after")
-    def _inference_has_two_models(self) -> Self:
-        if self.agent == "end_to_end" and self.evaluation.inference:
-            raise ValueError("evaluation.inference: an end-to-end agent has no plan and no grounder: leave it out")
+    def _what_is_of_a_pair_has_two_models(self) -> Self:
+        of_a_pair = {
+            "evaluation.inference: leave it out": bool(self.evaluation.inference),
+            "sft.folds: set `folds: null`": self.sft.folds is not None,
+            "sft.target: set `target: centre`": self.sft.target != "centre",
+        }
+        if self.agent == "end_to_end" and any(of_a_pair.values()):
+            wrong = "; ".join(setting for setting, is_so in of_a_pair.items() if is_so)
+            raise ValueError(f"an end-to-end agent has no plan and no grounder, which are what this is about: {wrong}")
+        if self.agent == "end_to_end" and transition_pairs.__name__ in self.grpo.curation:
+            raise ValueError(
+                "grpo.curation: transition_pairs is for planners: an end-to-end agent's point could be on both screens; remove it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -32,7 +32,7 @@ class Lora(Strict):
 
     rank: int = Field(64, ge=1, description="r")
     alpha: float = Field(64.0, gt=0, description="adapters are scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="of SFT only")
 
 
 class Sft(Strict):
@@ -262,6 +262,11 @@ class PolicyTraining(Strict):
                     f"max_num_gen_batches asks prompts of other episodes, and advantage {compared[0]} compares the steps of one: "
                     "remove one of them"
                 )
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(
+                "lora.dropout is of SFT only: rollouts are sampled without it, and an update with it would not fit them: "
+                "set `dropout: 0`"
+            )
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
             raise ValueError(f"delta: the loss `{self.loss_type}` does not use it; remove it")
         return self

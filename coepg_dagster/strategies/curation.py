@@ -298,7 +298,7 @@ def frontier(
     *,
     share: Annotated[float, Field(gt=0, le=1)] = 0.5,
     target: Share = 0.5,
-    width: Annotated[float, Field(gt=0)] = 0.2,
+    width: Annotated[float, Field(ge=0.001)] = 0.2,
     uniform: Share = 0.1,
     samples: Samples = 8,
 ) -> Choice:
@@ -307,8 +307,8 @@ def frontier(
     MobileGen's formulas are not known to this project; these are its own. Profile: p_b = (s_b + 1) / (n_b + 2) for each bin
     (`difficulty_bin`), s_b of the n_b sampled answers being right. Weight of a prompt of bin b: exp(−(p_b − target)² /
     (2 width²)), normalised and mixed with `uniform` of the uniform distribution. Drawn without replacement (Efraimidis and
-    Spirakis) with numbers from the hashes of the ids, so that the same profile draws the same prompts. The profile is in the
-    record, and is not averaged over iterations.
+    Spirakis; in logarithms, since the weights of a narrow width are too small for numbers) with numbers from the hashes of the
+    ids, so that the same profile draws the same prompts. The profile is in the record, and is not averaged over iterations.
     """
     rates = prompts.pass_rates(samples)
     bins = [difficulty_bin(step) for step in prompts.steps]
@@ -316,13 +316,14 @@ def frontier(
     for name, p in zip(bins, rates, strict=True):
         right[name] += p * samples
     profile = {name: (right[name] + 1) / (n * samples + 2) for name, n in sorted(prompts_of.items())}
-    raw = np.array([math.exp(-((profile[name] - target) ** 2) / (2 * width**2)) for name in bins])
-    weights = (1 - uniform) * raw / raw.sum() + uniform / len(raw)
+    raw = np.array([-((profile[name] - target) ** 2) / (2 * width**2) for name in bins])
     ids = [hashlib.sha256(step["step_id"].encode()).digest() for step in prompts.steps]
     draws = np.array([(int.from_bytes(digest[:6]) + 1) / 2**48 for digest in ids])
-    with np.errstate(divide="ignore"):  # a weight may be 0
-        keys = np.log(draws) / weights
-    drawn = set(np.argsort(-keys, kind="stable")[: max(1, round(share * len(raw)))].tolist())
+    with np.errstate(divide="ignore"):  # `uniform` may be 0 or 1
+        near = np.log1p(-uniform) + raw - np.logaddexp.reduce(raw)
+        weights = np.logaddexp(near, np.log(uniform) - math.log(len(raw)))
+        keys = np.log(-np.log(draws)) - weights
+    drawn = set(np.argsort(keys, kind="stable")[: max(1, round(share * len(raw)))].tolist())
     figures = {"profile": {name: {"prompts": prompts_of[name], "p": p} for name, p in profile.items()}}
     return Choice({i: "not_drawn" for i in range(len(raw)) if i not in drawn}, figures=figures | _mean(rates))
 

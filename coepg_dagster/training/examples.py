@@ -28,6 +28,7 @@ from coepg_dagster.prompts import (
 from coepg_dagster.provenance import Agent
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import short_hash, whole_episodes
+from coepg_dagster.training.launch import section_of
 
 _CHAT = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 
@@ -135,10 +136,11 @@ def asked_steps(job: TrainingJob, config: Grpo) -> frozenset[str]:
     if config.plays:
         steps = job.train_steps().select(["step_id", "step_index"]).to_pylist()
         asked &= {row["step_id"] for row in steps if row["step_index"] == 0}
+    refuse_few(len(asked), config)
     if config.max_prompts is not None:
         steps = all_steps(job.steps).select(["step_id", "episode_id"])
         asked = frozenset(whole_episodes(steps, config.max_prompts, among=asked)["step_id"].to_pylist())
-    refuse_few(len(asked), config)
+        refuse_few(len(asked), config, [f"grpo.max_prompts ({config.max_prompts}; whole episodes)"])
     return asked
 
 
@@ -216,22 +218,31 @@ def facts_of(steps: pa.Table, prompts: Sequence[str] | None) -> Facts:
     return replace(facts, together=together)
 
 
-def refuse_few(prompts: int, config: PolicyTraining) -> None:
-    """Raises NothingToTrainOn if so few prompts do not fill an optimizer step: TRL would drop them and train nothing."""
+def refuse_few(prompts: int, config: PolicyTraining, left_out: Sequence[str] = ()) -> None:
+    """Raises NothingToTrainOn if so few prompts do not fill an optimizer step: TRL would drop them and train nothing.
+
+    `left_out`: the settings that left the others out, there being enough without them.
+    """
     if prompts >= config.prompts_per_step:
         return
+    if left_out:
+        raise NothingToTrainOn(
+            f"{prompts} prompts are left by {' and '.join(left_out)}, fewer than one optimizer step needs: loosen that, or lower "
+            f"{section_of(config)}.prompts_per_step ({config.prompts_per_step})"
+        )
     if isinstance(config, GrounderRl):
         raise NothingToTrainOn(
             f"D_{{k-1}} has {prompts} rows with a target, fewer than one optimizer step needs: lower "
             f"grounder_rl.prompts_per_step ({config.prompts_per_step})"
         )
     remedy = f"lower grpo.prompts_per_step ({config.prompts_per_step})"
+    steps = "steps that begin an episode" if isinstance(config, Grpo) and config.plays else "steps"
     if isinstance(config, Grpo) and config.prompts == "unseen":
         raise NothingToTrainOn(
-            f"grpo.prompts is `unseen`, and {prompts} training steps have no row in D_{{k-1}}, fewer than one optimizer step "
+            f"grpo.prompts is `unseen`, and {prompts} training {steps} have no row in D_{{k-1}}, fewer than one optimizer step "
             f"needs: lower benchmark.max_train_steps, so that steps are left for GRPO, {remedy}, or set grpo.prompts to `dataset`"
         )
-    raise NothingToTrainOn(f"D_{{k-1}} covers {prompts} steps, fewer than one optimizer step needs: {remedy}")
+    raise NothingToTrainOn(f"D_{{k-1}} covers {prompts} {steps}, fewer than one optimizer step needs: {remedy}")
 
 
 def grpo_prompts(

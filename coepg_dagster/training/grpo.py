@@ -55,7 +55,7 @@ from coepg_dagster.training.examples import (
     steps_of_episodes,
 )
 from coepg_dagster.training.grpo_trainer import CdremTrainer, EpisodeTrainer
-from coepg_dagster.training.launch import accumulation, is_main, refuse
+from coepg_dagster.training.launch import accumulation, is_main, refuse, section_of
 from coepg_dagster.training.live_episodes import LiveEpisodes, played
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import can_pack
@@ -122,7 +122,7 @@ def train_grpo(job: GrpoJob, report: Report) -> dict[str, Any]:
         asked, pairs, curated = curated_prompts(job, asked_about, job.train_steps(), engines)
         if pairs and not engines:
             raise Ended(
-                "grpo.curation: transition_pairs is for a planner: an end-to-end agent's point could be on both screens"
+                "grpo.curation: pairs of screens are for a planner: an end-to-end agent's point could be on both"
             )
         pages = stack.enter_context(Environments(job.config.environment)) if job.config.environment else None
 
@@ -143,7 +143,9 @@ def train_grounder_rl(job: GrounderRlJob, report: Report) -> dict[str, Any]:
     refuse(job.config, job.placement)
     refuse_missing(job.placement)
     steps, models = job.train_steps(), job.models
-    rows, curated = curated_rows(job, job.rows(), steps)
+    rows = job.rows()
+    refuse_few(rows.num_rows - rows["box"].null_count, job.config)
+    rows, curated = curated_rows(job, rows, steps)
 
     def grounder(processor: Any, resize: tuple[int, int, int]) -> Policy:
         screens = Screens(steps, resize)
@@ -215,11 +217,13 @@ def _planner(
 
     best = probe = None
     if config.validate_every is not None:
-        best = KeepBest(*questions_on(job.validation_steps(config.validation_steps)), config, job.scratch / BEST)
+        validated = job.validation_steps(config.validation_steps, "grpo.validation_steps")
+        best = KeepBest(*questions_on(validated), config, job.scratch / BEST)
     if config.probe_steps and job.placement.sharded:
         print(f"no probe: with strategy {job.placement.strategy} no process can answer alone", flush=True)
     elif config.probe_steps:
-        validation, limit = job.validation_steps(config.probe_steps), config.probe_steps
+        limit = config.probe_steps
+        validation = job.validation_steps(limit, "grpo.probe_steps")
         train, trained_on = job.train_steps(), prompts.with_format(None)["step_id"]
         if config.plays:  # prompts are the first steps of episodes
             trained_on = steps_of_episodes(train, trained_on)
@@ -247,7 +251,11 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     prompts, checked = preflight(
         policy.prompts, processor, screens, config.max_tokens, job.out, answer=config.max_plan_tokens
     )
-    refuse_few(len(prompts), config)
+    left_out = {
+        f"{section_of(config)}.curation ({', '.join(config.curation)})": bool(config.curation),
+        f"{section_of(config)}.max_tokens ({config.max_tokens})": len(prompts) < len(policy.prompts),
+    }
+    refuse_few(len(prompts), config, [setting for setting, is_so in left_out.items() if is_so])
     plays = isinstance(config, Grpo) and config.plays is not None
     compared = [] if plays else by_episodes(config.advantage)
     if compared and policy.ordered:
@@ -258,7 +266,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     rollouts = job.scratch / "rollouts"
     beside = {rollouts: 1, job.scratch / BEST: 0, job.scratch / PROBES: 0}
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement, every=config.num_iterations, beside=beside)
-    monitor = TrainingMonitor(job.placement.on_anomaly, ordered=policy.ordered)
+    monitor = TrainingMonitor(job.placement.on_anomaly, section_of(config), ordered=policy.ordered)
     longest = min(checked["longest_row"], config.max_tokens or checked["longest_row"])
     seconds = 60 * job.serving.start_minutes
     sampling = sampling_settings(config, job.serving, processor.tokenizer, job.device, longest=longest, seconds=seconds)
@@ -322,7 +330,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         **learned,
         **saved,
         "trained_parameters": trained,
-        "warnings": monitor.warnings,
+        "warnings": [*monitor.warnings, *learned.get("warnings", ())],
         **difference(history),
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "frac_reward_zero_std": float(np.mean([e["frac_reward_zero_std"] for e in history])) if history else None,

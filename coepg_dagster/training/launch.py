@@ -56,16 +56,18 @@ def refusals(config: Sft | PolicyTraining, placement: Placement, resource: str) 
             f"grpo.validate_every with strategy {placement.strategy}: no process can answer alone; use `ddp` or `zero2` "
             f"(`strategy: zero2` of {resource})"
         )
-    if isinstance(config, PolicyTraining) and (placement.sharded or placement.processes > 1):
-        remedy = "`training_processes: 1`" if placement.processes > 1 else "`strategy: ddp`"
+    if isinstance(config, PolicyTraining) and placement.spread:
         again = {"max_num_gen_batches": config.max_num_gen_batches > 1, "replay": config.replay is not None}
         again["environment.episodes"] = isinstance(config, Grpo) and config.plays is not None
-        why += [
-            f"{part}.{name} decides by what was sampled first what is sampled next, in one process that holds the whole model: "
-            f"set {remedy} of {resource}"
-            for name, chosen in again.items()
-            if chosen
-        ]
+        for name in (name for name, chosen in again.items() if chosen):
+            # passes of whole episodes may be empty, and DeepSpeed needs a row in each
+            other = placement.strategy != "ddp" if name == "environment.episodes" else placement.sharded
+            remedies = ["`training_processes: 1`"] * (placement.processes > 1) + ["`strategy: ddp`"] * other
+            if remedies:
+                why.append(
+                    f"{part}.{name} decides by what was sampled first what is sampled next, in one process that holds the whole "
+                    f"model: set {' and '.join(remedies)} of {resource}"
+                )
     prompts = 0 if isinstance(config, Sft) or not config.terms else config.prompts_per_step
     if prompts % placement.processes:
         fewer = next(n for n in range(placement.processes - 1, 0, -1) if prompts % n == 0 and divides(config, n))

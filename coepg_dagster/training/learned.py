@@ -101,7 +101,8 @@ def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str
     if change is None or rises(change):
         return None
     steps = figures["optimizer_steps"]
-    prompts = steps * settings["prompts_per_step"]
+    sampled = -(-steps // settings["num_iterations"])  # as in `exposure`
+    prompts = sampled * settings["prompts_per_step"]
     rollouts = prompts * settings["group_size"]
     seen = f"{rollouts:,} rollouts of {min(prompts, figures['prompts']):,} of {figures['prompts']:,} prompts"
     sentences = [

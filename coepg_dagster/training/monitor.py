@@ -28,7 +28,7 @@ SPREADLESS: Final = 0.9
 KL: Final = 1.0
 """KL(π‖π_k) per token. Healthy runs stay below 0.1; at 1 the policy writes text that π_k would not write."""
 REWARD_LEFT: Final = 0.5
-"""Smallest allowed share of the best window's reward."""
+"""Smallest allowed share of the best window's reward; both count from the lowest reward of a step, if that is below 0."""
 LOSS_OVER_START: Final = 1.5
 """Largest allowed ratio of SFT's loss to that of its first window."""
 LOSS_RISE: Final = 0.5
@@ -45,12 +45,13 @@ class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
     """Checks every log line of a trainer, and ends training at an anomaly, or warns.
 
     Args:
+        part: the section of the experiment file that has the settings (`launch.section_of`).
         ordered: the prompts of GRPO are asked in an order, such as from easy to hard, so that their reward says nothing about
             the policy.
     """
 
-    def __init__(self, on_anomaly: OnAnomaly, *, ordered: bool = False) -> None:
-        self._ends, self._ordered = on_anomaly == "stop", ordered
+    def __init__(self, on_anomaly: OnAnomaly, part: str, *, ordered: bool = False) -> None:
+        self._ends, self._part, self._ordered = on_anomaly == "stop", part, ordered
         self._why: str | None = None
         self._memory = {"host": MemoryGrowth(), "GPU": MemoryGrowth()}
         self._warned: dict[str, str] = {}
@@ -75,11 +76,11 @@ class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
         if no_number:
             raise Ended(
                 f"{at}: {no_number[0]} is {logs[no_number[0]]}: training diverged, and nothing is saved. Lower "
-                f"`learning_rate` (now {args.learning_rate:g}); if it is low already, look for rows that are broken"
+                f"`{self._part}.learning_rate` (now {args.learning_rate:g}); if it is low already, look for rows that are broken"
             )
         log = [entry for entry in state.log_history if "loss" in entry]
         left = state.max_steps - state.global_step
-        anomaly = find_anomaly(log, ordered=self._ordered) or self._memory_anomaly(left, args.device)
+        anomaly = find_anomaly(log, self._part, ordered=self._ordered) or self._memory_anomaly(left, args.device)
         if not largest(int(anomaly is not None), args.device) or left <= 0:
             return control
         anomaly = anomaly or "another process of this training has an anomaly: see its output"
@@ -115,7 +116,7 @@ class TrainingMonitor(TrainerCallback):  # type: ignore[misc]
                     f"used up in {int(free / per_step)} of the {left} steps to come. Running the step again starts with fresh "
                     f"memory from the last checkpoint; "
                     + (
-                        "lower `max_plan_tokens` or `micro_batch_size` if it comes back"
+                        f"lower `{self._part}.micro_batch_size` if it comes back"
                         if where == "GPU"
                         else "choose `save_every` below that number of steps if it comes back"
                     )
@@ -145,11 +146,12 @@ class MemoryGrowth:
         return max(0.0, min(rises)) / MEMORY_WINDOW
 
 
-def find_anomaly(log: Log, *, ordered: bool = False) -> str | None:
+def find_anomaly(log: Log, part: str, *, ordered: bool = False) -> str | None:
     """The anomaly in the log lines so far, and what to change; None: there is none, or the log is too short.
 
-    `ordered`: see `TrainingMonitor`; neither a low reward nor groups without spread are anomalies then.
+    `part`, `ordered`: see `TrainingMonitor`; neither a low reward nor groups without spread are anomalies then.
     """
+    model = "ϕ_k" if part == "grounder_rl" else "π_k"
     # GRPO: only the first update by the same rollouts logs a reward
     rewarded = [entry for entry in log if "reward" in entry]
     log = rewarded or log
@@ -161,26 +163,28 @@ def find_anomaly(log: Log, *, ordered: bool = False) -> str | None:
     flat = _mean(log[-WINDOW:], "frac_reward_zero_std")
     if flat > SPREADLESS and not ordered:
         if reward < 1 - SPREADLESS:
-            remedy = "π_k hardly ever gets a reward: train it longer (`sft.epochs`), or raise `grpo.group_size`"
+            remedy = f"{model} hardly ever gets a reward: train it longer (`sft.epochs`), or raise `{part}.group_size`"
         elif reward > SPREADLESS:
             remedy = (
-                "π_k can do these prompts already: raise `grpo.temperature`, or leave GRPO out (`grpo.enabled: false`)"
+                f"{model} can do these prompts already: raise `{part}.temperature`, or leave GRPO out "
+                f"(`{part}.enabled: false`)"
             )
         else:
-            remedy = "raise `grpo.temperature`, so that the rollouts of a prompt differ, or `grpo.group_size`"
+            remedy = f"raise `{part}.temperature`, so that the rollouts of a prompt differ, or `{part}.group_size`"
         return (
             f"groups without spread: {100 * flat:.0f} % over {WINDOW} steps, at a mean reward of {reward:.2f}. {remedy}"
         )
     if "kl" in log[-1] and _mean(log[-WINDOW:], "kl") > KL:
         return (
             f"KL runs away: {_mean(log[-WINDOW:], 'kl'):.2f} per token over {WINDOW} steps, and a reward of {reward:.2f}. Lower "
-            "`grpo.learning_rate`, or raise `grpo.kl_beta`"
+            f"`{part}.learning_rate`, or raise `{part}.kl_beta`"
         )
     best = max(_mean(log[i : i + WINDOW], "reward") for i in range(len(log) - WINDOW + 1))
-    if reward < REWARD_LEFT * best and not ordered:
+    lowest = min(0.0, *(entry["reward"] for entry in log))  # where rewards are negative, a share of them says nothing
+    if best > 0 and reward - lowest < REWARD_LEFT * (best - lowest) and not ordered:
         return (
-            f"reward collapses: {reward:.2f} over {WINDOW} steps; its best was {best:.2f}. Lower `grpo.learning_rate`, or raise "
-            "`grpo.kl_beta`"
+            f"reward collapses: {reward:.2f} over {WINDOW} steps; its best was {best:.2f}. Lower `{part}.learning_rate`, or "
+            f"raise `{part}.kl_beta`"
         )
     return None
 

@@ -29,7 +29,9 @@ from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import SftJob
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import parse_planner
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import GATE_PASSED, whole_episodes
 from coepg_dagster.training.cdrem_reward import CdremReward
@@ -120,13 +122,17 @@ class Probe(PolicyEvaluation):
     def end(self, state: TrainerState, model: Any) -> dict[str, Any]:
         """Probes the trained model; returns {"probe": figures}. The success of each probe is added to the log, in per cent.
 
-        `train` and `validation` are Changes of the greedy answers, `sampled` holds those of the sampled ones.
+        `train` and `validation` are Changes of the greedy answers, `sampled` holds those of the sampled ones. Answers that
+        cannot be judged cost no training: {"warnings": [why]}.
         """
         self.evaluate(state, model)
         started = time.perf_counter()
         steps = sorted({entry["step"] for entry in state.log_history if SECONDS in entry})
         answers = {step: json.loads(self._file(step).read_text()) for step in steps}
-        rewards = self._judged(answers)
+        try:
+            rewards = self._judged(answers)
+        except Refusal as error:
+            return {"warnings": [unmeasured(error)]}
         first, last = steps[0], steps[-1]
         by_sampling = {how: changes(self._probed, rewards[first, how], rewards[last, how]) for how in self._samplings}
         for step in steps:
@@ -150,14 +156,22 @@ class Probe(PolicyEvaluation):
         }
 
     def _judged(self, answers: Mapping[int, Mapping[str, Mapping[str, str]]]) -> dict[tuple[int, str], Rewards]:
-        """(optimizer step, sampling) → the rewards. All answers on a step are judged together."""
+        """(optimizer step, sampling) → the rewards. All answers on a step are judged together.
+
+        Raises Ended in every process if one of them got no verdict.
+        """
         probes = [(step, how) for step, hows in answers.items() for how in hows]
-        mine, judged = self._questions.share(), []
-        for start in range(0, len(mine), CHUNK):
-            rows = [(probe, step_id) for step_id in mine[start : start + CHUNK] for probe in probes]
-            texts = [answers[step][how][step_id] for (step, how), step_id in rows]
-            rewards = self._reward.score(texts, [step_id for _, step_id in rows])
-            judged += [(*row, reward) for row, reward in zip(rows, rewards, strict=True)]
+        mine, judged, failed = self._questions.share(), [], list[str]()
+        try:
+            for start in range(0, len(mine), CHUNK):
+                rows = [(probe, step_id) for step_id in mine[start : start + CHUNK] for probe in probes]
+                texts = [answers[step][how][step_id] for (step, how), step_id in rows]
+                rewards = self._reward.score(texts, [step_id for _, step_id in rows])
+                judged += [(*row, reward) for row, reward in zip(rows, rewards, strict=True)]
+        except Refusal as error:
+            failed = [str(error)]
+        if failed := gather_object(failed):
+            raise Ended(failed[0])
         by_probe: dict[tuple[int, str], dict[str, float]] = {probe: {} for probe in probes}
         for probe, step_id, reward in gather_object(judged):
             by_probe[probe][step_id] = reward
@@ -165,6 +179,11 @@ class Probe(PolicyEvaluation):
 
     def _file(self, step: int) -> Path:
         return self._folder / f"{step:08}.json"
+
+
+def unmeasured(error: Refusal) -> str:
+    """The warning that a probe after training came to nothing."""
+    return f"the probe measured nothing, and the model is kept without it: {error}"
 
 
 def judge_of(models: Models) -> tuple[str, str]:

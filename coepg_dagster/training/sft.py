@@ -22,6 +22,7 @@ from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.jobs import SftJob
 from coepg_dagster.progress import Report
+from coepg_dagster.refusal import Refusal
 from coepg_dagster.steps import fold_of
 from coepg_dagster.training.adapters import lora_config, merge_adapters
 from coepg_dagster.training.checkpoints import KEPT, Checkpoints, Continues
@@ -33,13 +34,13 @@ from coepg_dagster.training.common import (
     write_log,
 )
 from coepg_dagster.training.curating import curated_rows
-from coepg_dagster.training.examples import end_to_end_examples, grounder_examples, planner_examples
+from coepg_dagster.training.examples import NothingToTrainOn, end_to_end_examples, grounder_examples, planner_examples
 from coepg_dagster.training.groups import FIRST, GroupOrder, Groups, in_groups
-from coepg_dagster.training.launch import accumulation, is_main, refuse
+from coepg_dagster.training.launch import accumulation, is_main, refuse, section_of
 from coepg_dagster.training.monitor import TrainingMonitor
 from coepg_dagster.training.packing import packed_pass
 from coepg_dagster.training.preflight import preflight
-from coepg_dagster.training.probe import probe_sft
+from coepg_dagster.training.probe import probe_sft, unmeasured
 from coepg_dagster.training.speed import (
     GradientsInBuckets,
     check_attention,
@@ -148,7 +149,10 @@ def train_sft(job: SftJob, report: Report) -> dict[str, Any]:
         figures["curation"] = curated.figures
     if job.role == "end_to_end" or not job.config.probe_steps or not is_main():
         return figures
-    return figures | probe_sft(job, dataset, steps)
+    try:
+        return figures | probe_sft(job, dataset, steps)
+    except Refusal as error:
+        return figures | {"warnings": [*figures["warnings"], unmeasured(error)]}
 
 
 def _train_folds(
@@ -165,6 +169,11 @@ def _train_folds(
     columns = (steps[name].to_pylist() for name in ("step_id", "episode_id"))
     fold = {step_id: fold_of(episode, folds) for step_id, episode in zip(*columns, strict=True)}
     of_rows = np.array([fold[step_id] for step_id in dataset["step_id"].to_pylist()])
+    if len(set(of_rows.tolist())) == 1:
+        raise NothingToTrainOn(
+            f"sft.folds: all {len(of_rows)} rows with a target are of one of the {folds} parts of the episodes, so that none are "
+            "left to train without it: set another number, or `folds: null`"
+        )
     counts = []
     for i in range(folds):
         scratch = job.scratch / FOLD.format(i)
@@ -212,7 +221,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     processes = job.placement.processes
     groups = Groups.of(examples.with_format(None)["step_id"], config, processes) if config.packing else None
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
-    monitor = TrainingMonitor(job.placement.on_anomaly)
+    monitor = TrainingMonitor(job.placement.on_anomaly, section_of(config))
     trainer = PlainTrainer(
         model=model,
         core=model,

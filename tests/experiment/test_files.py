@@ -94,6 +94,9 @@ def test_references(tmp_path: Path) -> None:
 OVERLAY: dict[str, Any] = {"description": "an ablation", "parent": "exp", "grpo": {"kl_beta": 0.5}}
 
 
+ONE_MODEL: dict[str, Any] = {"agent": "end_to_end", "take": ["dataset"]}
+
+
 def overlay(folder: Path, **change: Any) -> Path:
     """An overlay of `content()`, in a folder of its own below it."""
     write(folder, content(grpo={"group_size": 6, "kl_beta": 0.1}, automation=["refresh"]))
@@ -137,6 +140,18 @@ def test_what_is_taken_brings_what_it_was_made_from(tmp_path: Path) -> None:
         ({"take": ["planner_sft", "grounder"], "init": "previous"}, "take", "grounder is exp's, but this file changes"),
         ({"agent": "end_to_end"}, "(whole file)", "add `take: [dataset]`"),
         ({"agent": "end_to_end", "take": ["dataset", "grounder"]}, "(whole file)", "take `dataset` only"),
+        ({**ONE_MODEL, "sft": {"folds": 2, "target": "box"}}, "(whole file)", "sft.folds: set `folds"),
+        ({**ONE_MODEL, "sft": {"target": "box"}}, "(whole file)", "sft.target: set `target"),
+        (
+            {**ONE_MODEL, "evaluation": {"inference": {"zoom": {}}}},
+            "(whole file)",
+            "evaluation.inference: leave it out",
+        ),
+        (
+            {**ONE_MODEL, "grpo": {"curation": {"transition_pairs": {}}}},
+            "(whole file)",
+            "transition_pairs is for planners",
+        ),
         ({"take": ["dataset"], "automation": ["regenerate_weekly"]}, "(whole file)", "belongs where D_k is made"),
     ],
 )

@@ -30,6 +30,15 @@ def test_a_pass_holds_whole_groups_and_passes_are_equal(
         assert size >= min(micro, prompts * group // processes)
 
 
+def test_dropout_is_of_sft_only(tmp_path: Path) -> None:
+    """Rollouts are sampled without it."""
+    lora: dict[str, Any] = {"rank": 4, "dropout": 0.1}
+    for section in ("grpo", "grounder_rl"):
+        assert "lora.dropout is of SFT only" in error(tmp_path, content(**{section: {"lora": lora}}))
+        load_experiment(write(tmp_path, content(**{section: {"lora": lora | {"dropout": 0}}})))
+    load_experiment(write(tmp_path, content(sft={"lora": lora})))
+
+
 @pytest.mark.parametrize("score", ["infigui_r1_box", "step_gui_box"])
 def test_a_reward_of_boxes_is_for_a_grounder_that_answers_boxes(score: str, tmp_path: Path) -> None:
     learns: dict[str, Any] = {"enabled": True, "point_score": score}

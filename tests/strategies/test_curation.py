@@ -193,6 +193,39 @@ def test_the_frontier_is_drawn_from_the_profile() -> None:
     assert len(apply("frontier", items, share=0.75).left_out) == 1
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.125, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=16),
+    st.floats(0, 1),
+    st.floats(0.001, 0.5),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.floats(0.05, 1),
+    st.randoms(use_true_random=False),
+)
+def test_the_frontier_has_weights_at_any_width(
+    given_: list[tuple[float, int]], target: float, width: float, uniform: float, share: float, random: Any
+) -> None:
+    """The order of the file decides nothing, and a narrow width takes the nearest bins first."""
+    settings = {"target": target, "width": width, "uniform": uniform, "share": share}
+    shuffled = random.sample(range(len(given_)), len(given_))
+
+    def drawn(order: Sequence[int]) -> set[int]:
+        rates, at = zip(*(given_[i] for i in order), strict=True)
+        items = prompts(rates, step_index=at, step_id=[f"s{i}" for i in order])
+        with np.errstate(invalid="raise"):
+            left = apply("frontier", items, **settings).left_out
+        return {order[i] for i in range(len(order)) if i not in left}
+
+    chosen = drawn(range(len(given_)))
+    assert chosen == drawn(shuffled) and len(chosen) == max(1, round(share * len(given_)))
+
+
+def test_a_narrow_frontier_takes_the_nearest_bins_first() -> None:
+    """Its weights are below the smallest float: exp(−0.3² / (2 · 0.01²)) and less."""
+    items = prompts([0.0] * 6 + [0.5] * 6, action_type=["CLICK"] * 6 + ["TYPE"] * 6)
+    chosen = apply("frontier", items, target=0.9, width=0.01, uniform=0.0, share=0.5)
+    assert set(chosen.left_out) == set(range(6))
+
+
 def test_draws_follow_the_weights() -> None:
     """With all weights equal each prompt is as likely; a bin of four times the weight is drawn more often."""
     drawn = np.zeros(2)

@@ -211,6 +211,18 @@ def test_grpo_asks_about_what_stays_in_the_order_of_the_curriculum(
     assert asked == [f"s{i}" for i in order][: len(asked)]
 
 
+def test_folds_of_which_one_has_all_rows_are_refused_before_any_is_trained(
+    random_checkpoint: Callable[[int], Path], steps: pa.Table, dataset: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    data = dataset.slice(0, 1), steps, models
+    job = sft_job(tmp_path / "out", data, "grounder", random_checkpoint(2), Sft.model_validate(SFT | {"folds": 2}))
+    with pytest.raises(
+        NothingToTrainOn, match=r"sft.folds: all 1 rows with a target are of one of the 2 parts.*`folds: null`"
+    ):
+        train_sft(job, quiet)
+    assert not (tmp_path / "out").exists()
+
+
 def test_each_fold_is_trained_without_its_episodes(
     random_checkpoint: Callable[[int], Path], steps: pa.Table, dataset: pa.Table, models: Models, tmp_path: Path
 ) -> None:

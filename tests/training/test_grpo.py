@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer
 
+from coepg_dagster.artifacts import NoSteps
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.geometry import Box, Space
@@ -36,7 +37,7 @@ from coepg_dagster.jobs import EndToEndJob
 from coepg_dagster.prompts import parse_planner, planner_answer, planner_messages
 from coepg_dagster.rewards.cdrem import NoVerdict, advantages, token_f1
 from coepg_dagster.rewards.variants import recompute, summary
-from coepg_dagster.steps import ROLLOUT_SCHEMA
+from coepg_dagster.steps import ROLLOUT_SCHEMA, STEP_SCHEMA
 from coepg_dagster.training import grpo
 from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.end_to_end import train_end_to_end
@@ -348,6 +349,53 @@ def test_too_few_prompts_for_one_step_are_an_error_and_not_an_untrained_planner(
         )
 
 
+def in_episodes_of_three(steps: pa.Table, prefix: str = "") -> pa.Table:
+    """The steps with other episodes; `prefix` begins all ids."""
+    rows = [
+        row | {"step_id": prefix + row["step_id"], "episode_id": f"{prefix}e{i // 3}", "step_index": i % 3}
+        for i, row in enumerate(steps.to_pylist())
+    ]
+    return pa.Table.from_pylist(rows, STEP_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"max_prompts": 4, "prompts_per_step": 4}, r"3 prompts are left by grpo.max_prompts \(4; whole episodes\)"),
+        ({"max_tokens": 58, "prompts_per_step": 6}, r"\d prompts are left by grpo.max_tokens \(58\)"),
+        (
+            {"curation": {"mixed_results": {}}, "prompts_per_step": 6},
+            r"\d prompts are left by grpo.curation \(mixed_results\)",
+        ),
+        (
+            {"environment": {"episodes": "whole"}},
+            r"D_{k-1} covers 2 steps that begin an episode, .* lower grpo.prompts_per_step \(3\)",
+        ),
+        ({"probe_steps": 2}, r"no episode of split 'validation' has at most 2 steps.*: raise grpo.probe_steps"),
+        (
+            {"probe_steps": 0, "validate_every": 1, "validation_steps": 2},
+            r"no episode of split 'validation' has at most 2 steps.*: raise grpo.validation_steps",
+        ),
+    ],
+)
+def test_too_few_steps_are_refused_with_the_setting_that_left_so_few(
+    change: dict[str, Any],
+    cause: str,
+    run: Run,
+    trained: Callable[[str, int], Path],
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    config = Grpo.model_validate(CONFIG.model_dump() | {"micro_batch_size": 4, "probe_steps": 0} | change)
+    data = dataset, in_episodes_of_three(steps), models
+    validation = in_episodes_of_three(steps, "v")
+    job = grpo_job(tmp_path / "out", data, run.init, trained("grounder", 0), config, validation=validation)
+    with pytest.raises((NothingToTrainOn, NoSteps), match=cause):
+        train_grpo(job, quiet)
+
+
 # the reward alone
 
 PLANS = ["click OK", "click Cancel", "the red box", "<|image_pad|>"]
@@ -553,6 +601,30 @@ def test_graders_that_all_fail_while_it_samples_stop_the_step_with_the_reason(
         if thread.name.startswith("ThreadPoolExecutor"):
             thread.join(20)
             assert not thread.is_alive()
+
+
+def test_a_probe_without_a_verdict_costs_no_training(
+    run: Run,
+    server: OpenAIServer,
+    far: Member,
+    dataset: pa.Table,
+    steps: pa.Table,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ϕ_k's server fails after the last step."""
+
+    def fail_at_the_end(done: int, of: int, figures: Any) -> None:
+        if done == of:
+            server.faults = [status(400)] * 999
+
+    monkeypatch.setattr(grpo, "opened", lambda _, *args, **settings: opened(far, *args, **settings))
+    job = grpo_job(tmp_path / "out", (dataset, steps, models), run.init, far.processor, CONFIG, validation=steps)
+    figures = train_grpo(job, fail_at_the_end)
+    assert "probe" not in figures and (job.out / "model.safetensors").exists()
+    [warning] = figures["warnings"]
+    assert "the probe measured nothing, and the model is kept without it: no grounder answered" in warning
 
 
 def test_without_grounders_there_is_no_reward(steps: pa.Table) -> None:

@@ -59,6 +59,20 @@ def test_what_needs_the_whole_model_is_refused_where_no_process_has_it(
     assert refusals(config, Placement(processes=2, strategy="zero2"), "sft") == []
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_whole_episodes_are_played_in_one_plain_process(strategy: Any, processes: int) -> None:
+    """A pass of them may be empty; DeepSpeed needs a row in each, also in one process."""
+    config = Grpo.model_validate({"environment": {"episodes": "whole"}})
+    placement = Placement(processes=processes, strategy=strategy)
+    why = [each for each in refusals(config, placement, "mine") if each.startswith("grpo.environment.episodes")]
+    named = {"`training_processes: 1`": processes > 1, "`strategy: ddp`": strategy != "ddp"}
+    assert bool(why) == any(named.values())
+    assert all((remedy in line) == asked for line in why for remedy, asked in named.items())
+    recorded = config.model_copy(update={"environment": None})
+    assert refusals(recorded, Placement(strategy=strategy), "mine") == []
+
+
 @settings(max_examples=150)
 @given(
     rows=st.integers(1, 64),

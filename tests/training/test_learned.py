@@ -94,6 +94,15 @@ def test_the_warning_names_what_to_change_and_what_it_is_now() -> None:
     assert fell is not None and "a lower grpo.learning_rate" in fell and "kl_beta" not in fell
 
 
+@given(st.integers(1, 8), st.integers(1, 400))
+def test_rollouts_are_counted_as_before_the_run(updates: int, steps: int) -> None:
+    config = Grpo(prompts_per_step=8, group_size=8, micro_batch_size=8, num_iterations=updates, max_steps=steps)
+    rollouts = exposure(config, 1066).rollouts
+    warned = grpo_warning(figures(change(2, 2), steps=steps), config.model_dump())
+    assert warned is not None and f" in {rollouts:,} rollouts of " in warned
+    assert ("more rollouts: " in warned) == (rollouts < 10_000) != ("a longer run: " in warned)
+
+
 def test_what_was_not_measured_gives_no_warning() -> None:
     assert grpo_warning({}, {}) is None and sft_warning({}, {}) is None
     assert grpo_warning(figures(None), OLD.model_dump()) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coepg_dagster.experiment.models import Models
-from coepg_dagster.experiment.training import Grpo, Sft
-from coepg_dagster.jobs import Placement
+from coepg_dagster.experiment.training import GrounderRl, Grpo, Sft
+from coepg_dagster.jobs import GrounderRlJob, Placement
 from coepg_dagster.progress import Ended
 from coepg_dagster.training import monitor
-from coepg_dagster.training.grpo import train_grpo
-from coepg_dagster.training.monitor import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, MemoryGrowth, find_anomaly
+from coepg_dagster.training.grpo import train_grounder_rl, train_grpo
+from coepg_dagster.training.monitor import MEMORY_WINDOW, MEMORY_WINDOWS, WINDOW, MemoryGrowth
 from coepg_dagster.training.sft import train_sft
-from tests.jobs import grpo_job, quiet, sft_job
+from tests.jobs import grpo_job, quiet, sft_job, training_job
 
 Line = dict[str, float]
+find_anomaly = partial(monitor.find_anomaly, part="grpo")
 
 
 def grpo(reward: float, spreadless: float = 0.1, kl: float = 0.01) -> Line:
@@ -39,7 +41,7 @@ def test_a_diverged_sft_ends_and_saves_nothing(
     out = tmp_path / "out"
     job = sft_job(out, (dataset, steps, models), "planner", random_checkpoint(2), config, seed=7)
     job = job.model_copy(update={"placement": Placement(save_every=1, on_anomaly="warn")})
-    with pytest.raises(Ended, match=r"step \d+ of 20: \w+ is (nan|inf): .*`learning_rate` \(now 1e\+20\)"):
+    with pytest.raises(Ended, match=r"step \d+ of 20: \w+ is (nan|inf): .*`sft.learning_rate` \(now 1e\+20\)"):
         train_sft(job, quiet)
     assert not list(out.glob("*.safetensors"))
 
@@ -70,6 +72,17 @@ def test_grpo_without_spread_is_ended_and_goes_on_with_a_warning(
     assert figures["optimizer_steps"] == WINDOW + 2
     [warning] = figures["warnings"]
     assert warning.startswith(f"step {WINDOW + 1} of {WINDOW + 2}: groups without spread"), "once, not every step"
+
+
+def test_the_remedies_name_the_section_that_trains(
+    random_checkpoint: Callable[[int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    """A grounder that never answers a point."""
+    size = {"prompts_per_step": 1, "group_size": 2, "micro_batch_size": 2, "max_plan_tokens": 8}
+    config = GrounderRl.model_validate({"max_steps": WINDOW + 2, **size})
+    job = training_job(GrounderRlJob, tmp_path / "out", (dataset, steps, models), random_checkpoint(3), config=config)
+    with pytest.raises(Ended, match=r"of 0\.00\. ϕ_k hardly ever gets a reward: .*`grounder_rl\.group_size`"):
+        train_grounder_rl(job, quiet)
 
 
 # what counts as trouble
@@ -118,6 +131,21 @@ def test_a_model_that_trains_on_may_lose_a_little_at_first() -> None:
 def test_training_that_wavers_or_learns_is_left_alone(rewards: list[float], losses: list[float]) -> None:
     assert find_anomaly([grpo(reward, spreadless=0.5, kl=0.1) for reward in rewards]) is None
     assert find_anomaly([{"loss": 1.0}] * WINDOW + [{"loss": loss} for loss in losses]) is None
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=60), st.floats(-5, 0))
+def test_negative_rewards_that_do_not_fall_are_left_alone(rewards: list[float], same: float) -> None:
+    """Rewards below 0 are legal, e.g. those of `infigui_g1`, and of terms with a negative weight."""
+    assert find_anomaly([grpo(reward, spreadless=0.5) for reward in sorted(rewards)]) is None
+    assert find_anomaly([grpo(same, spreadless=0.5)] * len(rewards)) is None
+    around_0 = [grpo(0.3 * (-1) ** i + (0.02 if i < 20 else -0.02)) for i in range(40)]
+    assert find_anomaly(around_0) is None, "a tenth of what single steps differ by"
+
+
+def test_a_fall_below_0_is_one() -> None:
+    fell = find_anomaly([grpo(0.6)] * 20 + [grpo(-0.4)] * WINDOW)
+    assert fell is not None and fell.startswith("reward collapses: -0.40 over 10 steps; its best was 0.60")
+    assert find_anomaly([grpo(0.6)] * 20 + [grpo(-0.4)] * 2 + [grpo(0.5)] * WINDOW) is None
 
 
 # memory

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerState
@@ -21,9 +22,11 @@ from coepg_dagster.inference.predict import predict
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import Placement
+from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.steps import whole_episodes
 from coepg_dagster.training.grpo import train_grpo
 from coepg_dagster.training.probe import Probe, judge_of, probe_sft, probe_steps_between, probed_steps, writer_of
+from coepg_dagster.training.sft import train_sft
 from coepg_dagster.training.validation import Questions, requests_of
 from tests.conftest import step, step_table
 from tests.jobs import grpo_job, quiet, sft_job
@@ -117,30 +120,42 @@ class LongAnswers:
         return [float(len(text) % 2) for text in texts]
 
 
-def ask_alone(checkpoint: Path, steps: pa.Table, models: Models, folder: Path) -> tuple[dict[str, Any], list[str]]:
+class NoVerdicts(LongAnswers):
+    """Fails in the second of two processes."""
+
+    def score(self, texts: Any, step_ids: Any) -> list[float]:
+        if PartialState().process_index == 1:
+            raise NoVerdict("no grounder answered")
+        return super().score(texts, step_ids)
+
+
+def ask_alone(
+    checkpoint: Path, steps: pa.Table, models: Models, folder: Path, kind: type[LongAnswers] = LongAnswers
+) -> tuple[dict[str, Any], list[str]]:
     """A probe before and one at the end of a run that trained nothing; the figures, and the steps judged here."""
     engine = TransformersEngine(checkpoint, dtype="float32", device="cpu", batch_size=2)
     splits = {"train": steps, "validation": steps.slice(0, 0)}
     screens = Screens(steps, engine.resize)
     questions = Questions(requests_of(steps, screens, models.prompts, "decoupled"), engine._processor, 2)
-    reward = LongAnswers()
+    reward = kind()
     probe = Probe(splits, questions, reward, "nobody", CONFIG, 7, folder)
     state = TrainerState(global_step=0, max_steps=2)
     with torch.no_grad():
         probe.on_train_begin(None, state, None, engine._model)  # type: ignore[arg-type]
         state.global_step = 2
-        return probe.end(state, engine._model)["probe"], reward.step_ids
+        figures = probe.end(state, engine._model)
+        return figures.get("probe", figures), reward.step_ids
 
 
 def one_of_two(rank: int, meet: Path, checkpoint: Path, steps: pa.Table, models: Models, folder: Path) -> None:
-    from accelerate import PartialState
-
     torch.distributed.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=2)
     PartialState._reset_state()
     processes = PartialState(cpu=True)
     assert (processes.num_processes, processes.process_index) == (2, rank)
     result = ask_alone(checkpoint, steps, models, folder)
     (folder / f"{rank}.json").write_text(json.dumps(result))
+    failed, _ = ask_alone(checkpoint, steps, models, folder, NoVerdicts)
+    (folder / f"failed{rank}.json").write_text(json.dumps(failed))
 
 
 def test_each_process_asks_about_its_share(
@@ -162,6 +177,9 @@ def test_each_process_asks_about_its_share(
         assert len(judged) == len(all_steps) / 2
     assert results[0][0]["sampled"] == results[1][0]["sampled"]
     assert sorted(results[0][1] + results[1][1]) == sorted(all_steps)
+    for rank in (0, 1):  # none waits for the one that failed
+        [warning] = json.loads((tmp_path / f"failed{rank}.json").read_text())["warnings"]
+        assert warning.endswith("the model is kept without it: no grounder answered")
 
 
 def test_the_change_by_sft_is_measured_with_the_checkpoints(
@@ -197,6 +215,20 @@ def test_the_change_by_sft_is_measured_with_the_checkpoints(
     assert grounder["train"]["after"] > 50 > grounder["train"]["before"]
     same = probed("grounder", learnt["grounder"], learnt["grounder"])
     assert same["train"]["difference"] == same["validation"]["difference"] == 0
+
+
+def test_a_judge_that_cannot_be_loaded_costs_no_sft(
+    random_checkpoint: Callable[[int], Path], dataset: pa.Table, steps: pa.Table, models: Models, tmp_path: Path
+) -> None:
+    (tmp_path / "judge").mkdir()
+    lost = Models.model_validate(models.model_dump() | {"verifiers": {"lost": str(tmp_path / "judge")}})
+    config = Sft(max_steps=1, batch_size=1, micro_batch_size=1, probe_steps=2)
+    data = (dataset, steps, lost)
+    job = sft_job(tmp_path / "out", data, "planner", random_checkpoint(0), config, validation=steps)
+    figures = train_sft(job, quiet)
+    assert "probe" not in figures and (job.out / "model.safetensors").exists()
+    [warning] = figures["warnings"]
+    assert warning.startswith("the probe measured nothing") and str(tmp_path / "judge") in warning
 
 
 def test_who_judges_plans_and_who_writes_them_are_checkpoints() -> None:
