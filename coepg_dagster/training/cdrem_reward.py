@@ -114,7 +114,8 @@ class CdremReward:
                 for name, groundings in zip(self._grounders, by_grounder, strict=True):
                     refuse_outage(f"grounder {name}", groundings)
                 votes = dict(zip(queries, zip(*by_grounder, strict=True), strict=True))
-        r_plan = np.array([float(not self._screens.boxes(step_id)) for step_id in step_ids])
+        lowest = self._composite.lowest_point
+        r_plan = np.array([lowest if self._screens.boxes(step_id) else 1.0 for step_id in step_ids])
         self.rows, answers = [], []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
             places = _corners(votes.get(i, ()))

@@ -10,7 +10,7 @@ import pytest
 from coepg_dagster.experiment.training import GrounderRl
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.screens import Screens
-from coepg_dagster.plugins import plugins
+from coepg_dagster.plugins import find, plugins
 from coepg_dagster.rewards.composite import CAN_ASK
 from coepg_dagster.training.point_reward import PointReward
 from tests.conftest import png, step, step_table
@@ -43,6 +43,16 @@ def test_a_point_score_sees_a_group_as_a_term_does(name: str) -> None:
     as_term = of_grounder(texts, plans, terms={name: 0.0})
     scores = [part["score"] for row in as_term.rows for part in row["parts"] if part["name"] == name]
     assert rewards(of_grounder(texts, plans, point_score=name)) == pytest.approx(scores)
+
+
+@pytest.mark.parametrize("name", place_scores())
+@pytest.mark.parametrize("combiner", ["gate", "weighted_sum", "ui_s1", "gui_libra"])
+def test_an_answer_that_cannot_be_read_earns_least(name: str, combiner: str) -> None:
+    hit, near, miss, unreadable = rewards(
+        of_grounder([HIT, NEAR, MISS, UNREADABLE], point_score=name, combiner=combiner)
+    )
+    assert unreadable <= min(hit, near, miss)
+    assert unreadable == min(0, find("reward", name).lowest)
 
 
 def test_agreement_with_the_group_is_no_agreement_with_oneself() -> None:
