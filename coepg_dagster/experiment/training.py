@@ -14,7 +14,7 @@ from coepg_dagster.rewards import losses  # its functions are found by name
 from coepg_dagster.rewards.answers import refuse_inputs
 from coepg_dagster.rewards.cdrem import ValueMode
 from coepg_dagster.rewards.composite import Composite, Role
-from coepg_dagster.rewards.estimators import GIVEN, by_episodes, drop_spreadless, is_estimator
+from coepg_dagster.rewards.estimators import GIVEN, by_episodes, drop_spreadless, is_estimator, maxrl
 from coepg_dagster.strategies.curation import Prompts, Rows, transition_pairs
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
@@ -254,6 +254,13 @@ class PolicyTraining(Strict):
             raise ValueError(f"policy_loss {self.policy_loss['name']} is a factor of `kl_beta`, which is 0")
         if self.kl_beta and any(each["name"] == drop_spreadless.__name__ for each in self.advantage):
             raise ValueError("advantage: drop_spreadless leaves groups out, but their KL term counts: set `kl_beta: 0`")
+        needs = {maxrl.__name__, losses.guirlvg_kl.__name__}
+        negative = [each["name"] for each in (*self.advantage, self.policy_loss) if each and each["name"] in needs]
+        if negative and self.composite.lowest < 0:
+            raise ValueError(
+                f"{negative[0]} needs rewards of 0 or more, and these go down to {self.composite.lowest:g}: remove it, or the "
+                "negative weights and the point scores below 0"
+            )
         if compared := by_episodes(self.advantage):
             if self._role == "grounder":
                 raise ValueError(f"advantage: {compared[0]} is for steps of an episode; a grounder's prompts are plans")

@@ -74,6 +74,14 @@ def test_a_plugin_is_a_name_or_a_mapping_and_has_all_its_settings(tmp_path: Path
         ({"advantage": ["sngs", "rloo"]}, "rloo computes advantages anew"),
         ({"advantage": ["drop_spreadless"], "kl_beta": 0.1}, "set `kl_beta: 0`"),
         ({"policy_loss": "guirlvg_kl", "kl_beta": 0}, "policy_loss guirlvg_kl is a factor of `kl_beta`, which is 0"),
+        (
+            {"terms": {"length": -0.1}, "advantage": ["maxrl"]},
+            "maxrl needs rewards of 0 or more, and these go down to -0.1: remove it, or the negative weights",
+        ),
+        (
+            {"terms": {"format": 0.1, "length": -0.5}, "policy_loss": "guirlvg_kl"},
+            "guirlvg_kl needs rewards of 0 or more, and these go down to -0.5",
+        ),
         ({"loss_type": "cispo", "delta": 2.0}, "the loss `cispo` does not use it"),
         (
             {"terms": {"hyperclick": 1}, "combiner": {"name": "weighted_sum", "place": 0}},
@@ -83,3 +91,11 @@ def test_a_plugin_is_a_name_or_a_mapping_and_has_all_its_settings(tmp_path: Path
 )
 def test_a_plugin_that_cannot_be_is_refused_with_what_can(tmp_path: Path, grpo: Any, message: str) -> None:
     assert message in error(tmp_path, content(grpo=grpo))
+
+
+def test_what_needs_rewards_of_0_or_more_has_them(tmp_path: Path) -> None:
+    for needs in ({"advantage": ["maxrl"]}, {"policy_loss": "guirlvg_kl"}):
+        refused = error(tmp_path, content(grounder_rl={"point_score": "infigui_g1", **needs}))
+        assert "needs rewards of 0 or more, and these go down to -1: remove it" in refused
+        for fits in ({"point_score": "gui_g2"}, {"combiner": "gui_libra"}, {"terms": {"format": 0.1}}):
+            load_experiment(write(tmp_path, content(grounder_rl={**fits, **needs})))
