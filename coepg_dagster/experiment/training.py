@@ -269,8 +269,24 @@ class PolicyTraining(Strict):
                     f"max_num_gen_batches asks prompts of other episodes, and advantage {compared[0]} compares the steps of one: "
                     "remove one of them"
                 )
-        if self.delta is not None and self.loss_type in ("cispo", "sapo"):
-            raise ValueError(f"delta: the loss `{self.loss_type}` does not use it; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_uses_its_settings(self) -> Self:
+        unused = {"cispo": ("clip_epsilon", "delta"), "sapo": ("clip_epsilon", "epsilon_high", "delta")}
+        for name in unused.get(self.loss_type, ()):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: the loss `{self.loss_type}` does not use it; leave it at its default")
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            raise ValueError("epsilon_high: the loss `cispo` limits the ratio itself by it: set 1 or more, e.g. 4.0")
+        by_sequence = self.importance_sampling_level == "sequence"
+        if by_sequence and self.loss_type in ("dr_grpo", "dapo", "bnpo", "cispo"):
+            raise ValueError(
+                f"importance_sampling_level: the loss `{self.loss_type}` would weigh a ratio of the `sequence` by its length: "
+                "set `token`, or `loss_type: grpo`"
+            )
+        if self.loss_type == "luspo" and not by_sequence:
+            raise ValueError("importance_sampling_level: the loss `luspo` is one of the `sequence`: set that")
         return self
 
     @model_validator(mode="after")

@@ -115,7 +115,7 @@ class Composite:
         parsed, types, values = np.array(list(product((0.0, 1.0), repeat=3))).T
         combined = [low_or_high.min() for ends in self._at_both_ends(parsed, types, values) for low_or_high in ends]
         weighted = [(chosen["weight"], find("reward", name).lowest) for name, chosen in self.terms.items()]
-        return float(min(combined)) + sum(min(weight, weight * lowest) for weight, lowest in weighted)
+        return float(min(combined) + sum(min(weight, weight * lowest) for weight, lowest in weighted))
 
     def _at_both_ends(self, parsed: Floats, type: Floats, value: Floats) -> Iterator[tuple[Floats, Floats]]:
         """What the combiner gives with the lowest point and with a point of 1, for each choice of its terms' ends."""
