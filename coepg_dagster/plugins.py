@@ -42,6 +42,7 @@ class Plugin:
     name: str
     source: str  # the paper or the code that it comes from
     function: Callable[..., Any]
+    lowest: float = 0.0  # of a reward: the lowest score that it gives
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -94,15 +95,17 @@ class Plugin:
 _known: dict[tuple[Kind, str], Plugin] = {}
 
 
-def plugin(kind: Kind, source: str, name: str | None = None) -> Callable[[F], F]:
+def plugin(kind: Kind, source: str, name: str | None = None, *, lowest: float = 0.0) -> Callable[[F], F]:
     """Decorator of a function: its `kind`, where the idea comes from, and its name, if not the function's.
 
+    Args:
+        lowest: of a reward: the lowest score that it gives, 0 or less. An answer that it cannot score has this one.
     Raises:
         NoPlugin: another function has the name.
     """
 
     def known(function: F) -> F:
-        made = Plugin(kind, name or function.__name__, source, function)
+        made = Plugin(kind, name or function.__name__, source, function, lowest)
         before = _known.setdefault((kind, made.name), made)
         if (before.function.__module__, before.function.__qualname__) != (function.__module__, function.__qualname__):
             raise NoPlugin(

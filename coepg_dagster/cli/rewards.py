@@ -32,16 +32,19 @@ def rewards_recompute(
     import pyarrow.parquet as pq
 
     from coepg_dagster.artifacts import ROLLOUTS, write_table
-    from coepg_dagster.rewards.variants import recompute, summary, variant_named
+    from coepg_dagster.rewards.variants import needs_more, recompute, summary, variant_named
 
     record, folder = _record_of(reference, "planner")
     if not (folder / ROLLOUTS).exists():
         refuse(f"{reference} has no {ROLLOUTS}: this planner was not made by GRPO, so nothing was rewarded")
-    made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature)
+    # older records lack what was the default then
+    scale, functions = record.config.get("scale_rewards", "group"), record.config.get("advantage", [])
+    made = recompute(pq.read_table(folder / ROLLOUTS), variant_named(variant), temperature, scale, functions)
     logged = record.config["confidence"]
     facts = {"of": reference, "variant": variant, "temperature": temperature, "logged_confidence": logged} | summary(
         made
     )
+    facts["advantages_need_more"] = needs_more(functions)
     if out is not None:
         write_table(made, out)
     if as_json:
@@ -53,7 +56,10 @@ def rewards_recompute(
     ]
     print_table(f"{reference}: {facts['rollouts']} rollouts", ("", variant, f"as trained ({logged})"), rows)
     for name in ("same_reward", "same_advantage", "same_sign"):
-        echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
+        if facts[name] is not None:
+            echo(f"{name.replace('_', ' ')}: {facts[name]:.1f} % of the rollouts")
+    if beyond := facts["advantages_need_more"]:
+        echo(f"advantages are not compared: those of {', '.join(beyond)} need more than the rollouts tell")
     echo(f"largest difference of a reward: {facts['largest_difference']:.4g}")
 
 

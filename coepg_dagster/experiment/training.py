@@ -14,7 +14,7 @@ from coepg_dagster.rewards import losses  # its functions are found by name
 from coepg_dagster.rewards.answers import refuse_inputs
 from coepg_dagster.rewards.cdrem import ValueMode
 from coepg_dagster.rewards.composite import Composite, Role
-from coepg_dagster.rewards.estimators import GIVEN, by_episodes, drop_spreadless, is_estimator
+from coepg_dagster.rewards.estimators import GIVEN, by_episodes, drop_spreadless, is_estimator, maxrl
 from coepg_dagster.strategies.curation import Prompts, Rows, transition_pairs
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
@@ -254,6 +254,13 @@ class PolicyTraining(Strict):
             raise ValueError(f"policy_loss {self.policy_loss['name']} is a factor of `kl_beta`, which is 0")
         if self.kl_beta and any(each["name"] == drop_spreadless.__name__ for each in self.advantage):
             raise ValueError("advantage: drop_spreadless leaves groups out, but their KL term counts: set `kl_beta: 0`")
+        needs = {maxrl.__name__, losses.guirlvg_kl.__name__}
+        negative = [each["name"] for each in (*self.advantage, self.policy_loss) if each and each["name"] in needs]
+        if negative and self.composite.lowest < 0:
+            raise ValueError(
+                f"{negative[0]} needs rewards of 0 or more, and these go down to {self.composite.lowest:g}: remove it, or the "
+                "negative weights and the point scores below 0"
+            )
         if compared := by_episodes(self.advantage):
             if self._role == "grounder":
                 raise ValueError(f"advantage: {compared[0]} is for steps of an episode; a grounder's prompts are plans")
@@ -267,8 +274,24 @@ class PolicyTraining(Strict):
                 "lora.dropout is of SFT only: rollouts are sampled without it, and an update with it would not fit them: "
                 "set `dropout: 0`"
             )
-        if self.delta is not None and self.loss_type in ("cispo", "sapo"):
-            raise ValueError(f"delta: the loss `{self.loss_type}` does not use it; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_uses_its_settings(self) -> Self:
+        unused = {"cispo": ("clip_epsilon", "delta"), "sapo": ("clip_epsilon", "epsilon_high", "delta")}
+        for name in unused.get(self.loss_type, ()):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: the loss `{self.loss_type}` does not use it; leave it at its default")
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            raise ValueError("epsilon_high: the loss `cispo` limits the ratio itself by it: set 1 or more, e.g. 4.0")
+        by_sequence = self.importance_sampling_level == "sequence"
+        if by_sequence and self.loss_type in ("dr_grpo", "dapo", "bnpo", "cispo"):
+            raise ValueError(
+                f"importance_sampling_level: the loss `{self.loss_type}` would weigh a ratio of the `sequence` by its length: "
+                "set `token`, or `loss_type: grpo`"
+            )
+        if self.loss_type == "luspo" and not by_sequence:
+            raise ValueError("importance_sampling_level: the loss `luspo` is one of the `sequence`: set that")
         return self
 
     @model_validator(mode="after")

@@ -46,15 +46,15 @@ class Answers:
     def scores(self, reward: Plugin, **settings: object) -> Floats:
         """The score of each answer by a reward function, shape (B,).
 
-        A function that asks for places gets only the answers that name one; the others have 0. So has every answer where the
-        function asks for boxes and the step has none.
+        A function that asks for places gets only the answers that name one; the others have its lowest score. Every answer has 0
+        where the function asks for boxes and the step has none.
 
         Raises:
-            ValueError: the function did not give one finite number for each answer.
+            ValueError: the function did not give one finite number for each answer, or one below its `lowest`.
         """
-        scores = np.zeros(len(self.areas))
         if "boxes" in reward.inputs and not len(self.boxes):
-            return scores
+            return np.zeros(len(self.areas))
+        scores = np.full(len(self.areas), reward.lowest)
         asks_for_places = not PLACES.isdisjoint(reward.inputs)
         named = [row for row, area in enumerate(self.areas) if not (asks_for_places and np.isnan(area).any())]
         rows = np.array(named, dtype=np.int64)
@@ -65,6 +65,11 @@ class Answers:
         if made.shape != rows.shape or not np.all(np.isfinite(made)):
             raise ValueError(
                 f"the reward {reward.name!r} gave {made.tolist()} for {rows.size} answers: it must give a finite number for each"
+            )
+        if made.min() < reward.lowest:
+            raise ValueError(
+                f"the reward {reward.name!r} gave {made.min():g}, below its lowest score {reward.lowest:g}: name the lowest that "
+                "it can give where it is defined, as `@plugin(..., lowest=-1.0)`"
             )
         scores[rows] = made
         return scores

@@ -2,7 +2,8 @@
 
 A combiner's positional parameters name the parts that it gets, shape (B,) each: `parsed` (the answer could be read), `type`
 (Eq. 7), `value` (Eq. 8), `point` (r_plan of Eq. 4, or the score of the answer's own point; 1 where the action has no target),
-and any term of the experiment by its name. The weighted terms are added to its result.
+and any term of the experiment by its name. The weighted terms are added to its result. Where point scores go below 0, `point` is
+the part above their lowest, which is added to the result too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -41,6 +42,9 @@ def parts_of(
 class Composite:
     """The reward of an experiment: combiner(parsed, type, value, point, terms) + Σ weight · term.
 
+    A combiner gives what has no right to the point 0, as by Eq. 9. So that this is never more than a point earns, it gets a
+    point score that goes below 0 as the part above its lowest, which is added again: combiner(…, point - lowest, …) + lowest.
+
     Args:
         point_score: what takes the place of Acc_j in Eq. 4, or scores an answer's own place.
         terms: name → settings of a reward function, and its `weight`; with weight 0 it is recorded, or used by the combiner.
@@ -61,7 +65,13 @@ class Composite:
         score, about = CAN_ASK[role]
         refuse_inputs(find("reward", self.point_score["name"]), score)
         for name in self.terms:
-            refuse_inputs(find("reward", name), about)
+            term = find("reward", name)
+            refuse_inputs(term, about)
+            if self.terms[name]["weight"] < 0 and set(term.inputs) & (OF_EACH - {"texts"}):
+                raise NoPlugin(
+                    f"terms: {name} gives an answer that cannot be read its lowest score, which a negative weight would make the "
+                    "best: give a weight of 0 or more"
+                )
         combiner = find("combiner", self.combiner["name"])
         refuse_inputs(combiner, frozenset(combiners.PARTS) | set(self.terms))
         if self.terms.get(terms.hyperclick.__name__, {}).get("weight") and not self._rewards_right_places():
@@ -71,7 +81,12 @@ class Composite:
 
     def _rewards_right_places(self) -> bool:
         ones = np.ones(1)
-        return bool(self._combined(ones, ones, ones, ones)[0] > self._combined(ones, ones, ones, 0 * ones)[0])
+        return any(high[0] > low[0] for low, high in self._at_both_ends(ones, ones, ones))
+
+    @property
+    def lowest_point(self) -> float:
+        """The lowest score of a place."""
+        return find("reward", self.point_score["name"]).lowest
 
     def point_scores(self, answers: Answers) -> Floats:
         """s of each answer's place, shape (B,)."""
@@ -85,11 +100,33 @@ class Composite:
         }
 
     def needs_point(self, parsed: Floats, type: Floats, value: Floats) -> npt.NDArray[np.bool_]:
-        """Whether an answer's point decides anything of its reward, shape (B,). By Eq. 9: if the answer passes the gate."""
-        low = self._combined(parsed, type, value, np.zeros_like(parsed))
-        high = self._combined(parsed, type, value, np.ones_like(parsed))
-        decides: npt.NDArray[np.bool_] = np.logical_and(parsed > 0, low != high)
-        return decides
+        """Whether an answer's point decides anything of its reward, shape (B,). By Eq. 9: if the answer passes the gate.
+
+        Terms that the combiner reads are not known yet: it is asked with each at both of its ends.
+        """
+        decides = np.zeros(len(parsed), dtype=bool)
+        for low, high in self._at_both_ends(parsed, type, value):
+            decides |= low != high
+        return decides & (parsed > 0)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest reward that there can be, with scores from the lowest of each to 1."""
+        parsed, types, values = np.array(list(product((0.0, 1.0), repeat=3))).T
+        combined = [low_or_high.min() for ends in self._at_both_ends(parsed, types, values) for low_or_high in ends]
+        weighted = [(chosen["weight"], find("reward", name).lowest) for name, chosen in self.terms.items()]
+        return float(min(combined) + sum(min(weight, weight * lowest) for weight, lowest in weighted))
+
+    def _at_both_ends(self, parsed: Floats, type: Floats, value: Floats) -> Iterator[tuple[Floats, Floats]]:
+        """What the combiner gives with the lowest point and with a point of 1, for each choice of its terms' ends."""
+        read = [name for name in self.terms if name in find("combiner", self.combiner["name"]).inputs]
+        for ends in product(*((find("reward", name).lowest, 1.0) for name in read)):
+            of_terms = {name: np.full_like(parsed, end) for name, end in zip(read, ends, strict=True)}
+            low, high = (
+                self._combined(parsed, type, value, np.full_like(parsed, point), of_terms)
+                for point in (self.lowest_point, 1.0)
+            )
+            yield low, high
 
     def combine(
         self, parsed: Floats, type: Floats, value: Floats, point: Floats, term_scores: Mapping[str, Floats]
@@ -106,13 +143,14 @@ class Composite:
         type: Floats,
         value: Floats,
         point: Floats,
-        term_scores: Mapping[str, Floats] | None = None,
+        term_scores: Mapping[str, Floats],
     ) -> Floats:
         combiner = find("combiner", self.combiner["name"])
-        given: dict[str, Floats] = dict(zip(combiners.PARTS, (parsed, type, value, point), strict=True))
-        given |= term_scores or {name: np.zeros_like(parsed) for name in self.terms}
+        above = point - self.lowest_point
+        given: dict[str, Floats] = dict(zip(combiners.PARTS, (parsed, type, value, above), strict=True))
+        given |= term_scores
         made = combiner.function(*(given[name] for name in combiner.inputs), **settings_of(self.combiner))
         reward = np.asarray(made, dtype=np.float64)
         if reward.shape != parsed.shape or not np.all(np.isfinite(reward)):
             raise ValueError(f"the combiner {combiner.name!r} gave no finite number for each of {len(parsed)} answers")
-        return reward
+        return reward + self.lowest_point

@@ -2,8 +2,8 @@
 
 A function's positional parameters name what it gets (`answers.Answers`): of the B answers to one step, `points` (B, 2), `areas`
 (B, 4), `texts`, `plans`, `candidates`; of the step, `boxes` (M, 4), `size`, `references`. Its keyword-only parameters are its
-settings. It returns (B,) scores from 0 to 1. With several boxes the best one counts. All coordinates are pixels of the stored
-screenshot, and boxes include their borders.
+settings. It returns (B,) scores from 0, or from the `lowest` that its decorator names, to 1. With several boxes the best one
+counts. All coordinates are pixels of the stored screenshot, and boxes include their borders.
 
 A function that asks for nothing but places, boxes and size can be the `point_score`: it then takes the place of Acc_j in Eq. 4.
 """
@@ -165,7 +165,7 @@ OF_A_BOX: Final = frozenset({step_gui_box.__name__, infigui_r1_box.__name__})
 """Rewards that are 0, or nearly, for an answer that is a point."""
 
 
-@plugin("reward", "InfiGUI-G1, InfiXAI/InfiGUI-G1")
+@plugin("reward", "InfiGUI-G1, InfiXAI/InfiGUI-G1", lowest=-1.0)
 def infigui_g1(candidates: Sequence[Floats], boxes: Floats) -> Floats:
     """Several places in one answer: 1 / √(N k) if the k-th of N is the first hit, else -1 / N, and -1 without a place.
 

@@ -15,18 +15,20 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from coepg_dagster.plugins import find
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.rewards.cdrem import (
     Confidence,
     Floats,
     NoVerdict,
+    ScaleRewards,
     advantages,
     confidences,
     ensemble_weights,
     flatten_spreadless,
-    gated,
     plan_reward,
 )
+from coepg_dagster.rewards.estimators import estimated
 from coepg_dagster.steps import GATE_PASSED
 
 Variant = Literal["no_cdrem", "uniform", "prior", "literal", "probability", "temperature"]
@@ -109,7 +111,7 @@ RECOMPUTED_SCHEMA: Final = pa.schema(
         pa.field("gate", pa.string(), nullable=False),
         pa.field("weights", pa.list_(pa.float64()), nullable=False),  # in the order of the rollout's graders
         pa.field("reward", pa.float64(), nullable=False),
-        pa.field("advantage", pa.float64(), nullable=False),
+        pa.field("advantage", pa.float64()),  # null: `needs_more`
         pa.field("logged_reward", pa.float64(), nullable=False),
         pa.field("logged_advantage", pa.float64(), nullable=False),
     ]
@@ -117,11 +119,26 @@ RECOMPUTED_SCHEMA: Final = pa.schema(
 """Reward and advantage of each rollout under a variant, beside those used in training; rows as in the rollout table."""
 
 
-def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = None) -> pa.Table:
+def needs_more(functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which of an experiment's advantage functions ask for more than rollouts tell, as the size of a target."""
+    return [
+        each["name"] for each in functions if set(find("advantage", each["name"]).inputs) - {"rewards", "advantages"}
+    ]
+
+
+def recompute(
+    rollouts: pa.Table,
+    variant: Variant,
+    temperature: float | None = None,
+    scale: ScaleRewards = "group",
+    functions: Sequence[Mapping[str, Any]] = (),
+) -> pa.Table:
     """Rewards and advantages of `variant` for a rollout table (ROLLOUT_SCHEMA), as RECOMPUTED_SCHEMA in the same order.
 
-    σ is as logged, but 0 for `uniform`.
+    σ is as logged, but 0 for `uniform`. An answer that fails the gate has its reward by all variants.
 
+    Args:
+        scale, functions: `scale_rewards` and `advantage` of the training; if one of these `needs_more`, advantages are null.
     Raises:
         NoVerdict: all grounders with a vote failed on a plan.
         CannotRecompute: a wrong temperature, rows that are not whole groups, or rewards with terms or a combiner.
@@ -137,22 +154,31 @@ def recompute(rollouts: pa.Table, variant: Variant, temperature: float | None = 
         float(plan_reward(w, [_score(grader) for grader in row["graders"]])) if row["graders"] else 1.0
         for row, w in zip(rows, weights, strict=True)
     ]
-    passes = np.array([row["gate"] == GATE_PASSED for row in rows], dtype=float)
-    rewards = gated(passes, passes, r_plan)
+    passes = [row["gate"] == GATE_PASSED for row in rows]
+    rewards = np.where(passes, r_plan, [row["reward"] for row in rows])
+    size, firsts = group_size(rollouts), np.flatnonzero(np.diff(rollouts["optimizer_step"].to_numpy())) + 1
+    made: list[float] | list[None] = [None] * len(rows)
+    if not needs_more(functions):
+        made = [a for of_step in np.split(rewards, firsts) for a in _advantages(of_step, size, scale, functions)]
     recomputed = [
         {
             **{name: row[name] for name in ("optimizer_step", "group", "step_id", "plan", "gate")},
             "weights": w,
             "reward": float(reward),
-            "advantage": float(advantage),
+            "advantage": advantage,
             "logged_reward": row["reward"],
             "logged_advantage": row["advantage"],
         }
-        for row, w, reward, advantage in zip(
-            rows, weights, rewards, advantages(rewards, group_size(rollouts)), strict=True
-        )
+        for row, w, reward, advantage in zip(rows, weights, rewards, made, strict=True)
     ]
     return pa.Table.from_pylist(recomputed, RECOMPUTED_SCHEMA)
+
+
+def _advantages(rewards: Floats, size: int, scale: ScaleRewards, functions: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Those of the rollouts of an optimizer step, as training computes them."""
+    flat, of_eq_10 = flatten_spreadless(rewards, size)[0], advantages(rewards, size, scale)
+    made = estimated(functions, flat.reshape(-1, size), of_eq_10.reshape(-1, size), {})
+    return made.reshape(-1).tolist()
 
 
 def _score(grader: Mapping[str, Any]) -> float:
@@ -189,10 +215,12 @@ def group_size(rollouts: pa.Table) -> int:
 def summary(recomputed: pa.Table) -> dict[str, Any]:
     """How a variant differs from the training, for a table of `recompute`; shares in per cent.
 
-    `same_sign`: rollouts whose advantage has the same sign as in training (or is 0 in both).
+    `same_sign`: rollouts whose advantage has the same sign as in training (or is 0 in both). Where advantages are null, it and
+    `same_advantage` are None.
     """
     reward, logged = (recomputed[name].to_numpy() for name in ("reward", "logged_reward"))
     advantage, logged_advantage = (recomputed[name].to_numpy() for name in ("advantage", "logged_advantage"))
+    known = not recomputed["advantage"].null_count
     size = group_size(recomputed)
     spreadless, spreadless_logged = (flatten_spreadless(values, size)[1] for values in (reward, logged))
     return {
@@ -204,8 +232,8 @@ def summary(recomputed: pa.Table) -> dict[str, Any]:
         "frac_reward_zero_std_logged": float(spreadless_logged.mean()),
         "same_reward": 100 * float((reward == logged).mean()),
         "largest_difference": float(np.abs(reward - logged).max()),
-        "same_advantage": 100 * float((advantage == logged_advantage).mean()),
-        "same_sign": 100 * float((np.sign(advantage) == np.sign(logged_advantage)).mean()),
+        "same_advantage": 100 * float((advantage == logged_advantage).mean()) if known else None,
+        "same_sign": 100 * float((np.sign(advantage) == np.sign(logged_advantage)).mean()) if known else None,
     }
 
 

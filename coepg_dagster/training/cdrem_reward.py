@@ -21,7 +21,7 @@ from coepg_dagster.rewards.composite import parts_of
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.rewards.variants import Weighing
 from coepg_dagster.training.examples import completion_text
-from coepg_dagster.training.scoring import all_terms, as_parts, boxes_of, size_of
+from coepg_dagster.training.scoring import all_terms, as_parts, boxes_of, in_groups, size_of
 
 
 class CdremReward:
@@ -114,7 +114,8 @@ class CdremReward:
                 for name, groundings in zip(self._grounders, by_grounder, strict=True):
                     refuse_outage(f"grounder {name}", groundings)
                 votes = dict(zip(queries, zip(*by_grounder, strict=True), strict=True))
-        r_plan = np.array([float(not self._screens.boxes(step_id)) for step_id in step_ids])
+        lowest = self._composite.lowest_point
+        r_plan = np.array([lowest if self._screens.boxes(step_id) else 1.0 for step_id in step_ids])
         self.rows, answers = [], []
         for i, (plan, gate) in enumerate(zip(plans, gates, strict=True)):
             places = _corners(votes.get(i, ()))
@@ -138,7 +139,7 @@ class CdremReward:
             said = plan.answer.plan if plan.answer else ""
             known = self._references.get(step_ids[i], ())
             answers.append(Answers(own, boxes, size, [plan.text], [said], references=known))
-        terms = all_terms(self._composite, step_ids, answers)
+        terms = all_terms(self._composite, in_groups(step_ids, answers))
         rewards = self._composite.combine(*parts, r_plan, terms)
         made = as_parts(self._composite, *parts, r_plan, terms)
         for row, reward, of_row in zip(self.rows, rewards, made, strict=True):

@@ -96,7 +96,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
 
     Rewards are made equal in `_calculate_rewards`, where TRL has gathered those of all processes, so that groups are complete.
     `rollouts` has one file for each optimizer step that samples; a continued run overwrites those of the steps that it repeats.
-    An answer with a vision token is cut before it, has reward 0 and is counted.
+    An answer with a vision token is cut before it, has reward 0, or the lowest where rewards go below, and is counted.
 
     Groups stay together in the passes of an optimizer step (`_prepare_inputs`), and a group is one row of a pass
     (`_get_per_token_logps_and_entropies`, see `packing`). Without a KL term, rollouts with advantage 0 are left out, since they
@@ -136,6 +136,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
     ) -> None:
         self._reward, self._rollouts = reward, rollouts
         self._objective, self._facts = objective, facts
+        self._reward_if_cut = min(0.0, objective.composite.lowest)
         self._early = reward if isinstance(reward, CdremReward) and reward.remote else None
         self._inputs: list[dict[str, Any]] = []  # TRL's, of the batch
         self._prompts: list[Any] = []  # TRL's, of the batch
@@ -407,7 +408,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         texts = self.processing_class.batch_decode(answers, skip_special_tokens=True)
         step_ids, plans = zip(*self._asked, strict=True)
         rewards = self._reward([[{"content": text}] for text in texts], step_id=step_ids, plan=plans)
-        return np.where(cut, 0.0, rewards)
+        return np.where(cut, self._reward_if_cut, rewards)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
@@ -430,7 +431,7 @@ class CdremTrainer(Continues, GRPOTrainer):  # type: ignore[misc]
         raw = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         for row, cut in zip(self._reward.rows, self._cut, strict=True):
             if cut:
-                row |= {"reward": 0.0, "gate": GATE_CUT, "plan": None, "graders": []}
+                row |= {"reward": self._reward_if_cut, "gate": GATE_CUT, "plan": None, "graders": []}
         rows = gather_object(self._reward.rows)
         self._log_metric("gate_passed", float(np.mean([row["gate"] == GATE_PASSED for row in rows])))
         self._log_metric("invalid_special_token", float(np.mean(gather_object(self._cut))))

@@ -17,7 +17,7 @@ from coepg_dagster.rewards.composite import Composite, parts_of
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import GATE_PASSED, GATE_UNPARSED
 from coepg_dagster.training.examples import completion_text
-from coepg_dagster.training.scoring import all_terms, as_parts, boxes_of, size_of
+from coepg_dagster.training.scoring import all_terms, as_parts, boxes_of, in_groups, size_of
 
 NOWHERE = (np.nan,) * 4
 
@@ -59,9 +59,10 @@ class PointReward:
             answers.append(answer)
             gates.append(gate)
             parts.append(of_answer)
-        point = np.array([float(self._composite.point_scores(a)[0]) if len(a.boxes) else 1.0 for a in answers])
-        asked = list(zip(step_ids, plans or step_ids, strict=True))
-        terms = all_terms(self._composite, asked, answers)
+        groups = in_groups(list(zip(step_ids, plans or step_ids, strict=True)), answers)
+        of_groups = [self._composite.point_scores(g) if len(g.boxes) else np.ones(len(g.areas)) for g in groups]
+        point = np.array([score for of_group in of_groups for score in of_group], dtype=np.float64)
+        terms = all_terms(self._composite, groups)
         parsed, types, values = np.array(parts, dtype=np.float64).reshape(-1, 3).T
         rewards = self._composite.combine(parsed, types, values, point, terms)
         made = as_parts(self._composite, parsed, types, values, point, terms)

@@ -25,16 +25,13 @@ def size_of(viewport: Viewport) -> tuple[float, float]:
     return float(viewport.original.width), float(viewport.original.height)
 
 
-def all_terms(composite: Composite, asked: Sequence[Any], answers: Sequence[Answers]) -> dict[str, Floats]:
-    """Term → its score of each of B answers, shape (B,).
+def in_groups(asked: Sequence[Any], answers: Sequence[Answers]) -> list[Answers]:
+    """B answers, one row each, as the groups in which they are scored.
 
     Args:
         asked: what each answered; neighbours with equal ones are a group, and share their boxes, size and references.
-        answers: one row each.
     """
-    if not composite.terms:
-        return {}
-    of_groups = []
+    groups = []
     for _, rows in groupby(range(len(asked)), key=lambda row: asked[row]):
         group = [answers[row] for row in rows]
         joined = replace(
@@ -44,7 +41,15 @@ def all_terms(composite: Composite, asked: Sequence[Any], answers: Sequence[Answ
             plans=[plan for a in group for plan in a.plans],
             candidates=[places for a in group for places in a.candidates],
         )
-        of_groups.append(composite.term_scores(joined))
+        groups.append(joined)
+    return groups
+
+
+def all_terms(composite: Composite, groups: Sequence[Answers]) -> dict[str, Floats]:
+    """Term → its score of each of the B answers of all groups, shape (B,)."""
+    if not composite.terms:
+        return {}
+    of_groups = [composite.term_scores(group) for group in groups]
     return {name: np.concatenate([scores[name] for scores in of_groups]) for name in composite.terms}
 
 

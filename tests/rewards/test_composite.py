@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.plugins import NoPlugin
-from coepg_dagster.rewards import combiners
+from coepg_dagster import plugins
+from coepg_dagster.plugins import NoPlugin, find, plugin
+from coepg_dagster.rewards import combiners, terms
 from coepg_dagster.rewards.answers import Floats
 from coepg_dagster.rewards.composite import Composite
 from coepg_dagster.rewards.estimators import estimated, rloo
@@ -19,11 +21,13 @@ from coepg_dagster.rewards.estimators import estimated, rloo
 BITS = np.array(list(product([0.0, 1.0], repeat=3)))
 
 
-def combined(combiner: str, parts: Any, terms: Any = None, **settings: Any) -> Floats:
-    given_terms = {name: {"name": name, "weight": weight} for name, (weight, _) in (terms or {}).items()}
+def combined(combiner: str, parts: Any, scored: Any = None, **settings: Any) -> Floats:
+    given_terms = {name: {"name": name, "weight": weight} for name, (weight, _) in (scored or {}).items()}
     composite = Composite(terms=given_terms, combiner={"name": combiner, **settings})
     values = [np.array([float(part)]) for part in parts]
-    return float(composite.combine(*values, {name: np.array([score]) for name, (_, score) in (terms or {}).items()})[0])
+    return float(
+        composite.combine(*values, {name: np.array([score]) for name, (_, score) in (scored or {}).items()})[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,86 @@ def test_a_grounder_is_queried_only_where_its_point_decides() -> None:
     assert by_gate.tolist() == [bool(p and t and v) for p, t, v in BITS]
     by_sum = Composite(combiner={"name": "weighted_sum"}).needs_point(parsed, types, values)
     assert by_sum.tolist() == [bool(p) for p in parsed]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_a_user() -> Iterator[None]:
+    """Plug-ins of a user's own: a score from -1 to 1, and combiners that multiply by a term."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_known", dict(plugins._known))
+        plugin("reward", "a test", lowest=-1.0)(signed)
+        plugin("combiner", "a test")(times_format)
+        plugin("combiner", "a test")(times_what_is_missing)
+        yield
+
+
+def signed(points: Floats, boxes: Floats) -> Floats:
+    return 2 * terms.hit(points, boxes) - 1
+
+
+def times_format(parsed: Floats, type: Floats, point: Floats, format: Floats) -> Floats:
+    return parsed * type * point * format
+
+
+def times_what_is_missing(parsed: Floats, value: Floats, point: Floats, format: Floats, sub_goal: Floats) -> Floats:
+    return parsed * value * point * (1 - format) * sub_goal
+
+
+@st.composite
+def composites(draw: st.DrawFn) -> Composite:
+    """Any combiner, with the terms that it reads and others, of a score from 0 or one from -1."""
+    names = [
+        "gate",
+        "weighted_sum",
+        "ui_s1",
+        "gui_libra",
+        "gui_r1",
+        "infigui_r1",
+        "times_format",
+        "times_what_is_missing",
+    ]
+    combiner = find("combiner", draw(st.sampled_from(names)))
+    used = [name for name in combiner.inputs if name not in combiners.PARTS]
+    used += [name for name in draw(st.sets(st.sampled_from(["length", "signed"]))) if name not in used]
+    return Composite(
+        point_score={"name": draw(st.sampled_from(["hit", "signed"]))},
+        terms={name: {"name": name, "weight": draw(st.sampled_from([0.0, 0.25, 1.0]))} for name in used},
+        combiner={"name": combiner.name},
+    )
+
+
+def draw_scores(data: st.DataObject, composite: Composite) -> dict[str, Floats]:
+    """A score of each term for one answer."""
+    lows = {name: find("reward", name).lowest for name in composite.terms}
+    return {name: np.array([data.draw(st.floats(low, 1))]) for name, low in lows.items()}
+
+
+@given(composites(), st.sampled_from(BITS.tolist()), st.data())
+def test_a_point_that_nobody_asks_for_decides_nothing(made: Composite, bits: list[float], data: st.DataObject) -> None:
+    parts = [np.array([bit]) for bit in bits]
+    if bits[0] and not made.needs_point(*parts)[0]:
+        points, scores = st.floats(made.lowest_point, 1), draw_scores(data, made)
+        one, other = (made.combine(*parts, np.array([data.draw(points)]), scores)[0] for _ in range(2))
+        assert one == pytest.approx(other)
+
+
+@given(composites(), st.sampled_from(BITS.tolist()), st.data())
+def test_an_answer_that_cannot_be_read_never_earns_more_than_one_that_can(
+    made: Composite, bits: list[float], data: st.DataObject
+) -> None:
+    """Nor does any answer earn less than the lowest reward. What terms say about the text is the same for both."""
+    place, scores = np.array([data.draw(st.floats(made.lowest_point, 1))]), draw_scores(data, made)
+    readable = made.combine(np.ones(1), *(np.array([bit]) for bit in bits[1:]), place, scores)[0]
+    without_place = {name: np.array([-1.0]) if name == "signed" else score for name, score in scores.items()}
+    unreadable = made.combine(*np.zeros((3, 1)), np.array([made.lowest_point]), without_place)[0]
+    assert made.lowest - 1e-9 <= unreadable <= readable + 1e-9
+
+
+def test_a_negative_weight_is_for_what_every_answer_has() -> None:
+    Composite(terms={"length": {"name": "length", "weight": -0.1}}).refuse("grounder")
+    for name, role in (("gui_rcpo", "grounder"), ("infigui_g1", "grounder"), ("sub_goal", "planner")):
+        with pytest.raises(NoPlugin, match=f"terms: {name} .* give a weight of 0 or more"):
+            Composite(terms={name: {"name": name, "weight": -0.1}}).refuse(role)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(0, 1), min_size=8, max_size=8))

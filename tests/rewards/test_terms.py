@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -107,8 +109,13 @@ def test_answers_without_a_place_have_no_score_and_do_not_disturb_the_others() -
 
 def test_a_function_that_gives_no_number_for_each_answer_is_named() -> None:
     one = Plugin("reward", "half", "here", lambda texts: [0.5])
+    two = Answers(np.zeros((2, 4)), np.zeros((0, 4)), SIZE, ["a", "b"])
     with pytest.raises(ValueError, match=r"the reward 'half' gave \[0\.5\] for 2 answers"):
-        Answers(np.zeros((2, 4)), np.zeros((0, 4)), SIZE, ["a", "b"]).scores(one)
+        two.scores(one)
+    below = Plugin("reward", "below", "here", lambda texts: [0.5, -0.5])
+    with pytest.raises(ValueError, match=r"'below' gave -0\.5, below its lowest score 0: .*lowest=-1"):
+        two.scores(below)
+    assert two.scores(replace(below, lowest=-1.0)).tolist() == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("spoken", ["1.5", "-0.1", "high", "1e9", ""])

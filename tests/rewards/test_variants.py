@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from coepg_dagster.artifacts import ROLLOUTS
+from coepg_dagster.cli import rewards as cli
 from coepg_dagster.experiment.training import Grpo
-from coepg_dagster.rewards.cdrem import NoVerdict, advantages, plan_reward
+from coepg_dagster.plugins import chosen
+from coepg_dagster.rewards.cdrem import NoVerdict, ScaleRewards, advantages, flatten_spreadless, plan_reward
+from coepg_dagster.rewards.estimators import estimated
 from coepg_dagster.rewards.variants import (
     RECOMPUTED_SCHEMA,
     VARIANTS,
@@ -51,8 +61,14 @@ def rollout(graders: list[dict[str, Any]], gate: str = "passed") -> dict[str, An
     return {"step_id": "s", "text": "", "plan": "p", "gate": gate, "graders": graders}
 
 
-def logged(rows: list[dict[str, Any]], variant: Variant = "probability") -> pa.Table:
-    """The rows as training would have written them: weighed by `variant`, in groups of SIZE."""
+def logged(
+    rows: list[dict[str, Any]],
+    variant: Variant = "probability",
+    scale: ScaleRewards = "group",
+    functions: Sequence[dict[str, Any]] = (),
+    lowest: float = 0.0,
+) -> pa.Table:
+    """The rows as training would have written them: weighed by `variant`, in groups of SIZE, two in an optimizer step."""
     for i, row in enumerate(rows):
         r_plan = 1.0
         if row["graders"]:
@@ -61,9 +77,14 @@ def logged(rows: list[dict[str, Any]], variant: Variant = "probability") -> pa.T
             _, weights = weigh([g["mean_logprob"] or 0.0 for g in row["graders"]], answered)
             r_plan = float(plan_reward(weights, np.array([g["hit"] for g in row["graders"]])))
         row |= {"optimizer_step": i // (2 * SIZE), "group": i // SIZE % 2}
-        row["reward"] = r_plan if row["gate"] == "passed" else 0.0
-    for row, advantage in zip(rows, advantages([row["reward"] for row in rows], SIZE), strict=True):
-        row["advantage"] = float(advantage)
+        row["reward"] = r_plan if row["gate"] == "passed" else lowest
+    for start in range(0, len(rows), 2 * SIZE):
+        of_step = rows[start : start + 2 * SIZE]
+        rewards = [row["reward"] for row in of_step]
+        flat, of_eq_10 = flatten_spreadless(rewards, SIZE)[0], advantages(rewards, SIZE, scale)
+        made = estimated(functions, flat.reshape(-1, SIZE), of_eq_10.reshape(-1, SIZE), {})
+        for row, advantage in zip(of_step, made.reshape(-1), strict=True):
+            row["advantage"] = float(advantage)
     return pa.Table.from_pylist(rows, ROLLOUT_SCHEMA)
 
 
@@ -87,10 +108,19 @@ def columns(table: pa.Table, *names: str) -> list[list[float]]:
     return [table[name].to_pylist() for name in names]
 
 
-@given(rollouts(), st.sampled_from([variant for variant in get_args(Variant) if variant != "uniform"]))
-def test_a_table_gives_back_the_rewards_of_its_variant_to_the_last_bit(rows: Any, variant: Variant) -> None:
-    table = logged(rows, variant)
-    made = recompute(table, variant)
+@given(
+    rollouts(),
+    st.sampled_from([variant for variant in get_args(Variant) if variant != "uniform"]),
+    st.sampled_from(get_args(ScaleRewards)),
+    st.sampled_from([[], ["rloo"], ["maxrl"], ["drop_spreadless"], ["rloo", "sngs"]]),
+    st.sampled_from([0.0, -1.0]),
+)
+def test_a_table_gives_back_the_rewards_of_its_variant_to_the_last_bit(
+    rows: Any, variant: Variant, scale: ScaleRewards, names: list[str], lowest: float
+) -> None:
+    functions = [chosen("advantage", name) for name in names]
+    table = logged(rows, variant, scale, functions, 0.0 if names == ["maxrl"] else lowest)
+    made = recompute(table, variant, None, scale, functions)
     reward, logged_reward, advantage, logged_advantage = columns(
         made, "reward", "logged_reward", "advantage", "logged_advantage"
     )
@@ -99,6 +129,40 @@ def test_a_table_gives_back_the_rewards_of_its_variant_to_the_last_bit(rows: Any
     assert (facts["same_reward"], facts["same_advantage"], facts["same_sign"]) == (100, 100, 100)
     assert facts["largest_difference"] == 0
     assert facts["frac_reward_zero_std"] == facts["frac_reward_zero_std_logged"]
+
+
+@pytest.mark.parametrize("name", ["gui_g1_difficulty", "ui_s1_levels"])
+def test_advantages_that_need_more_than_rollouts_tell_are_left_out(name: str) -> None:
+    table = logged([rollout([grader(0, bool(i % 3), -0.1)]) for i in range(2 * SIZE)])
+    made = recompute(table, "probability", functions=[chosen("advantage", "rloo"), chosen("advantage", name)])
+    assert made["advantage"].null_count == len(made) and made.schema == RECOMPUTED_SCHEMA
+    facts = summary(made)
+    assert (facts["same_reward"], facts["same_advantage"], facts["same_sign"]) == (100, None, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        ({}, 100),
+        ({"scale_rewards": "none"}, 100),
+        ({"advantage": ["rloo"]}, 100),
+        ({"advantage": ["gui_g1_difficulty"]}, None),
+    ],
+)
+def test_the_command_compares_with_the_advantages_of_the_run(
+    config: dict[str, Any], same: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Grpo.model_validate(config)
+    rows = [rollout([grader(j, bool((i + j) % 3), -0.1) for j in range(2)]) for i in range(2 * SIZE)]
+    known = [] if same is None else run.advantage
+    pq.write_table(logged(rows, scale=run.scale_rewards, functions=known), tmp_path / ROLLOUTS)
+    record = SimpleNamespace(config=run.model_dump(mode="json"))
+    monkeypatch.setattr(cli, "_record_of", lambda *_: (record, tmp_path))
+    command = ["recompute", "exp@1", "--variant", "probability"]
+    facts = json.loads(CliRunner().invoke(cli.app, [*command, "--json"]).stdout)
+    assert (facts["same_reward"], facts["same_advantage"], facts["same_sign"]) == (100, same, same)
+    shown = CliRunner().invoke(cli.app, command).stdout
+    assert ("those of gui_g1_difficulty need more than the rollouts tell" in shown) == (same is None)
 
 
 @given(rollouts(), st.sampled_from(get_args(Variant)))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trl import GRPOTrainer
 
+from coepg_dagster import plugins
 from coepg_dagster.artifacts import CURATION
 from coepg_dagster.experiment.models import Models
 from coepg_dagster.experiment.training import GrounderRl, Grpo
@@ -25,8 +26,10 @@ from coepg_dagster.inference.screens import Screens
 from coepg_dagster.jobs import GrounderRlJob
 from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import parse_corners, parse_points, planner_answer
+from coepg_dagster.rewards.answers import Floats
 from coepg_dagster.rewards.composite import Composite
 from coepg_dagster.rewards.estimators import rloo, sngs
+from coepg_dagster.rewards.terms import hit
 from coepg_dagster.rewards.variants import CannotRecompute, recompute
 from coepg_dagster.training.cdrem_reward import CdremReward
 from coepg_dagster.training.grpo import at_the_start, train_grounder_rl, train_grpo
@@ -136,6 +139,27 @@ def test_a_point_score_takes_the_place_of_acc_in_eq_4(steps: pa.Table) -> None:
     scores = [grader["score"] for grader in reward.rows[0]["graders"]]
     assert got == pytest.approx(sum(scores) / 2) and scores[0] != scores[1]
     assert reward.rows[0]["parts"] == []
+
+
+def test_a_plan_that_fails_the_gate_earns_no_more_than_one_that_misses(
+    steps: pa.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugins, "_known", dict(plugins._known))
+
+    @plugins.plugin("reward", "a test", lowest=-1.0)
+    def signed(points: Floats, boxes: Floats) -> Floats:
+        return 2 * hit(points, boxes) - 1
+
+    row = next(row for row in steps.to_pylist() if row["boxes"] and row["action_type"] == "CLICK")
+    for combiner in ("gate", "weighted_sum", "ui_s1", "gui_libra"):
+        config = Grpo.model_validate({"point_score": "signed", "combiner": combiner})
+        answers = [
+            planner_answer("click OK", row["action_type"], row["value"]),
+            planner_answer("x", "SELECT", "x"),
+            "?",
+        ]
+        miss, wrong, unreadable = scripted(steps, config, "(1,1)").score(answers, [row["step_id"]] * 3)
+        assert miss >= wrong >= unreadable == -1, combiner
 
 
 def test_without_a_gate_a_plan_of_the_wrong_type_is_grounded_too(steps: pa.Table) -> None:

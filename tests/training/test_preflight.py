@@ -143,7 +143,10 @@ def test_an_answer_ends_before_its_first_vision_token(answer: list[int], unwante
     assert (short == answer) == (not unwanted & set(answer))
 
 
+@pytest.mark.parametrize(("terms", "least"), [({}, 0), ({"length": -0.5}, -0.5)])
 def test_a_sampled_vision_token_costs_its_rollout_and_not_the_run(
+    terms: dict[str, float],
+    least: float,
     random_checkpoint: Callable[[int], Path],
     dataset: pa.Table,
     steps: pa.Table,
@@ -170,12 +173,13 @@ def test_a_sampled_vision_token_costs_its_rollout_and_not_the_run(
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", unsuppressed)
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
-    config = Grpo(prompts_per_step=2, group_size=2, micro_batch_size=4, max_steps=1, max_plan_tokens=24, ensemble=False)
+    sizes = {"prompts_per_step": 2, "group_size": 2, "micro_batch_size": 4, "max_steps": 1, "max_plan_tokens": 24}
+    config = Grpo.model_validate(sizes | {"ensemble": False, "terms": terms})
     out, used = tmp_path / "out", (random_checkpoint(0), random_checkpoint(1))
     train_grpo(grpo_job(out, (dataset, steps, models), *used, config), quiet)
     rows = pq.read_table(out / "rollouts.parquet").to_pylist()
     assert [row["gate"] == "invalid_special_token" for row in rows] == [True, True, False, False]
-    assert [row["reward"] for row in rows[:2]] == [0, 0]
+    assert [row["reward"] for row in rows[:2]] == [least] * 2 and min(row["reward"] for row in rows) == least
     unwanted = set(vision_token_ids(load_processor(str(out)).tokenizer))
     assert seen and not unwanted & {token for ids in seen for token in ids}
     assert '"invalid_special_token": 0.5' in (out / "training_log.jsonl").read_text()
