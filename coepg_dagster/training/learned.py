@@ -101,8 +101,8 @@ def grpo_warning(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str
     if change is None or rises(change):
         return None
     steps = figures["optimizer_steps"]
-    sampled = -(-steps // settings["num_iterations"])  # as in `exposure`
-    prompts = sampled * settings["prompts_per_step"]
+    batches = -(-steps // settings["num_iterations"])  # as in `exposure`
+    prompts = batches * settings["prompts_per_step"]
     rollouts = prompts * settings["group_size"]
     seen = f"{rollouts:,} rollouts of {min(prompts, figures['prompts']):,} of {figures['prompts']:,} prompts"
     sentences = [
