@@ -135,6 +135,12 @@ def test_an_answer_that_cannot_be_read_never_earns_more_than_one_that_can(
     assert made.lowest - 1e-9 <= unreadable <= readable + 1e-9
 
 
+def test_a_confidence_may_stand_beside_a_point_that_a_term_multiplies() -> None:
+    weights = {"hyperclick": 1.0, "format": 0.0}
+    named = {name: {"name": name, "weight": weight} for name, weight in weights.items()}
+    Composite(terms=named, combiner={"name": "times_format"}).refuse("planner")
+
+
 def test_a_negative_weight_is_for_what_every_answer_has() -> None:
     Composite(terms={"length": {"name": "length", "weight": -0.1}}).refuse("grounder")
     for name, role in (("gui_rcpo", "grounder"), ("infigui_g1", "grounder"), ("sub_goal", "planner")):
