@@ -29,6 +29,7 @@ from coepg_dagster.artifacts import BOARDS, whole
 from coepg_dagster.auditing.archive import BASE, Archive
 from coepg_dagster.auditing.marks import MARKS, NotMarked, read_marks, vetoes, vetoes_changed
 from coepg_dagster.experiment.schema import Experiment
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.project import Project
 from coepg_dagster.provenance import (
@@ -149,8 +150,13 @@ class Loop:
         """The loop with the same seed from which artifacts are taken; None where none are."""
         if not self.experiment.take:
             return None
-        parent = Project(self.root).experiment(str(self.experiment.parent))
-        return Loop(parent, self.seed, self.root)
+        project, name = Project(self.root), str(self.experiment.parent)
+        try:
+            return Loop(project.experiment(name), self.seed, self.root)
+        except ExperimentError:  # its file cannot be used now, see `last_used`
+            if (last := project.last_used(name)) is None:
+                raise
+            return Loop(last, self.seed, self.root)
 
     def owner(self, asset: Asset) -> str:
         """Name of the experiment that makes `asset`: this one, or the parent from which it is taken."""

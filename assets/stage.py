@@ -29,6 +29,7 @@ from coepg_dagster.experiment.training import GrounderRl, PolicyTraining, Sft
 from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.jobs import Job, TrainingJob, seed_of
 from coepg_dagster.planning.machine import TrainingSettings, training_refusals, trainings
+from coepg_dagster.project import Project
 from coepg_dagster.provenance import SHARED, Asset, NotUsable, Record, Ref
 from coepg_dagster.refusal import Refusal, machine_trouble
 from coepg_dagster.store import CLAIMS, UNPARTITIONED, Store
@@ -203,12 +204,30 @@ def stage_context(
     ref = Ref(asset, None if asset in SHARED else int(context.partition_key))
     store = resources.store.store(loop.root)
     tag_run(context)
+    _refuse_invalid_file(context, loop)
     if ref.iteration is not None:
         claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
     k = ref.iteration or 0
     inputs = loop.require(context, loop.inputs_of(ref), k, resources.store.accept_stale_input, store.root)
     with store.draft(loop.experiment.name, f"s{loop.seed}", asset, str(ref.iteration)) as draft:
         yield StageContext(context, resources, loop, ref, inputs, store, draft)
+
+
+def _refuse_invalid_file(context: dg.AssetExecutionContext, loop: Loop) -> None:
+    """Raises ExperimentError if the experiment's file cannot be used, and could not when this run was launched.
+
+    A run that goes on while its file is edited is made to its end by the settings that it began with.
+    """
+    project, record = Project(loop.root), context.instance.get_run_record_by_id(context.run.run_id)
+    assert record is not None
+    try:
+        project.experiment(loop.experiment.name)
+    except ExperimentError:
+        if not project.changed_since(record.create_timestamp.timestamp()):
+            raise
+    for used in (loop, loop.parent):
+        if used is not None:
+            project.use_last(used.experiment)
 
 
 def materialize(

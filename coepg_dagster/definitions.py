@@ -58,7 +58,8 @@ def build(
 ) -> dg.Definitions:
     """What is in use of the experiments in `experiments/FOLDER` of the project (`Project.seeds_in_use`).
 
-    A file that cannot be used leaves out only its experiment; the group LEFT_OUT of the asset graph shows the reason.
+    The group LEFT_OUT of the asset graph shows the files that cannot be used, with the reason. What was made of such an
+    experiment stays, and its running runs go on, by the settings that were last used; a new run is refused (`stage_context`).
 
     Args:
         makers, resources: as for `artifacts`.
@@ -67,7 +68,8 @@ def build(
     """
     claim_slots_in_one_statement()
     files = project.experiments(folder)
-    loops = [Loop(one, seed, project.root) for one in files.values() for seed in project.seeds_in_use(one)]
+    last = [one for name in files.left_out if (one := project.last_used(name)) is not None]
+    loops = [Loop(one, seed, project.root) for one in (*files.values(), *last) for seed in project.seeds_in_use(one)]
     found = dg.Definitions.merge(
         artifacts(loops, makers, resources),
         dg.Definitions([left_out(name, why) for name, why in files.left_out.items()], sensors=[alert(seconds)]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from coepg_dagster.artifacts import whole
 from coepg_dagster.experiment.files import (
     ABLATIONS,
     PLUGINS,
@@ -72,6 +73,31 @@ class Project:
             with suppress(ExperimentError):
                 return load_experiment(files[0])
         return self.all_experiments().named(name)  # raises, with what is wrong or what there is
+
+    def last_used(self, name: str) -> Experiment | None:
+        """The experiment `name` as it was when something of it was last made; None if nothing was.
+
+        Definitions are made of it while its file cannot be used: else runs of it would lose their assets, and backfills end.
+        """
+        try:
+            return Experiment.model_validate_json(self._last_used(name).read_bytes())
+        except (OSError, ValueError):  # none; or of another version of the code
+            return None
+
+    def use_last(self, experiment: Experiment) -> None:
+        """Keeps an experiment for `last_used`."""
+        file, content = self._last_used(experiment.name), experiment.model_dump_json().encode()
+        if not file.is_file() or file.read_bytes() != content:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with whole(file) as draft:
+                draft.write_bytes(content)
+
+    def _last_used(self, name: str) -> Path:
+        return self.store / ".experiments" / f"{name}.json"
+
+    def changed_since(self, time: float) -> bool:
+        """Whether a file of an experiment was changed after `time`, in seconds since 1970."""
+        return any(path.stat().st_mtime > time for path in (self.root / "experiments").rglob("*.yaml"))
 
     def location_of(self, name: str) -> tuple[str, str]:
         """(name, module) of the code location that holds an experiment (LOCATIONS)."""

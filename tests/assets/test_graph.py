@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import dagster as dg
@@ -218,3 +219,20 @@ def test_training_starts_from_the_base_or_from_the_model_before(light: InProcess
                 assert start == (str(store.root / before), ("base", before, "beef"))
             else:
                 assert start == ("models/base", ("base", "models/base", "f00d"))
+
+
+def test_a_run_goes_on_while_its_file_cannot_be_used_and_a_new_one_is_refused(light: InProcess) -> None:
+    light.make(0)
+    loop, file = light.loop, light.project.root / "experiments" / "light.yaml"
+    keys = set(light.defs.resolve_asset_graph().get_all_asset_keys())
+    whole = file.read_text()
+    file.write_text(f"{whole}sft: {{max_steps: 4")
+    now = light.defs.resolve_asset_graph()
+    assert keys < set(now.get_all_asset_keys()), "nothing is missing, and the file is named"
+    refused = light.run(1, loop=loop)
+    assert not refused.success and f"{file}, line" in light.why(refused)
+    os.utime(file, (time.time() + 60,) * 2)  # it was changed after the run began
+    assert light.run(1, loop=loop).success
+    file.write_text(whole)
+    assert set(light.defs.resolve_asset_graph().get_all_asset_keys()) == keys
+    assert light.loop.stale(light.loop.records(light.instance)) == {}
