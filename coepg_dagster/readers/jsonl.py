@@ -6,6 +6,8 @@
 
 Boxes are (x1, y1, x2, y2) in pixels of the image as it is shown, after its EXIF orientation; none where the action has
 no target. For training they must lie in the image; other splits keep them as they are, and `check-data` counts them.
+`value` is what is typed, chosen, opened, or the direction of a SCROLL. Every way of saying that there is none, such as "None",
+becomes "", as in planners' answers; that of an action that takes none is dropped and counted (`value_dropped`).
 `history` names the earlier actions, oldest first. Optional: `point` [x, y], `instruction` (the step's own), `episode_steps`.
 Models see the image, `goal`, `history` and `instruction`. Unknown fields are errors. Image paths are relative to the file's
 folder and stay in it; that folder may hold links to images elsewhere.
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from coepg_dagster.prompts import WITHOUT_VALUE, normal_value
 from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
@@ -37,6 +40,7 @@ from coepg_dagster.readers.rows import (
     wanted,
 )
 from coepg_dagster.readers.source_rows import SourceRow, of_lines
+from coepg_dagster.steps import NO_VALUE
 
 FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "step_id": (str,),
@@ -79,6 +83,9 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
     values = {name: wanted(data, name, *types) for name, types in FIELDS.items()}
     if values["action_type"] not in ALL_ACTIONS:
         raise RejectedRow("unknown_action", f"{values['action_type']!r} is none of {', '.join(sorted(ALL_ACTIONS))}")
+    value = normal_value(values["value"])
+    dropped = value != NO_VALUE and values["action_type"] in WITHOUT_VALUE
+    values["value"] = NO_VALUE if dropped else value
     source = images.image(values["image"])
     image = opened(source)
     boxes = [_box(entry) for entry in values["boxes"]]
@@ -100,7 +107,7 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
         episode_steps=position(data["episode_steps"], "episode_steps")
         if data.get("episode_steps") is not None
         else None,
-        noticed=(*faults, *(("target_too_small",) if small else ())),
+        noticed=(*faults, *(("target_too_small",) if small else ()), *(("value_dropped",) if dropped else ())),
     )
 
 
