@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,6 +148,12 @@ def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: 
             return boards.rows(dataset, source, path, files, options.resize, options.shrink)
 
 
+def _outside(counts: Counts) -> int:
+    """Rows with a box that leaves its image, whether they were left out or not."""
+    reason = "box_outside_image"
+    return counts.rejected[reason] + sum(n for fact, n in counts.noticed.items() if fact.endswith(f": {reason}"))
+
+
 MANY_BAD: Final = 100
 """From this many bad rows on, their share is checked after each row, not only at the end: a wrong folder fails early."""
 
@@ -241,6 +248,8 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
             seen.update(_mapped(one.steps)["step_id"].to_pylist())
             continue
         one.counts.unlink(missing_ok=True)
+        if dataset == "jsonl" and (why := jsonl.not_pixels(path)):
+            raise ReaderError(why)
         before, rejects = {name: getattr(counts, name).copy() for name in COUNTERS}, list[Reject]()
         ids_before, files = _digest(seen), _files(source, options)
         files.note(path)
@@ -252,7 +261,8 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
             if path == paths[-1]:
                 _judge(counts, options, path)
         except ReaderError as error:
-            raise ReaderError(f"{error}. Rejected rows: {one.rejects}") from error
+            why = jsonl.not_pixels(path, _outside(counts)) if dataset == "jsonl" else None
+            raise ReaderError(f"{error}. {why + '. ' if why else ''}Rejected rows: {one.rejects}") from error
         finally:
             pq.write_table(rejects_table(rejects), one.rejects)
             _write(one.read, files.versions)
@@ -427,7 +437,7 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
         splits: splits that the experiment needs. Without them a missing split is only noted.
     """
     counts, seen, left_out = Counts(), set[str](), list[Reject]()
-    problems, notes = [], []
+    problems, notes = list[str](), list[str]()
     episodes: dict[str, set[str]] = {}
     try:
         paths = source_files("jsonl", path)
@@ -438,11 +448,17 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
         options = Options(style="mobile" if phone else "web")
     options = replace(options, max_bad_share=1.0)
     for file in paths:
+        before, smallest = _outside(counts), math.inf
         for item in read_items("jsonl", path, options, counts, seen, file, _files(path, options)):
             if isinstance(item, Reject):
                 left_out.append(item)
             else:
                 episodes.setdefault(item.values["episode_id"], set()).add(item.values["split"])
+                smallest = min(smallest, item.values["width"], item.values["height"])
+        if why := jsonl.not_pixels(file, _outside(counts) - before):
+            problems.append(why)
+        elif note := jsonl.may_be_thousandths(file, smallest):
+            notes.append(note)
     if torn := sorted(episode for episode, splits_of in episodes.items() if len(splits_of) > 1):
         problems.append(f"{len(torn)} tasks are in more than one split, for example {torn[0]!r}: put each into one")
     if not counts.steps:
@@ -451,5 +467,5 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
     if not splits:
         missing = [f"split {name}" for name in ("train", "validation") if not counts.steps[name]]
         missing += [] if set(counts.steps) - {"train", "validation"} else ["any split for tests"]
-        notes = [f"no step in {name}: an experiment needs one (`benchmark` names its splits)" for name in missing]
+        notes += [f"no step in {name}: an experiment needs one (`benchmark` names its splits)" for name in missing]
     return DataReport(counts, rejects_table(left_out), tuple(problems), tuple(notes))

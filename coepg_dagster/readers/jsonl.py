@@ -16,9 +16,11 @@ folder and stay in it; that folder may hold links to images elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from coepg_dagster import jsonlines
 from coepg_dagster.prompts import WITHOUT_VALUE, normal_value
 from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
@@ -109,6 +111,57 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
         else None,
         noticed=(*faults, *(("target_too_small",) if small else ()), *(("value_dropped",) if dropped else ())),
     )
+
+
+MANY_OUTSIDE: Final = 20
+"""From so many rows on, and one in twenty, boxes that leave their images are a sign of another unit."""
+
+
+def not_pixels(path: Path, outside: int = 0) -> str | None:
+    """Why the boxes or points of a file cannot be pixels; None: they can.
+
+    Args:
+        outside: how many of its rows have a box that leaves the image.
+    """
+    for field in ("boxes", "point"):
+        if (most := max(_coordinates(path, field), default=None)) is not None and most <= 1:
+            what = "boxes" if field == "boxes" else "points"
+            return f"{path}: all {what} lie in 0..1: the format has pixels of the image; multiply by its width and height"
+    boxes = list(_coordinates(path, "boxes"))
+    if outside >= max(MANY_OUTSIDE, len(boxes) / 20) and max(boxes, default=0) <= THOUSAND:
+        return (
+            f"{path}: {outside} rows have boxes that leave their images, and no coordinate exceeds {THOUSAND}: the format has "
+            f"pixels of the image; if these are thousandths, multiply by its width and height, divided by {THOUSAND}"
+        )
+    return None
+
+
+THOUSAND: Final = 1000
+
+
+def may_be_thousandths(path: Path, smallest_side: float) -> str | None:
+    """A note where boxes may be thousandths although they lie in the images, whose sides are all larger; None: they are not."""
+    largest = list(_coordinates(path, "boxes"))
+    if smallest_side <= THOUSAND or len(largest) < MANY_OUTSIDE or max(largest) > THOUSAND:
+        return None
+    return (
+        f"{path}: no coordinate exceeds {THOUSAND}, and every image is larger: boxes are pixels of the image; look whether "
+        "these are thousandths"
+    )
+
+
+def _coordinates(path: Path, field: str) -> Iterator[float]:
+    """The largest coordinate of each box or point in a file; lines that cannot be read are passed over, as rows report them."""
+    try:
+        with path.open("rb") as file:
+            for _, line in jsonlines.lines(file):
+                with suppress(jsonlines.NotJson, RejectedRow):
+                    data = jsonlines.parse(line)
+                    given = data.get(field) if isinstance(data, dict) else None
+                    for box in given if field == "boxes" and isinstance(given, list) else [given]:
+                        yield max(numbers(box, 4 if field == "boxes" else 2, field))
+    except OSError:  # the import of the file says so
+        return
 
 
 def _box(entry: object) -> BoxTuple:

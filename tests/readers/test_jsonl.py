@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coepg_dagster.prompts import parse_planner, planner_answer
 from coepg_dagster.readers.importing import check_data, load_benchmark
-from coepg_dagster.readers.rows import ALL_ACTIONS
+from coepg_dagster.readers.rows import ALL_ACTIONS, ReaderError
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import GATE_PASSED
 
-from .samples import user_row, write_user_rows
+from .samples import picture, user_row, write_user_rows
 
 
 @pytest.mark.parametrize("action", sorted(ALL_ACTIONS))
@@ -26,3 +28,40 @@ def test_a_planner_can_be_right_about_every_value(tmp_path: Path, action: str) -
     for value in table["value"].to_pylist():
         assert gate_of(parse_planner(planner_answer("it", action, value)), action, value) == GATE_PASSED
     assert check_data(tmp_path).ok
+
+
+def scaled(split: str, width: float, height: float) -> list[dict[str, Any] | str]:
+    """Steps whose boxes are spread over a screen of this size, in its unit."""
+    spots = [i / 40 for i in range(40)]
+    boxes = [[x * width, x * height, (x + 0.025) * width, (x + 0.025) * height] for x in spots]
+    return [user_row(f"{i}", split=split, boxes=[box]) for i, box in enumerate(boxes)]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_boxes_in_another_unit_are_refused(tmp_path: Path, split: str) -> None:
+    def of(width: int, height: int, rows: list[dict[str, Any] | str]) -> Path:
+        write_user_rows(tmp_path / "data", rows)
+        (tmp_path / "data/images/1.png").write_bytes(picture(width, height))
+        return tmp_path / "data"
+
+    for size in ((100, 60), (1010, 1200), (800, 800)):
+        pixels = of(*size, scaled(split, *size))
+        report = check_data(pixels)
+        assert report.ok and "thousandths" not in report.text()
+        assert load_benchmark("jsonl", pixels, tmp_path / "out")[1].steps == {split: 40}
+
+    unit = of(1280, 720, scaled(split, 1, 1))
+    why = "steps.jsonl: all boxes lie in 0..1: the format has pixels of the image; multiply by its width and height"
+    assert not check_data(unit).ok and why in check_data(unit).text()
+    with pytest.raises(ReaderError, match=re.escape(why)):
+        load_benchmark("jsonl", unit, tmp_path / "out")
+    points = of(1280, 720, [user_row(point=[0.5, 0.5]), "not json", "[]", user_row("b", boxes=[[1]])])
+    assert "all points lie in 0..1" in check_data(points).text()
+
+    small = of(300, 400, scaled(split, 1000, 1000))
+    assert not check_data(small).ok and "if these are thousandths, multiply" in check_data(small).text()
+    if split == "train":
+        with pytest.raises(ReaderError, match=r"box_outside_image.*if these are thousandths.*Rejected rows"):
+            load_benchmark("jsonl", small, tmp_path / "out")
+    large = check_data(of(1010, 1200, scaled(split, 1000, 1000)))
+    assert large.ok and "look whether these are thousandths" in large.text()
