@@ -126,7 +126,9 @@ def not_pixels(path: Path, outside: int = 0) -> str | None:
     for field in ("boxes", "point"):
         if (most := max(_coordinates(path, field), default=None)) is not None and most <= 1:
             what = "boxes" if field == "boxes" else "points"
-            return f"{path}: all {what} lie in 0..1: the format has pixels of the image; multiply by its width and height"
+            return (
+                f"{path}: all {what} lie in 0..1: the format has pixels of the image; multiply by its width and height"
+            )
     boxes = list(_coordinates(path, "boxes"))
     if outside >= max(MANY_OUTSIDE, len(boxes) / 20) and max(boxes, default=0) <= THOUSAND:
         return (

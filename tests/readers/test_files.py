@@ -19,9 +19,11 @@ from coepg_dagster.readers.importing import (
     check_data,
     import_dataset,
     load_benchmark,
+    source_files,
     version_now,
     version_read,
 )
+from coepg_dagster.readers.rows import ReaderError
 
 from .samples import episode, mind2web_row, picture, user_row, write_android_control, write_mind2web, write_user_rows
 
@@ -157,6 +159,41 @@ def test_linked_folders_of_annotations_are_read_and_cycles_end(tmp_path: Path) -
     (tmp_path / "data/link").symlink_to(tmp_path / "disk")
     (tmp_path / "disk/again").symlink_to(tmp_path / "data")
     assert import_dataset("mind2web", tmp_path / "data", tmp_path / "out", LENIENT).steps == {"train": 1}
+
+
+FOUND: dict[Any, str] = {
+    "mind2web": "train-0.parquet",
+    "mind2web_blocks": "task_blocks.jsonl",
+    "android_control": "android_control-00000-of-00001",
+    "screenspot": "screenspot_web.json",
+    "screenspot_v1": "screenspot_web.json",
+    "screenspot_v2": "screenspot_web_v2.json",
+    "screenspot_pro": "vscode_macos.json",
+    "ui_vision": "element_grounding_basic.json",
+    "jsonl": "steps.jsonl",
+}
+
+
+@pytest.mark.parametrize("dataset", list(FOUND))
+@pytest.mark.parametrize("call", ["scandir", "stat"])
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, dataset: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path if dataset == "jsonl" else tmp_path / "closed"
+    for folder in (tmp_path, tmp_path / "closed"):
+        folder.mkdir(exist_ok=True)
+        (folder / FOUND[dataset]).write_text("x")
+    real = getattr(os, call)
+
+    def refused(path: Any, *args: Any, **more: Any) -> Any:
+        inside = call == "stat" and Path(path).parent == closed and Path(path).name == FOUND[dataset]
+        if inside or (call == "scandir" and Path(path) == closed):
+            raise PermissionError(13, "Permission denied", str(path))  # root may read everything
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, call, refused)
+    with pytest.raises(ReaderError, match=rf"^{closed}.*: cannot be read \(Permission denied\): let this user read it"):
+        source_files(dataset, tmp_path)
 
 
 def test_moved_splits_are_read_again(tmp_path: Path) -> None:
