@@ -34,6 +34,7 @@ from coepg_dagster.readers.rows import (
     checked_box,
     checked_point,
     numbers,
+    of_picture,
     parse_json,
     part_of,
     position,
@@ -89,16 +90,16 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
     dropped = value != NO_VALUE and values["action_type"] in WITHOUT_VALUE
     values["value"] = NO_VALUE if dropped else value
     source = images.image(values["image"])
-    image = opened(source)
-    boxes = [_box(entry) for entry in values["boxes"]]
+    boxes, point = [_box(entry) for entry in values["boxes"]], None
     trained = values["split"] in TRAINED
-    if trained:
-        boxes = [checked_box(box, image.size) for box in boxes]  # the user can correct the data
-    boxes, faults = target_boxes(boxes, image.size, trained=trained)
-    point = None
-    if data.get("point") is not None:
-        point = checked_point(numbers(data["point"], 2, "point"), image.size)
-    ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
+    with of_picture(values["image"]):
+        image = opened(source)
+        if trained:
+            boxes = [checked_box(box, image.size) for box in boxes]  # the user can correct the data
+        boxes, faults = target_boxes(boxes, image.size, trained=trained)
+        if data.get("point") is not None:
+            point = checked_point(numbers(data["point"], 2, "point"), image.size)
+        ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
     small = bool(boxes) and all(too_small(box, image.size, resize) for box in boxes)
     plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes", "step_index", "history")}
     return ready.step(

@@ -115,6 +115,16 @@ def part_of(split: str, steps: int = 1) -> Iterator[None]:
         raise rejected from error.__cause__
 
 
+@contextmanager
+def of_picture(name: str) -> Iterator[None]:
+    """Rejections raised inside name the picture's file."""
+    try:
+        yield
+    except RejectedRow as rejected:
+        rejected.detail = f"{name!r}: {rejected.detail}"
+        raise
+
+
 @dataclass(frozen=True)
 class Reject:
     file: str

@@ -65,3 +65,20 @@ def test_boxes_in_another_unit_are_refused(tmp_path: Path, split: str) -> None:
             load_benchmark("jsonl", small, tmp_path / "out")
     large = check_data(of(1010, 1200, scaled(split, 1000, 1000)))
     assert large.ok and "look whether these are thousandths" in large.text()
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_fault_of_a_picture_names_its_file(tmp_path: Path, split: str) -> None:
+    rows: dict[str, Any] = {
+        "bad_image": user_row("a", image="images/page.png", split=split),
+        "extreme_aspect": user_row("b", image="images/wide.png", split=split, boxes=[[1, 1, 9, 8]]),
+        "bad_field": user_row("c", split=split, point=[500, 1]),
+        "box_outside_image": user_row("d", boxes=[[0, 0, 500, 30]]),
+    }
+    write_user_rows(tmp_path, list(rows.values()))
+    (tmp_path / "images/page.png").write_bytes(b"<html></html>")
+    (tmp_path / "images/wide.png").write_bytes(picture(2048, 9))
+    left_out = check_data(tmp_path).rejects.to_pylist()
+    assert [row["reason"] for row in left_out] == list(rows)
+    for row, given in zip(left_out, rows.values(), strict=True):
+        assert row["detail"].startswith(repr(given["image"]))
