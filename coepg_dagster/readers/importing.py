@@ -429,16 +429,26 @@ class DataReport:
         return "\n".join([*lines, "ok" if self.ok else "not ok: correct what is named above"])
 
 
-def check_data(path: Path, options: Options | None = None, splits: Sequence[str] = ()) -> DataReport:
+CHECKED: Final = pa.schema([field for field in READER_SCHEMA if field.name not in ("screenshot", "history")])
+"""What `check_data` keeps of a step, for the checks of an experiment."""
+
+
+def check_data(
+    path: Path,
+    options: Options | None = None,
+    splits: Sequence[str] = (),
+    refuse: Callable[[pa.Table], Sequence[str]] | None = None,
+) -> DataReport:
     """Read a user's own data (see `jsonl`) as an import would, and list everything that is wrong (`coepg check-data`).
 
     Args:
         options: reader options of an experiment. Without them, prompts are `mobile` if an action is of phones only, else `web`.
         splits: splits that the experiment needs. Without them a missing split is only noted.
+        refuse: why the experiment cannot run on the steps, which have the columns CHECKED (`benchmark.refuse_steps`).
     """
     counts, seen, left_out = Counts(), set[str](), list[Reject]()
     problems, notes = list[str](), list[str]()
-    episodes: dict[str, set[str]] = {}
+    episodes, read = dict[str, set[str]](), list[dict[str, Any]]()
     try:
         paths = source_files("jsonl", path)
     except ReaderError as error:
@@ -455,6 +465,8 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
             else:
                 episodes.setdefault(item.values["episode_id"], set()).add(item.values["split"])
                 smallest = min(smallest, item.values["width"], item.values["height"])
+                if refuse is not None:
+                    read.append({name: item.values.get(name) for name in CHECKED.names})
         if why := jsonl.not_pixels(file, _outside(counts) - before):
             problems.append(why)
         elif note := jsonl.may_be_thousandths(file, smallest):
@@ -464,6 +476,8 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
     if not counts.steps:
         problems.append(f"{path}: no usable step")
     problems += [f"no step in split {split}, which the experiment needs" for split in splits if not counts.steps[split]]
+    if refuse is not None and counts.steps and not problems:
+        problems += refuse(pa.Table.from_pylist(read, schema=CHECKED))
     if not splits:
         missing = [f"split {name}" for name in ("train", "validation") if not counts.steps[name]]
         missing += [] if set(counts.steps) - {"train", "validation"} else ["any split for tests"]
