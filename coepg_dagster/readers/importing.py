@@ -423,7 +423,9 @@ class DataReport:
         lines = [f"{n} steps in split {split}" for split, n in sorted(self.counts.steps.items())]
         lines += [f"noticed {fact}: {n}" for fact, n in sorted(self.counts.noticed.items())]
         lines += [*self.notes, *self.problems]
-        lines += [f"{r['file']}: row {r['row']}: {r['reason']}: {r['detail']}" for r in self.rejects.to_pylist()[:most]]
+        for r in self.rejects.to_pylist()[:most]:
+            place = f"{r['file']}: line {r['row']}" if r["row"] else r["file"]
+            lines.append(f"{place}: {r['reason']}: {r['detail']}")
         if self.rejects.num_rows > most:
             lines.append(f"… and {self.rejects.num_rows - most} more rows")
         return "\n".join([*lines, "ok" if self.ok else "not ok: correct what is named above"])

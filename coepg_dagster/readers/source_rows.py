@@ -56,11 +56,11 @@ Row = Mapping[str, Any]
 
 
 def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Iterator[SourceRow | Reject]:
-    """A SourceRow per line of a JSON-lines file; `convert` gets its content and its number from 0."""
+    """A SourceRow per line of a JSON-lines file, named from 1 as editors do; `convert` gets its content and its number from 0."""
     try:
         with path.open("rb") as file:
             for i, line in jsonlines.lines(file):
-                yield SourceRow(str(path), str(i), partial(convert, line, i))
+                yield SourceRow(str(path), str(i + 1), partial(convert, line, i))
     except OSError as error:
         yield Reject(str(path), "", "bad_file", str(error))
 

@@ -82,3 +82,9 @@ def test_a_fault_of_a_picture_names_its_file(tmp_path: Path, split: str) -> None
     assert [row["reason"] for row in left_out] == list(rows)
     for row, given in zip(left_out, rows.values(), strict=True):
         assert row["detail"].startswith(repr(given["image"]))
+
+
+def test_lines_are_counted_as_editors_do(tmp_path: Path) -> None:
+    write_user_rows(tmp_path, ["", user_row(), " ", "{", user_row()])
+    text = check_data(tmp_path).text()
+    assert "steps.jsonl: line 4: bad_json: " in text and "steps.jsonl: line 5: duplicate_id: " in text
