@@ -117,10 +117,24 @@ def source_files(dataset: Dataset, source: Path) -> list[Path]:
     }
     if dataset not in finders:
         raise ReaderError(f"reader {dataset!r} is not known; choose from {', '.join(finders)}")
-    files = finders[dataset](source) if source.exists() else []
-    if not files:
-        raise ReaderError(f"{source}: holds no files of a {dataset} dataset")
-    return files
+    if not source.exists():
+        raise ReaderError(f"{source}: there is no such file or folder")
+    if files := finders[dataset](source):
+        return files
+    there = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
+    others = f"there are {', '.join(there[:5])}{', …' if len(there) > 5 else ''}" if there else "it is empty"
+    packed = "; unpack *.gz first" if any(name.endswith(".gz") for name in there) else ""
+    raise ReaderError(f"{source}: holds no files of a {dataset} dataset, named {NAMES[dataset]}: {others}{packed}")
+
+
+NAMES: Final[Mapping[str, str]] = {
+    "mind2web": "*.parquet",
+    "mind2web_blocks": "*_blocks.jsonl",
+    "android_control": "*-of-*",
+    "screenspot": "*.json, *.jsonl or *.parquet",
+    "jsonl": "*.jsonl, in no folder below it",
+}
+"""How files are named that a reader finds in a folder; the boards say it themselves."""
 
 
 def _folder(source: Path) -> Path:

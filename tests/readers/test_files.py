@@ -15,6 +15,7 @@ from coepg_dagster.experiment.schema import Benchmark
 from coepg_dagster.readers import files
 from coepg_dagster.readers.images import opened
 from coepg_dagster.readers.importing import (
+    NAMES,
     Options,
     check_data,
     import_dataset,
@@ -236,3 +237,19 @@ def test_an_import_that_stopped_is_tried_again_once_something_changed(dataset: D
     assert failed != before and dataset.version() == failed
     dataset.image("2", False)
     assert dataset.version() != failed and set(dataset.read()[0]) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("dataset", NAMES)
+@pytest.mark.parametrize("name", ["steps.jsonl.gz", "steps.txt", "STEPS.JSONL", ".hidden.jsonl"])
+def test_files_of_other_names_are_named(tmp_path: Path, dataset: Any, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text("{}")
+    there = "it is empty" if name.startswith(".") else f"there are {name}"
+    unpack = "; unpack *.gz first" if name.endswith(".gz") else ""
+    with pytest.raises(ReaderError) as refused:
+        source_files(dataset, tmp_path / "data")
+    assert str(refused.value) == (
+        f"{tmp_path / 'data'}: holds no files of a {dataset} dataset, named {NAMES[dataset]}: {there}{unpack}"
+    )
+    with pytest.raises(ReaderError, match="nowhere: there is no such file or folder"):
+        source_files(dataset, tmp_path / "nowhere")

@@ -184,6 +184,6 @@ def test_check_data_names_every_bad_line(tmp_path: Path) -> None:
 
 def test_sources_that_are_none_are_named(tmp_path: Path) -> None:
     assert "no files" in check_data(tmp_path).text()
-    with pytest.raises(ReaderError, match="no files"):
+    with pytest.raises(ReaderError, match="no such file or folder"):
         import_dataset("android_control", tmp_path / "nowhere", tmp_path / "out")
     assert rejects(tmp_path).num_rows == 0
