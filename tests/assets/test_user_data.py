@@ -67,3 +67,10 @@ def test_what_check_data_calls_ok_for_an_experiment_is_imported(mine: InProcess,
     if not run.success:
         why = mine.why(run)
         assert "key `benchmark.protocol`" in why and all(line in out for line in why.split("; ")), (why, out)
+
+
+def test_a_study_that_was_not_begun_has_no_page(mine: InProcess) -> None:
+    root = mine.project.root
+    code, _, err = tell(root, "reproduce", "light", "--collect")
+    assert code == 1 and "no iteration of this study is made: run `coepg evolve light --through 0`" in err
+    assert not list(root.rglob("results.*"))
