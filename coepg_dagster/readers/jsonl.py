@@ -15,6 +15,7 @@ folder and stay in it; that folder may hold links to images elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -143,9 +144,13 @@ THOUSAND: Final = 1000
 
 
 def may_be_thousandths(path: Path, smallest_side: float) -> str | None:
-    """A note where boxes may be thousandths although they lie in the images, whose sides are all larger; None: they are not."""
+    """A note where boxes may be thousandths although they lie in the images, whose sides are all larger; None: they are not.
+
+    Args:
+        smallest_side: of all images; infinite where none was read.
+    """
     largest = list(_coordinates(path, "boxes"))
-    if smallest_side <= THOUSAND or len(largest) < MANY_OUTSIDE or max(largest) > THOUSAND:
+    if not THOUSAND < smallest_side < math.inf or len(largest) < MANY_OUTSIDE or max(largest) > THOUSAND:
         return None
     return (
         f"{path}: no coordinate exceeds {THOUSAND}, and every image is larger: boxes are pixels of the image; look whether "

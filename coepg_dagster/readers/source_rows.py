@@ -77,7 +77,7 @@ def named(paths: Iterable[Path], field: str) -> set[str]:
                         if isinstance(data, dict) and isinstance(data.get(field), str):
                             values.add(data[field])
         except OSError as error:
-            raise ReaderError(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise ReaderError(f"{path}: cannot be read ({error.strerror or error}): let this user read it") from error
     return values
 
 

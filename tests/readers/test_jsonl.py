@@ -65,6 +65,8 @@ def test_boxes_in_another_unit_are_refused(tmp_path: Path, split: str) -> None:
             load_benchmark("jsonl", small, tmp_path / "out")
     large = check_data(of(1010, 1200, scaled(split, 1000, 1000)))
     assert large.ok and "look whether these are thousandths" in large.text()
+    (tmp_path / "data/images/1.png").unlink()
+    assert "thousandths" not in check_data(tmp_path / "data").text(), "nothing is known of images that are not there"
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
