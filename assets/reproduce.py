@@ -103,6 +103,11 @@ def find_study(project: Project, name: str, seeds: Sequence[int] | None = None) 
     return StudyLoops(root, tuple(loops), left_out)
 
 
+def is_begun(study: StudyLoops, instance: dg.DagsterInstance) -> bool:
+    """Whether an iteration of one of its loops was evaluated, so that there is something to show."""
+    return any(ref.asset == "evaluation" for loop in study.loops for ref in loop.records(instance))
+
+
 def _descends(experiment: Experiment, ancestor: str, known: Mapping[str, Experiment]) -> bool:
     parent = experiment.parent
     while parent is not None and parent != ancestor:
@@ -377,7 +382,7 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
             range(first_of(loop), experiment.iterations + 1),
         )
         runs.append(_measured(project, instance, versions, loop))
-    numbers = Study(runs, study.root.name, benchmark.test, study.root.iterations)
+    numbers = Study(runs, study.root.name, benchmark.test, study.root.iterations, benchmark.reader == "miniwob")
     claims = findings(numbers)
     out.mkdir(parents=True, exist_ok=True)
     content = {"rows": [row.to_json() for row in numbers.rows()], "findings": [claim.to_json() for claim in claims]}
@@ -385,7 +390,21 @@ def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, o
     lists = [f'"{name}": [\n' + ",\n".join(map(compact, rows)) + "\n]" for name, rows in content.items()]
     (out / "results.json").write_text("{" + ",\n".join(lists) + "}\n")  # a row per line
     missing = missing_runs(numbers, wanted)
-    return write_page(numbers, claims, missing, study.left_out, out)
+    docs = os.path.relpath(project.root / "docs", out)
+    return write_page(
+        numbers,
+        claims,
+        missing,
+        study.left_out,
+        out,
+        docs="" if docs == os.curdir else f"{docs}/",
+        into="" if out == results_folder(project, study.root.name) else f" --out {out}",
+    )
+
+
+def results_folder(project: Project, name: str) -> Path:
+    """Where the page of a study is written unless another folder is named."""
+    return project.store / "pages" / name / "results"
 
 
 def pretrained_on(root: Path, model: str) -> list[str]:

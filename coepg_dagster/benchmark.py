@@ -27,7 +27,7 @@ from coepg_dagster.experiment.schema import Benchmark, Experiment, GroundingBoar
 from coepg_dagster.experiment.strict import fingerprint
 from coepg_dagster.jobs import BoardItems
 from coepg_dagster.prompts import Style
-from coepg_dagster.readers import android_control, boards, mind2web
+from coepg_dagster.readers import android_control, boards, jsonl, mind2web
 from coepg_dagster.readers.importing import (
     Dataset,
     Options,
@@ -211,7 +211,9 @@ def refuse_files(experiment: Experiment, root: Path) -> list[str]:
 
             steps = load_labels(place, ("split", *STEP_COLUMNS))
             return refuse_steps(experiment, steps)
-        return _missing(benchmark, _splits(benchmark, benchmark.reader, place))
+        units = map(jsonl.not_pixels, source_files("jsonl", place)) if benchmark.reader == "jsonl" else ()
+        missing = _missing(benchmark, _splits(benchmark, benchmark.reader, place))
+        return [*missing, *(f"benchmark: {why}" for why in units if why)]
     except (ReaderError, OSError, pa.ArrowException) as error:
         return [f"benchmark: {error}"]
 

@@ -16,7 +16,7 @@ import zlib
 from typing import Final
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS: Final = 50_000_000
@@ -24,6 +24,7 @@ MAX_PIXELS: Final = 50_000_000
 MAX_SCANS: Final = 100
 """Scans of a progressive JPEG, which usually has ten. Each costs time for all pixels, and may take a few bytes of the file."""
 _SCAN: Final = b"\xff\xda"
+_POINTER: Final = b"version https://git-lfs"
 _DAMAGED: Final = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(AssertionError, RuntimeError, struct.error, zlib.error),
@@ -72,6 +73,11 @@ def picture(encoded: bytes) -> Image.Image:
         raise
     except Image.DecompressionBombError as error:
         raise TooManyPixels(str(error)) from error
+    except UnidentifiedImageError as error:  # its text holds an address in memory
+        if encoded.startswith(_POINTER):
+            raise BadPicture("a git-lfs pointer in place of the picture: run `git lfs pull`") from error
+        why = f"no PNG, JPEG or WebP, or a damaged one (it begins with {encoded[:8]!r}): save it as one of these"
+        raise BadPicture(why) from error
     except _DAMAGED as error:
         raise BadPicture(str(error)) from error
 

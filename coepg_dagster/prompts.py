@@ -45,6 +45,11 @@ MOBILE_ACTION_TYPES: Final[Mapping[str, str]] = {
 }
 """Every action type of AndroidControl, in canonical names."""
 
+WITHOUT_VALUE: Final = frozenset(
+    name for name, use in (*ACTION_TYPES.items(), *MOBILE_ACTION_TYPES.items()) if use.endswith("no value")
+)
+"""Action types whose value is NO_VALUE, as the prompts say."""
+
 
 def needs_target(action_type: str, style: Style) -> bool:
     """Whether an action acts on an element. TYPE does on the web; a phone types into the field that has the focus."""

@@ -23,7 +23,16 @@ from coepg_dagster.sandbox.miniwob.reader import load_labels, load_targets
 from coepg_dagster.sandbox.pretraining.wordings import ScreenElement, is_right, place, short_name
 from tests.conftest import step, step_table
 from tests.faults.damage import flip_a_bit
-from tests.readers.samples import candidate, episode, mind2web_row, picture, write_android_control, write_mind2web
+from tests.readers.samples import (
+    candidate,
+    episode,
+    mind2web_row,
+    picture,
+    user_row,
+    write_android_control,
+    write_mind2web,
+    write_user_rows,
+)
 
 ROOT = Path(__file__).parent.parent
 SANDBOX = load_experiment(ROOT / "experiments" / "sandbox.yaml")
@@ -223,3 +232,11 @@ def test_steps_without_a_plan_are_refused_before_anything_runs() -> None:
         column = pa.array([plan] * table.num_rows, pa.string())
         why = refuse_steps(mine, table.append_column("instruction", column))
         assert bool(why) == refused and (not why or "`evaluation.oracle_plan`: 2 of 2 validation steps" in why[0])
+
+
+def test_boxes_in_another_unit_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    mine = changed(reader="jsonl", path=tmp_path, test=["test"])
+    for boxes, refused in (([[10, 10, 50, 30]], False), ([[0.1, 0.1, 0.5, 0.5]], True)):
+        rows = [user_row(split, split=split, boxes=boxes) for split in ("train", "validation", "test")]
+        why = refuse_files(mine, write_user_rows(tmp_path, list(rows)))
+        assert bool(why) == refused and all("all boxes lie in 0..1" in line for line in why), why

@@ -160,8 +160,26 @@ def test_a_damaged_file_is_refused_or_shown_and_nothing_else(sample: bytes, rng:
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(content))
         content[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
-    with contextlib.suppress(BadPicture):
+    try:
         picture(bytes(content)).convert("RGB")
+    except BadPicture as error:
+        assert " at 0x" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        *((encoded(marked(), kind), rf"no PNG, JPEG or WebP, .*begins with b'{kind[:2]}") for kind in ("GIF", "BMP")),
+        (encoded(marked(), "TIFF"), "no PNG, JPEG or WebP, .*begins with b'II"),
+        (b"<!DOCTYPE html><title>404</title>", "no PNG, JPEG or WebP, .*begins with b'<!DOCTYP'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "run `git lfs pull`"),
+        (b"\x89PNG\r\n\x1a\n", "or a damaged one"),
+    ],
+)
+def test_a_file_of_another_format_is_named_by_its_start(content: bytes, why: str) -> None:
+    with pytest.raises(RejectedRow, match=rf"^bad_image: .*{why}") as refused:
+        opened(content)
+    assert " at 0x" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])

@@ -99,7 +99,7 @@ def test_own_data_are_checked_planned_imported_and_used_and_the_store_moves(
     assert code == 0 and "none tampered with" in out, f"{out}{err}"
     assert tell(here, *recover)[:2] == (0, "the event log lacks nothing\n")
     code, out, err = tell(here, *collect)
-    assert code == 0 and "mine" in (here / "docs" / "results.md").read_text(), f"{out}{err}"
+    assert code == 0 and "mine" in (here / "store/pages/mine/results/results.md").read_text(), f"{out}{err}"
     code, out, _ = tell(here, "results", "mine", "--json")
     assert code == 0 and json.loads(out)["iterations"][0]["stale"] == {}
 

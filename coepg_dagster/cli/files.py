@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -188,11 +189,12 @@ def check_data(
     if reference is None:
         report = check(path)
     else:
-        from coepg_dagster.benchmark import options_of
+        from coepg_dagster.benchmark import options_of, refuse_steps
 
         _, experiment, _ = open_experiment(reference)
         benchmark = experiment.benchmark
         splits = [benchmark.train, benchmark.validation, *benchmark.test]
-        report = check(path, options_of(benchmark, experiment.models.prompts), splits)
+        options = options_of(benchmark, experiment.models.prompts)
+        report = check(path, options, splits, partial(refuse_steps, experiment))
     echo(report.text())
     raise typer.Exit(0 if report.ok else 1)

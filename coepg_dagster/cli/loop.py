@@ -442,7 +442,10 @@ def reproduce(
     ] = None,
     on: On = None,
     only_collect: Annotated[bool, typer.Option("--collect", help="make nothing; write what is there so far")] = False,
-    out: Annotated[Path, typer.Option(help="folder of results.md, results.json and figures")] = Path("docs"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder of results.md, results.json and figures; default: store/pages/EXPERIMENT/results"),
+    ] = None,
 ) -> None:
     """Runs every loop of a study, the experiment and its ablations with all seeds; writes tables, figures and findings.
 
@@ -470,7 +473,7 @@ def reproduce(
 
     instance = open_instance(project)
     from coepg_dagster.assets.evolve import place_of, placed_machine
-    from coepg_dagster.assets.reproduce import Reproduction, find_study, one_at_a_time
+    from coepg_dagster.assets.reproduce import Reproduction, find_study, is_begun, one_at_a_time, results_folder
     from coepg_dagster.assets.reproduce import collect as collect_study
 
     study = find_study(project, name, chosen)
@@ -478,6 +481,9 @@ def reproduce(
     if not only_collect:
         for experiment in {loop.experiment.name: loop.experiment for loop in study.loops}.values():
             _refuse_training(experiment, placed)
+    if only_collect and not is_begun(find_study(project, name), instance):
+        refuse(f"{name}: no iteration of this study is made: run `coepg evolve {name} --through 0`, then collect it")
+    out = out or results_folder(project, name)
     out.mkdir(parents=True, exist_ok=True)  # fails now rather than after hours of work
     failed = []
     if not only_collect:

@@ -34,6 +34,7 @@ from coepg_dagster.readers.rows import (
     RejectedRow,
     Step,
     numbers,
+    of_picture,
     parse_json,
     part_of,
     target_boxes,
@@ -343,7 +344,8 @@ def _steps(
     with part_of(SPLIT):
         label = label_of(board, entry, i, path.stem)
         source = images.read(label.image)
-        image = opened(source)
+        with of_picture(label.image):
+            image = opened(source)
         if label.size is not None and image.size != label.size:
             raise RejectedRow(
                 "bad_field",

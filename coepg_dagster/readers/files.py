@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from coepg_dagster.readers.rows import RejectedRow
+from coepg_dagster.readers.rows import ReaderError, RejectedRow
 
 MAX_IMAGE_BYTES: Final = 1 << 28
 """Larger image files are not read: 50 million pixels are at most 400 MB before compression."""
@@ -22,16 +22,28 @@ Version = tuple[int, int, int, str] | None
 
 
 def files_below(folder: Path, wanted: Callable[[str], bool], deep: bool = True) -> list[Path]:
-    """The files of a folder and, if `deep`, its subfolders whose name is `wanted`, sorted. Hidden ones are skipped."""
+    """The files of a folder and, if `deep`, its subfolders whose name is `wanted`, sorted. Hidden ones are skipped.
+
+    Raises ReaderError where a folder cannot be read: what it holds would be missing without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        why = f"cannot be read ({error.strerror or error}): let this user read it, or give a folder without it"
+        raise ReaderError(f"{error.filename}: {why}") from error
+
     files: list[Path] = []
     seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         here = os.path.realpath(place)
         folders[:] = [name for name in folders if deep and here not in seen and not name.startswith(".")]
         if here not in seen:
             files += [Path(place, name) for name in names if wanted(name) and not name.startswith(".")]
         seen.add(here)
-    return sorted(path for path in files if path.is_file())
+    try:
+        return sorted(path for path in files if path.is_file())
+    except OSError as error:  # a folder that can be listed and not entered
+        refuse(error)
+        raise
 
 
 class Files:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -116,10 +117,24 @@ def source_files(dataset: Dataset, source: Path) -> list[Path]:
     }
     if dataset not in finders:
         raise ReaderError(f"reader {dataset!r} is not known; choose from {', '.join(finders)}")
-    files = finders[dataset](source) if source.exists() else []
-    if not files:
-        raise ReaderError(f"{source}: holds no files of a {dataset} dataset")
-    return files
+    if not source.exists():
+        raise ReaderError(f"{source}: there is no such file or folder")
+    if files := finders[dataset](source):
+        return files
+    there = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
+    others = f"there are {', '.join(there[:5])}{', …' if len(there) > 5 else ''}" if there else "it is empty"
+    packed = "; unpack *.gz first" if any(name.endswith(".gz") for name in there) else ""
+    raise ReaderError(f"{source}: holds no files of a {dataset} dataset, named {NAMES[dataset]}: {others}{packed}")
+
+
+NAMES: Final[Mapping[str, str]] = {
+    "mind2web": "*.parquet",
+    "mind2web_blocks": "*_blocks.jsonl",
+    "android_control": "*-of-*",
+    "screenspot": "*.json, *.jsonl or *.parquet",
+    "jsonl": "*.jsonl, in no folder below it",
+}
+"""How files are named that a reader finds in a folder; the boards say it themselves."""
 
 
 def _folder(source: Path) -> Path:
@@ -145,6 +160,12 @@ def _tasks(dataset: Dataset, source: Path, path: Path, options: Options, files: 
             return jsonl.rows(path, files, options.resize, options.shrink)
         case _:
             return boards.rows(dataset, source, path, files, options.resize, options.shrink)
+
+
+def _outside(counts: Counts) -> int:
+    """Rows with a box that leaves its image, whether they were left out or not."""
+    reason = "box_outside_image"
+    return counts.rejected[reason] + sum(n for fact, n in counts.noticed.items() if fact.endswith(f": {reason}"))
 
 
 MANY_BAD: Final = 100
@@ -241,6 +262,8 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
             seen.update(_mapped(one.steps)["step_id"].to_pylist())
             continue
         one.counts.unlink(missing_ok=True)
+        if dataset == "jsonl" and (why := jsonl.not_pixels(path)):
+            raise ReaderError(why)
         before, rejects = {name: getattr(counts, name).copy() for name in COUNTERS}, list[Reject]()
         ids_before, files = _digest(seen), _files(source, options)
         files.note(path)
@@ -252,7 +275,8 @@ def import_dataset(dataset: Dataset, source: Path, out: Path, options: Options |
             if path == paths[-1]:
                 _judge(counts, options, path)
         except ReaderError as error:
-            raise ReaderError(f"{error}. Rejected rows: {one.rejects}") from error
+            why = jsonl.not_pixels(path, _outside(counts)) if dataset == "jsonl" else None
+            raise ReaderError(f"{error}. {why + '. ' if why else ''}Rejected rows: {one.rejects}") from error
         finally:
             pq.write_table(rejects_table(rejects), one.rejects)
             _write(one.read, files.versions)
@@ -356,14 +380,15 @@ def _key(dataset: Dataset, path: Path, source: Path, options: Options) -> str:
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-CODE: Final = 2
-"""Raise it when a reader's code changes so that the same files would give other rows or counts: they are read again."""
+CODE: Final[Mapping[str, int]] = {"jsonl": 3}
+"""Version of a reader's code, 2 where none is named. Raise it when the same files would give other rows or counts: they are
+read again."""
 
 
 def _chosen(dataset: Dataset, options: Options) -> str:
     """The dataset, how it is read, and the options that change what is read, as JSON."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("workers", "max_bad_share")}
-    return json.dumps([CODE, dataset, chosen], sort_keys=True)
+    return json.dumps([CODE.get(dataset, 2), dataset, chosen], sort_keys=True)
 
 
 def load_benchmark(
@@ -412,22 +437,34 @@ class DataReport:
         lines = [f"{n} steps in split {split}" for split, n in sorted(self.counts.steps.items())]
         lines += [f"noticed {fact}: {n}" for fact, n in sorted(self.counts.noticed.items())]
         lines += [*self.notes, *self.problems]
-        lines += [f"{r['file']}: row {r['row']}: {r['reason']}: {r['detail']}" for r in self.rejects.to_pylist()[:most]]
+        for r in self.rejects.to_pylist()[:most]:
+            place = f"{r['file']}: line {r['row']}" if r["row"] else r["file"]
+            lines.append(f"{place}: {r['reason']}: {r['detail']}")
         if self.rejects.num_rows > most:
             lines.append(f"… and {self.rejects.num_rows - most} more rows")
         return "\n".join([*lines, "ok" if self.ok else "not ok: correct what is named above"])
 
 
-def check_data(path: Path, options: Options | None = None, splits: Sequence[str] = ()) -> DataReport:
+CHECKED: Final = pa.schema([field for field in READER_SCHEMA if field.name not in ("screenshot", "history")])
+"""What `check_data` keeps of a step, for the checks of an experiment."""
+
+
+def check_data(
+    path: Path,
+    options: Options | None = None,
+    splits: Sequence[str] = (),
+    refuse: Callable[[pa.Table], Sequence[str]] | None = None,
+) -> DataReport:
     """Read a user's own data (see `jsonl`) as an import would, and list everything that is wrong (`coepg check-data`).
 
     Args:
         options: reader options of an experiment. Without them, prompts are `mobile` if an action is of phones only, else `web`.
         splits: splits that the experiment needs. Without them a missing split is only noted.
+        refuse: why the experiment cannot run on the steps, which have the columns CHECKED (`benchmark.refuse_steps`).
     """
     counts, seen, left_out = Counts(), set[str](), list[Reject]()
-    problems, notes = [], []
-    episodes: dict[str, set[str]] = {}
+    problems, notes = list[str](), list[str]()
+    episodes, read = dict[str, set[str]](), list[dict[str, Any]]()
     try:
         paths = source_files("jsonl", path)
     except ReaderError as error:
@@ -437,18 +474,28 @@ def check_data(path: Path, options: Options | None = None, splits: Sequence[str]
         options = Options(style="mobile" if phone else "web")
     options = replace(options, max_bad_share=1.0)
     for file in paths:
+        before, smallest = _outside(counts), math.inf
         for item in read_items("jsonl", path, options, counts, seen, file, _files(path, options)):
             if isinstance(item, Reject):
                 left_out.append(item)
             else:
                 episodes.setdefault(item.values["episode_id"], set()).add(item.values["split"])
+                smallest = min(smallest, item.values["width"], item.values["height"])
+                if refuse is not None:
+                    read.append({name: item.values.get(name) for name in CHECKED.names})
+        if why := jsonl.not_pixels(file, _outside(counts) - before):
+            problems.append(why)
+        elif note := jsonl.may_be_thousandths(file, smallest):
+            notes.append(note)
     if torn := sorted(episode for episode, splits_of in episodes.items() if len(splits_of) > 1):
         problems.append(f"{len(torn)} tasks are in more than one split, for example {torn[0]!r}: put each into one")
     if not counts.steps:
         problems.append(f"{path}: no usable step")
     problems += [f"no step in split {split}, which the experiment needs" for split in splits if not counts.steps[split]]
+    if refuse is not None and counts.steps and not problems:
+        problems += refuse(pa.Table.from_pylist(read, schema=CHECKED))
     if not splits:
         missing = [f"split {name}" for name in ("train", "validation") if not counts.steps[name]]
         missing += [] if set(counts.steps) - {"train", "validation"} else ["any split for tests"]
-        notes = [f"no step in {name}: an experiment needs one (`benchmark` names its splits)" for name in missing]
+        notes += [f"no step in {name}: an experiment needs one (`benchmark` names its splits)" for name in missing]
     return DataReport(counts, rejects_table(left_out), tuple(problems), tuple(notes))

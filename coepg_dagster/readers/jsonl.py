@@ -6,6 +6,8 @@
 
 Boxes are (x1, y1, x2, y2) in pixels of the image as it is shown, after its EXIF orientation; none where the action has
 no target. For training they must lie in the image; other splits keep them as they are, and `check-data` counts them.
+`value` is what is typed, chosen, opened, or the direction of a SCROLL. Every way of saying that there is none, such as "None",
+becomes "", as in planners' answers; that of an action that takes none is dropped and counted (`value_dropped`).
 `history` names the earlier actions, oldest first. Optional: `point` [x, y], `instruction` (the step's own), `episode_steps`.
 Models see the image, `goal`, `history` and `instruction`. Unknown fields are errors. Image paths are relative to the file's
 folder and stay in it; that folder may hold links to images elsewhere.
@@ -13,10 +15,14 @@ folder and stay in it; that folder may hold links to images elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from coepg_dagster import jsonlines
+from coepg_dagster.prompts import WITHOUT_VALUE, normal_value
 from coepg_dagster.readers.files import Files, files_below
 from coepg_dagster.readers.images import Resize, opened, prepared, too_small
 from coepg_dagster.readers.rows import (
@@ -29,6 +35,7 @@ from coepg_dagster.readers.rows import (
     checked_box,
     checked_point,
     numbers,
+    of_picture,
     parse_json,
     part_of,
     position,
@@ -37,6 +44,7 @@ from coepg_dagster.readers.rows import (
     wanted,
 )
 from coepg_dagster.readers.source_rows import SourceRow, of_lines
+from coepg_dagster.steps import NO_VALUE
 
 FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "step_id": (str,),
@@ -79,17 +87,20 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
     values = {name: wanted(data, name, *types) for name, types in FIELDS.items()}
     if values["action_type"] not in ALL_ACTIONS:
         raise RejectedRow("unknown_action", f"{values['action_type']!r} is none of {', '.join(sorted(ALL_ACTIONS))}")
+    value = normal_value(values["value"])
+    dropped = value != NO_VALUE and values["action_type"] in WITHOUT_VALUE
+    values["value"] = NO_VALUE if dropped else value
     source = images.image(values["image"])
-    image = opened(source)
-    boxes = [_box(entry) for entry in values["boxes"]]
+    boxes, point = [_box(entry) for entry in values["boxes"]], None
     trained = values["split"] in TRAINED
-    if trained:
-        boxes = [checked_box(box, image.size) for box in boxes]  # the user can correct the data
-    boxes, faults = target_boxes(boxes, image.size, trained=trained)
-    point = None
-    if data.get("point") is not None:
-        point = checked_point(numbers(data["point"], 2, "point"), image.size)
-    ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
+    with of_picture(values["image"]):
+        image = opened(source)
+        if trained:
+            boxes = [checked_box(box, image.size) for box in boxes]  # the user can correct the data
+        boxes, faults = target_boxes(boxes, image.size, trained=trained)
+        if data.get("point") is not None:
+            point = checked_point(numbers(data["point"], 2, "point"), image.size)
+        ready = prepared(image, source, boxes=boxes, point=point, resize=resize if shrink else None)
     small = bool(boxes) and all(too_small(box, image.size, resize) for box in boxes)
     plain = {name: values[name] for name in FIELDS if name not in ("image", "boxes", "step_index", "history")}
     return ready.step(
@@ -100,8 +111,65 @@ def _step(data: Mapping[str, Any], images: Files, resize: Resize, shrink: bool) 
         episode_steps=position(data["episode_steps"], "episode_steps")
         if data.get("episode_steps") is not None
         else None,
-        noticed=(*faults, *(("target_too_small",) if small else ())),
+        noticed=(*faults, *(("target_too_small",) if small else ()), *(("value_dropped",) if dropped else ())),
     )
+
+
+MANY_OUTSIDE: Final = 20
+"""From so many rows on, and one in twenty, boxes that leave their images are a sign of another unit."""
+
+
+def not_pixels(path: Path, outside: int = 0) -> str | None:
+    """Why the boxes or points of a file cannot be pixels; None: they can.
+
+    Args:
+        outside: how many of its rows have a box that leaves the image.
+    """
+    for field in ("boxes", "point"):
+        if (most := max(_coordinates(path, field), default=None)) is not None and most <= 1:
+            what = "boxes" if field == "boxes" else "points"
+            return (
+                f"{path}: all {what} lie in 0..1: the format has pixels of the image; multiply by its width and height"
+            )
+    boxes = list(_coordinates(path, "boxes"))
+    if outside >= max(MANY_OUTSIDE, len(boxes) / 20) and max(boxes, default=0) <= THOUSAND:
+        return (
+            f"{path}: {outside} rows have boxes that leave their images, and no coordinate exceeds {THOUSAND}: the format has "
+            f"pixels of the image; if these are thousandths, multiply by its width and height, divided by {THOUSAND}"
+        )
+    return None
+
+
+THOUSAND: Final = 1000
+
+
+def may_be_thousandths(path: Path, smallest_side: float) -> str | None:
+    """A note where boxes may be thousandths although they lie in the images, whose sides are all larger; None: they are not.
+
+    Args:
+        smallest_side: of all images; infinite where none was read.
+    """
+    largest = list(_coordinates(path, "boxes"))
+    if not THOUSAND < smallest_side < math.inf or len(largest) < MANY_OUTSIDE or max(largest) > THOUSAND:
+        return None
+    return (
+        f"{path}: no coordinate exceeds {THOUSAND}, and every image is larger: boxes are pixels of the image; look whether "
+        "these are thousandths"
+    )
+
+
+def _coordinates(path: Path, field: str) -> Iterator[float]:
+    """The largest coordinate of each box or point in a file; lines that cannot be read are passed over, as rows report them."""
+    try:
+        with path.open("rb") as file:
+            for _, line in jsonlines.lines(file):
+                with suppress(jsonlines.NotJson, RejectedRow):
+                    data = jsonlines.parse(line)
+                    given = data.get(field) if isinstance(data, dict) else None
+                    for box in given if field == "boxes" and isinstance(given, list) else [given]:
+                        yield max(numbers(box, 4 if field == "boxes" else 2, field))
+    except OSError:  # the import of the file says so
+        return
 
 
 def _box(entry: object) -> BoxTuple:

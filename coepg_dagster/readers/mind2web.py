@@ -21,6 +21,7 @@ from coepg_dagster.readers.rows import (
     Step,
     attempted,
     numbers,
+    of_picture,
     parse_json,
     part_of,
     position,
@@ -182,8 +183,10 @@ def convert_block(line: bytes, images: Files, resize: Resize) -> Step:
 def _block_step(row: Mapping[str, Any], split: str, images: Files, resize: Resize) -> Step:
     targets = {position(name, "a block"): held for name, held in wanted(row, "target_blocks", dict).items()}
     block = min(targets, default=0)
-    source = images.image(str(Path(wanted(row, "blocks_path", str)) / f"{block}.png"))
-    image = opened(source)
+    name = str(Path(wanted(row, "blocks_path", str)) / f"{block}.png")
+    source = images.image(name)
+    with of_picture(name):
+        image = opened(source)
     boxes, faults = target_boxes(attempted(_block_box, targets.get(block, [])), image.size, trained=False)
     action_type, value = operation({"op": wanted(row, "operation", str), "value": wanted(row, "value", str)})
     annotation = wanted(row, "annotation_id", str)

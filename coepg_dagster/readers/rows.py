@@ -34,7 +34,9 @@ READER_SCHEMA: Final = pa.schema(
 REJECT_SCHEMA: Final = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),
-        pa.field("row", pa.string(), nullable=False),  # as the format counts: row, record, record/step or line, from 0
+        pa.field(
+            "row", pa.string(), nullable=False
+        ),  # as the format counts: row, record or record/step, from 0; line, from 1
         pa.field("reason", pa.string(), nullable=False),  # one of REASONS
         pa.field("detail", pa.string(), nullable=False),
         pa.field("split", pa.string()),  # null: not known, the row failed earlier
@@ -113,6 +115,16 @@ def part_of(split: str, steps: int = 1) -> Iterator[None]:
         rejected = error if isinstance(error, RejectedRow) else strange(error)
         rejected.split, rejected.steps = split, steps
         raise rejected from error.__cause__
+
+
+@contextmanager
+def of_picture(name: str) -> Iterator[None]:
+    """Rejections raised inside name the picture's file."""
+    try:
+        yield
+    except RejectedRow as rejected:
+        rejected.detail = f"{name!r}: {rejected.detail}"
+        raise
 
 
 @dataclass(frozen=True)

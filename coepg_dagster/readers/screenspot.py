@@ -21,6 +21,7 @@ from coepg_dagster.readers.rows import (
     RejectedRow,
     Step,
     numbers,
+    of_picture,
     parse_json,
     part_of,
     target_boxes,
@@ -118,7 +119,8 @@ def convert(data: object, i: int, path: Path, images: Files, resize: Resize, shr
         raise RejectedRow("bad_field", f"an annotation must be an object, not {data!r:.80}")
     name = wanted(data, "img_filename" if "img_filename" in data else "image", str)
     source = images.image(name)
-    image = opened(source)
+    with of_picture(name):
+        image = opened(source)
     a, b, c, d = numbers(wanted(data, "bbox", list), 4, "bbox")
     corners = "img_size" in data and "ui_type" in data
     box = (a, b, c, d) if corners else (a, b, a + c, b + d)

@@ -56,11 +56,11 @@ Row = Mapping[str, Any]
 
 
 def of_lines(path: Path, convert: Callable[[bytes, int], Sequence[Item]]) -> Iterator[SourceRow | Reject]:
-    """A SourceRow per line of a JSON-lines file; `convert` gets its content and its number from 0."""
+    """A SourceRow per line of a JSON-lines file, named from 1 as editors do; `convert` gets its content and its number from 0."""
     try:
         with path.open("rb") as file:
             for i, line in jsonlines.lines(file):
-                yield SourceRow(str(path), str(i), partial(convert, line, i))
+                yield SourceRow(str(path), str(i + 1), partial(convert, line, i))
     except OSError as error:
         yield Reject(str(path), "", "bad_file", str(error))
 
@@ -77,7 +77,7 @@ def named(paths: Iterable[Path], field: str) -> set[str]:
                         if isinstance(data, dict) and isinstance(data.get(field), str):
                             values.add(data[field])
         except OSError as error:
-            raise ReaderError(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise ReaderError(f"{path}: cannot be read ({error.strerror or error}): let this user read it") from error
     return values
 
 

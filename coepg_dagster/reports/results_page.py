@@ -1,4 +1,4 @@
-"""docs/results.md and its figures, made from the rows and findings of a study."""
+"""results.md and its figures, made from the rows and findings of a study."""
 
 from __future__ import annotations
 
@@ -56,9 +56,21 @@ NOTHING: Final = Table("", (), ())
 
 
 def write_page(
-    study: Study, findings: Sequence[Finding], missing: Sequence[str], left_out: Mapping[str, str], out: Path
+    study: Study,
+    findings: Sequence[Finding],
+    missing: Sequence[str],
+    left_out: Mapping[str, str],
+    out: Path,
+    *,
+    docs: str = "",
+    into: str = "",
 ) -> Path:
-    """Writes results.md and its figures into `out`; returns the page's path."""
+    """Writes results.md and its figures into `out`; returns the page's path.
+
+    Args:
+        docs: what leads from `out` to the project's docs, "" or a path that ends with a stroke.
+        into: the option of `coepg reproduce` that names `out`.
+    """
     root, large = study.root, f"{study.root}_large"
     reached = study.reached((root, FULL)) or study.last  # by every seed of the main experiment
     cells = Cells([*study.rows(), *study.joint_rows()], study.splits)
@@ -72,6 +84,9 @@ def write_page(
     page.write_text(
         render(
             "results.md",
+            embedded=study.embedded,
+            docs=docs,
+            into=into,
             root=root,
             last=study.last,
             reached=reached,

@@ -143,10 +143,14 @@ class Study:
     Args:
         splits: the test splits; claims are about their mean.
         iterations: K.
+        embedded: the steps are those of the embedded benchmark, whose plan and models the page describes.
     """
 
-    def __init__(self, runs: Sequence[Run], root: str, splits: Sequence[str], iterations: int) -> None:
+    def __init__(
+        self, runs: Sequence[Run], root: str, splits: Sequence[str], iterations: int, embedded: bool = True
+    ) -> None:
         self.runs, self.root, self.splits, self.last = list(runs), root, tuple(splits), iterations
+        self.embedded = embedded
         self._of = {(run.experiment, run.variant, run.seed): run for run in runs}
         scored = [(row.protocol.partition(" (")[0], run) for run in runs for row in run.rows if row.metric in HEADLINES]
         by = {protocol: run.reference for protocol, run in reversed(scored)}

@@ -53,3 +53,24 @@ def test_a_mended_screenshot_and_a_missing_split(mine: InProcess) -> None:
     assert changed in tell(root, "plan", "light")[1]
     assert next_todo(mine.instance, mine.loop, 0) == Todo(None, ("benchmark_steps",))
     assert mine.run(None, "benchmark_steps").success and mine.version("benchmark_steps", None) != first
+
+
+@pytest.mark.parametrize("protocol", ["android_control/strict14", "screenspot/uground", "mind2web/uground"])
+def test_what_check_data_calls_ok_for_an_experiment_is_imported(mine: InProcess, protocol: str) -> None:
+    root = mine.project.root
+    (root / "experiments" / "light.yaml").write_text(MINE.replace("miniwob/point", protocol))
+    splits = ("train", "validation", "test")
+    write_user_rows(root / "own", [user_row(split, split=split, episode_id=split) for split in splits])
+    code, out, _ = tell(root, "check-data", str(root / "own"), "--experiment", "light")
+    run = mine.run(None, "benchmark_steps")
+    assert run.success == (code == 0) == (protocol == "mind2web/uground"), out
+    if not run.success:
+        why = mine.why(run)
+        assert "key `benchmark.protocol`" in why and all(line in out for line in why.split("; ")), (why, out)
+
+
+def test_a_study_that_was_not_begun_has_no_page(mine: InProcess) -> None:
+    root = mine.project.root
+    code, _, err = tell(root, "reproduce", "light", "--collect")
+    assert code == 1 and "no iteration of this study is made: run `coepg evolve light --through 0`" in err
+    assert not list(root.rglob("results.*"))

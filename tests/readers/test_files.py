@@ -15,13 +15,16 @@ from coepg_dagster.experiment.schema import Benchmark
 from coepg_dagster.readers import files
 from coepg_dagster.readers.images import opened
 from coepg_dagster.readers.importing import (
+    NAMES,
     Options,
     check_data,
     import_dataset,
     load_benchmark,
+    source_files,
     version_now,
     version_read,
 )
+from coepg_dagster.readers.rows import ReaderError
 
 from .samples import episode, mind2web_row, picture, user_row, write_android_control, write_mind2web, write_user_rows
 
@@ -159,6 +162,41 @@ def test_linked_folders_of_annotations_are_read_and_cycles_end(tmp_path: Path) -
     assert import_dataset("mind2web", tmp_path / "data", tmp_path / "out", LENIENT).steps == {"train": 1}
 
 
+FOUND: dict[Any, str] = {
+    "mind2web": "train-0.parquet",
+    "mind2web_blocks": "task_blocks.jsonl",
+    "android_control": "android_control-00000-of-00001",
+    "screenspot": "screenspot_web.json",
+    "screenspot_v1": "screenspot_web.json",
+    "screenspot_v2": "screenspot_web_v2.json",
+    "screenspot_pro": "vscode_macos.json",
+    "ui_vision": "element_grounding_basic.json",
+    "jsonl": "steps.jsonl",
+}
+
+
+@pytest.mark.parametrize("dataset", list(FOUND))
+@pytest.mark.parametrize("call", ["scandir", "stat"])
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, dataset: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path if dataset == "jsonl" else tmp_path / "closed"
+    for folder in (tmp_path, tmp_path / "closed"):
+        folder.mkdir(exist_ok=True)
+        (folder / FOUND[dataset]).write_text("x")
+    real = getattr(os, call)
+
+    def refused(path: Any, *args: Any, **more: Any) -> Any:
+        inside = call == "stat" and Path(path).parent == closed and Path(path).name == FOUND[dataset]
+        if inside or (call == "scandir" and Path(path) == closed):
+            raise PermissionError(13, "Permission denied", str(path))  # root may read everything
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, call, refused)
+    with pytest.raises(ReaderError, match=rf"^{closed}.*: cannot be read \(Permission denied\): let this user read it"):
+        source_files(dataset, tmp_path)
+
+
 def test_moved_splits_are_read_again(tmp_path: Path) -> None:
     wait = [{"action_type": "wait"}]
     write_android_control(tmp_path / "data", [episode(0, wait), episode(1, wait)], {"train": [0], "test": [1]})
@@ -199,3 +237,19 @@ def test_an_import_that_stopped_is_tried_again_once_something_changed(dataset: D
     assert failed != before and dataset.version() == failed
     dataset.image("2", False)
     assert dataset.version() != failed and set(dataset.read()[0]) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("dataset", NAMES)
+@pytest.mark.parametrize("name", ["steps.jsonl.gz", "steps.txt", "STEPS.JSONL", ".hidden.jsonl"])
+def test_files_of_other_names_are_named(tmp_path: Path, dataset: Any, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text("{}")
+    there = "it is empty" if name.startswith(".") else f"there are {name}"
+    unpack = "; unpack *.gz first" if name.endswith(".gz") else ""
+    with pytest.raises(ReaderError) as refused:
+        source_files(dataset, tmp_path / "data")
+    assert str(refused.value) == (
+        f"{tmp_path / 'data'}: holds no files of a {dataset} dataset, named {NAMES[dataset]}: {there}{unpack}"
+    )
+    with pytest.raises(ReaderError, match="nowhere: there is no such file or folder"):
+        source_files(dataset, tmp_path / "nowhere")

@@ -176,14 +176,14 @@ def test_check_data_names_every_bad_line(tmp_path: Path) -> None:
     write_user_rows(tmp_path, [user_row(), *(row for row, _ in bad), user_row("z", split="test")])
     report = check_data(tmp_path)
     assert [(r["row"], r["reason"]) for r in report.rejects.to_pylist()] == [
-        (str(i + 1), why) for i, (_, why) in enumerate(bad)
+        (str(i + 2), why) for i, (_, why) in enumerate(bad)
     ]
     assert not report.ok and "1 tasks are in more than one split" in report.text()
-    assert f"{tmp_path / 'steps.jsonl'}: row 3: duplicate_id" in report.text()
+    assert f"{tmp_path / 'steps.jsonl'}: line 4: duplicate_id" in report.text()
 
 
 def test_sources_that_are_none_are_named(tmp_path: Path) -> None:
     assert "no files" in check_data(tmp_path).text()
-    with pytest.raises(ReaderError, match="no files"):
+    with pytest.raises(ReaderError, match="no such file or folder"):
         import_dataset("android_control", tmp_path / "nowhere", tmp_path / "out")
     assert rejects(tmp_path).num_rows == 0

@@ -201,3 +201,17 @@ def test_the_page_says_what_each_step_of_an_iteration_adds(tmp_path: Path) -> No
 
 def _page(of: Study, folder: Path) -> str:
     return write_page(of, findings(of), [], {}, folder).read_text()
+
+
+def test_a_page_on_other_data_says_nothing_of_the_embedded_benchmark(tmp_path: Path) -> None:
+    one = study(run(FULL, 1, {0: 0.2, 1: 0.5}))
+    out, words = tmp_path / "store/pages/box/results", ("embedded", "MiniWoB", "analysis-plan", "## Live play")
+    out.mkdir(parents=True)
+    one.embedded = False
+    text = write_page(one, findings(one), [], {}, out, docs="../../docs/").read_text()
+    assert text.startswith("# Results of box\n") and not [word for word in words if word in text]
+    assert "](../../docs/protocols.md#" in text and "](protocols.md" not in text
+    one.embedded = True
+    text = write_page(one, findings(one), [], {}, tmp_path).read_text()
+    assert text.startswith("# Results on the embedded benchmark\n") and all(word in text for word in words)
+    assert "](analysis-plan.md)" in text
