@@ -331,9 +331,8 @@ def _read_uground_mind2web(
             answer = plan if embedded else answer_rows.get(step_id)
             point = None if answer is None else _output_point(answer, reader)
             boxes = () if answer is None else answer.xywh_boxes(answer.get("bbox", list), "bbox")
-            value = reader.text(plan.data.get("gpt_value"))
-            action = reader.text(plan.data.get("gpt_action"))
-            prediction = Action(action, "" if value.lower() == "none" else value, point)
+            value, action = (reader.text(plan.data.get(key)) for key in ("gpt_value", "gpt_action"))
+            prediction = Action(action, value, point)
         return Case(
             step_id=step_id,
             episode_id=sample.text("annotation_id"),

@@ -80,6 +80,16 @@ def test_uground_missing_point_is_the_origin_and_empty_boxes_fail() -> None:
     assert judge("mind2web/uground", CLICK, None, boxes=(BOX,)) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("value", ["None", "none", "NONE", ""])
+def test_uground_none_is_no_value_whatever_the_format(tmp_path: Path, value: str) -> None:
+    point = (BOX[0], BOX[1])
+    assert judge("mind2web/uground", CLICK, Action("CLICK", value, point), boxes=(BOX,)) == (1, 1, 1)
+    typed = judge("mind2web/uground", Action("TYPE", "x"), Action("TYPE", value, point), boxes=(BOX,))
+    assert typed == (1, pytest.approx(2 / 3), 0)
+    row = coepg_row(case(CLICK, Action("CLICK", value, point), boxes=(BOX,)))
+    assert score_file(written(tmp_path, row), "coepg", "mind2web/uground").metrics["step_sr"].micro == 100
+
+
 def test_seeclick_rounds_the_box_skips_no_box_and_lowers_only_the_value() -> None:
     label = Action("TYPE", "Anna")
     assert judge("mind2web/seeclick", label, Action("TYPE", "anna", (150, 120)), boxes=(BOX,)) == (1, 1, 1)
