@@ -54,6 +54,8 @@ NO_PREDICTION: Final = "rows without a prediction"
 UNREADABLE: Final = "rows with an unreadable prediction"
 
 
+UNPARSED: Final = "unparsed_answer"
+"""Why a protocol skips a case for its answer; all other reasons are of the label."""
 SEVERAL: Final = "\x1f"
 """Joins the classes of a fact of which a case has several: it counts in each of them."""
 FILE_SAYS: Final = "file_says"

@@ -159,7 +159,8 @@ UGROUND: Final = Protocol(
     metrics=METRICS,
     judge=judge_uground,
     element="point in any target box of the chosen 1280 × 1000 block, borders included; no answer is (0, 0)",
-    text="as seeact, lower-cased, tokens of mere punctuation dropped; a predicted value “None” is none; no boxes: Ele.Acc 0, Op.F1 still counts",
+    text="as seeact, lower-cased, tokens of mere punctuation dropped; a predicted value “None” is none; "
+    "no boxes: Ele.Acc 0, Op.F1 still counts",
     denominator="all steps, each task padded with 0 / 0 / 0 to its full length",
     averages="micro, and macro over tasks",
     source="OSU-NLP-Group/UGround offline_evaluation/Multimodal-Mind2Web/eval.py",

@@ -17,7 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from coepg_dagster.evaluation.case import FILE_SAYS, SEVERAL, Case, Protocol, Rows, ScoringError, Unread, Verdict
+from coepg_dagster.evaluation.case import (
+    FILE_SAYS,
+    SEVERAL,
+    UNPARSED,
+    Case,
+    Protocol,
+    Rows,
+    ScoringError,
+    Unread,
+    Verdict,
+)
 from coepg_dagster.evaluation.statistics import Floats, Ints, Sampled, interval, sampled_averages
 
 Interval = tuple[float, float]
@@ -302,7 +312,7 @@ def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None
     if protocol.macro == "group":
         if absent := [group for group in protocol.groups if group not in arrays.names]:
             notes["groups without rows, counted as 0"] = ", ".join(absent)
-    elif steps["episode_id"].null_count:
+    elif pc.any(pc.and_(pc.is_null(steps["episode_id"]), pc.is_null(steps["skipped"]))).as_py():
         notes["tasks"] = "the source names none: such a step is its own task in the macro average and the interval"
     sampled = arrays.sampled(protocol, seed)
     micro_ci, macro_ci = interval(sampled.micros), interval(sampled.macros)
@@ -494,7 +504,7 @@ def sop_protocol(base: str) -> Protocol:
         judge=judge,
         element="as the protocol that judges the steps",
         text="as the protocol that judges the steps",
-        denominator="trajectories, each up to its first miss; history is the model's own",
+        denominator="trajectories, each up to its first miss; a step without a row is one; history is the model's own",
         averages="macro over trajectories",
         source="UI-S1, arXiv 2509.11543",
     )
@@ -504,33 +514,54 @@ SUCCESS = ("step_sr", "step_acc")
 """The metric that says whether a step succeeded, by protocol."""
 
 
-def sop(result: Result, *, seed: int = 0) -> Result:
+def sop(result: Result, *, lengths: Mapping[str, int] | None = None, seed: int = 0) -> Result:
     """Semi-online performance over trajectories (UI-S1): PG = mean(s/t), TSR = mean(s = t), score = their mean.
 
-    s is the number of steps before the first miss, t the trajectory's length. The steps must have been predicted with
-    the model's own history. Needs task and position of every step, and a protocol that decides each; raises
-    ScoringError otherwise. Skipped steps are not part of a trajectory.
+    s is the number of steps before the first miss, t the trajectory's length: its task's in `lengths`, else up to its last
+    step. An answer that cannot be parsed is a miss, and so is a step without a row; steps that the protocol skips for their
+    label are not part of a trajectory. Notes count all of these. The steps must have been predicted with the model's own
+    history. Needs task and position of every step, and a protocol that decides each; raises ScoringError otherwise.
     """
     metric = next((name for name in SUCCESS if name in result.metrics), None)
     if metric is None:
         raise ScoringError(f"{result.protocol} judges no steps, so there is no semi-online performance")
-    trajectories: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    tasks: dict[str, dict[int, bool | None]] = defaultdict(dict)  # whether each step succeeded; None: not part of it
     columns = (result.steps[name].to_pylist() for name in ("step_id", "episode_id", "step_index", "skipped", metric))
     for step, episode, index, reason, value in zip(*columns, strict=True):
-        if reason is not None:
+        if reason not in (None, UNPARSED) and (episode is None or index is None):
             continue
         if episode is None or index is None:
             raise ScoringError(f"step {step!r} has no task or no position in it, which SOP needs")
-        if value is None:
+        if value is None and reason is None:
             raise ScoringError(f"{result.protocol} leaves step {step!r} undecided, so SOP needs another protocol")
-        trajectories[episode].append((index, value))
-    rows = []
-    for steps in trajectories.values():
-        successes = [value == 1.0 for _, value in sorted(steps)]
-        done = successes.index(False) if False in successes else len(successes)
-        progress, success = done / len(successes), float(done == len(successes))
-        rows.append((progress, success, (progress + success) / 2))
+        if index in tasks[episode]:
+            raise ScoringError(f"task {episode!r} has several steps of index {index}; number its steps one by one")
+        tasks[episode][index] = value == 1.0 if reason in (None, UNPARSED) else None
+    first = 1 if min((min(steps) for steps in tasks.values()), default=0) == 1 else 0
+    trajectories, gaps = dict[str, tuple[float, float, float]](), Rows()
+    for episode, steps in tasks.items():
+        length = (lengths or {}).get(episode, max(steps) + 1 - first)
+        if min(steps) < first or max(steps) >= first + length:
+            raise ScoringError(
+                f"task {episode!r} has steps of index {min(steps)} to {max(steps)}, but {length} steps from index {first} on; "
+                "mend `step_index` or `episode_steps`"
+            )
+        if len(steps) < length:
+            gaps.add(episode)
+        successes = [right for i in range(first, first + length) if (right := steps.get(i, False)) is not None]
+        if successes:
+            done = successes.index(False) if False in successes else len(successes)
+            progress, success = done / len(successes), float(done == len(successes))
+            trajectories[episode] = progress, success, (progress + success) / 2
+    if not trajectories:
+        raise ScoringError(f"{result.protocol} judges no step of a task, so there is no semi-online performance")
+    notes = dict(result.notes) | {"rows": "trajectories"}
+    for reason, n in result.skipped.items():
+        notes[f"steps {'missed' if reason == UNPARSED else 'left out'}, {reason}"] = n
+    if gaps.n:
+        notes["trajectories that lack steps, which count as missed"] = gaps
     protocol = sop_protocol(result.protocol)
+    rows = list(trajectories.values())
     table = pa.table(
         {
             "step_id": list(trajectories),
@@ -543,4 +574,4 @@ def sop(result: Result, *, seed: int = 0) -> Result:
     )
     for j, name in enumerate(protocol.metrics):
         table = table.append_column(name, pa.array([row[j] for row in rows], pa.float64()))
-    return summarise(protocol, table, notes={"rows": "trajectories"}, seed=seed)
+    return summarise(protocol, table, notes=notes, seed=seed)

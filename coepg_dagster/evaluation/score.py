@@ -181,6 +181,10 @@ def score_predictions(
     `exclusions`, for `without`. Raises ScoringError where no row has a prediction.
     """
     find_protocol(protocol)
+    if exclusions is not None and (base := protocol.removeprefix(SOP_PREFIX)) != protocol:
+        raise ScoringError(
+            f"{protocol} judges whole trajectories: no single step can be left out; exclude under {base}"
+        )
     cases, notes = file.cases(protocol, report)
     cases = _counting_what_lacks(file.path, cases, notes)
     if exclusions is not None:
@@ -296,10 +300,29 @@ def _other_judgement(result: Result) -> Notes:
 
 def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int = 0) -> Result:
     base = protocol.removeprefix(SOP_PREFIX)
-    if base == "mind2web/uground":
+    if base != protocol:
+        lengths: dict[str, int] = {}
+        return sop(
+            result_of(find_protocol(base), _measured(cases, lengths), notes=notes, seed=seed),
+            lengths=lengths,
+            seed=seed,
+        )
+    if protocol == "mind2web/uground":
         cases = pad(cases, notes)
-    result = result_of(find_protocol(base), cases, notes=notes, seed=seed)
-    return result if base == protocol else sop(result, seed=seed)
+    return result_of(find_protocol(protocol), cases, notes=notes, seed=seed)
+
+
+def _measured(cases: Iterable[Case | Unread], lengths: dict[str, int]) -> Iterator[Case | Unread]:
+    """`cases`; `lengths` get the number of steps of each task that names it."""
+    for case in cases:
+        if isinstance(case, Case) and case.episode_id is not None and case.episode_steps is not None:
+            length = lengths.setdefault(case.episode_id, case.episode_steps)
+            if length != case.episode_steps:
+                raise ScoringError(
+                    f"step {case.step_id}: task {case.episode_id!r} has {case.episode_steps} steps here and {length} in a row "
+                    "before; mend `episode_steps`"
+                )
+        yield case
 
 
 def compare(a: Result, b: Result, *, seed: int = 0) -> Comparison:

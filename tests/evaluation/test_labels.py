@@ -258,6 +258,8 @@ def test_a_users_list_of_wrong_labels_of_android_control(tmp_path: Path, protoco
     of = [result["metrics"]["step_acc"]["micro"] for result in (whole, rest)]
     assert (whole["scored"], rest["scored"], of) == (4, 3, [75, 100])
     assert rest["notes"]["excluded"] == "1 items by mine 3 (looked at)"
+    whole_tasks = CliRunner().invoke(app, [*command[:-1], f"sop/android_control/{protocol}", "--exclude", str(wrong)])
+    assert whole_tasks.exit_code == 1 and f"exclude under android_control/{protocol}" in whole_tasks.output
     # nothing is left out silently, and a list of another board is refused
     assert "without exclusions" not in json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     wrong.write_text(json.dumps({"name": "other", "version": "1", "source": "x", "items": ["vscode_1"]}))

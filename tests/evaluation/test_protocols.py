@@ -315,6 +315,68 @@ def test_sop_refuses_what_it_cannot_judge() -> None:
         sop(undecided)
 
 
+def sop_of(tmp_path: Path, rows: list[Any], base: str = "strict14") -> tuple[float, float, dict[str, str]]:
+    """PG, TSR and notes of a file."""
+    got = score_file(written(tmp_path, *rows), "coepg", f"sop/android_control/{base}")
+    said = {name: str(note) for name, note in json.loads(got.to_json())["notes"].items()}
+    return got.metrics["pg"].micro or 0.0, got.metrics["tsr"].micro or 0.0, said
+
+
+def sop_rows(tasks: int, steps: int, **more: Any) -> list[dict[str, Any]]:
+    """Rows of tasks whose every step is right."""
+    right = case(tap(5, 5), tap(5, 5))
+    ids = [(t, i) for t in range(tasks) for i in range(steps)]
+    return [coepg_row(replace(right, step_id=f"{t}_{i}", episode_id=f"e{t}", step_index=i)) | more for t, i in ids]
+
+
+LACK = "trajectories that lack steps, which count as missed"
+
+
+def test_sop_loses_no_row_silently(tmp_path: Path) -> None:
+    rows: list[Any] = sop_rows(4, 3)
+    assert sop_of(tmp_path, rows) == (100, 100, {"rows": "trajectories"})
+    unread, none = [*rows[:4], "{", *rows[5:]], [*rows[:4], rows[4] | {"prediction": None}, *rows[5:]]
+    pg, tsr, notes = sop_of(tmp_path, unread)
+    assert (pg, tsr) == (pytest.approx(100 * (3 + 1 / 3) / 4), 75) == sop_of(tmp_path, none)[:2]
+    assert notes["steps left out, rows that are no JSON object"] == "1" and notes[LACK] == "1 (e1)"
+    assert "row 5" in notes["rows that are no JSON object, the first"]
+    assert sop_of(tmp_path, none)[2]["rows without a prediction"] == "1"
+
+
+def test_sop_counts_an_unparsed_answer_as_missed_where_the_steps_leave_it_out(tmp_path: Path) -> None:
+    rows = [row | ({"prediction": None} if row["step_index"] == 1 else {}) for row in sop_rows(4, 3)]
+    pg, tsr, notes = sop_of(tmp_path, rows, "ui_genie")
+    assert (pg, tsr) == (pytest.approx(100 / 3), 0) and notes["steps missed, unparsed_answer"] == "4"
+
+
+def test_sop_takes_the_length_of_the_task(tmp_path: Path) -> None:
+    rows = sop_rows(2, 3, episode_steps=3)
+    for at, pg in ((0, 50), (1, 200 / 3), (2, 500 / 6)):  # the first task lacks a step
+        assert sop_of(tmp_path, rows[:at] + rows[at + 1 :])[::2] == (
+            pytest.approx(pg),
+            {"rows": "trajectories", LACK: "1 (e0)"},
+        )
+    from_one = [row | {"step_index": row["step_index"] + 1} for row in rows]
+    assert sop_of(tmp_path, from_one)[0] == 100
+    terminate = {"label": {"action_type": "terminate"}, "prediction": {"action_type": "terminate"}}
+    last = [row | (terminate if row["step_index"] == 2 else {}) for row in rows]
+    assert sop_of(tmp_path, last, "qwen")[:2] == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step_index": 1}, "task 'e1' has several steps of index 1"),
+        ({"step_index": 3}, "task 'e1' has steps of index 0 to 3, but 3 steps"),
+        ({"episode_steps": 4}, "has 4 steps here and 3 in a row before"),
+    ],
+)
+def test_sop_refuses_positions_that_contradict_each_other(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    *rows, last = sop_rows(2, 3, episode_steps=3)
+    with pytest.raises(ScoringError, match=message):
+        sop_of(tmp_path, [*rows, last | change])
+
+
 def test_comparison_is_paired() -> None:
     a, b = result([True, False] * 150), result([True, True, True, False] * 75)
     forth, back = compare(a, b).differences["step_acc"], compare(b, a).differences["step_acc"]
