@@ -557,7 +557,7 @@ def read_coepg(
             elif labels is not None and unanswered.pop(case.step_id, None) is None:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
             else:
-                if "space" not in row.data:
+                if not row.data.get("space"):
                     readings.add(case)
                 yield case
         if strange and len(strange) == predictions:
