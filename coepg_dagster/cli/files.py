@@ -35,7 +35,7 @@ def score(
     ] = None,
     answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
     space: Annotated[
-        Space | None, typer.Option(help="mai_ui: the space of `pred`, where it is not pixels of the screenshot")
+        Space | None, typer.Option(help="mai_ui: the space of points, where `pred` is not pixels of the screenshot")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:

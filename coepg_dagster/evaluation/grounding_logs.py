@@ -64,7 +64,7 @@ _HALF_PIXEL: Final = 0.5
 _LONGEST_ANSWER: Final = 100_000
 """Characters of a raw answer that are searched for a point."""
 _REMEDY: Final = (
-    "the format has pixels of the stored screenshot: convert `pred` to these, or say which space it is in with --space "
+    "the format has pixels of the stored screenshot: convert `pred` to these, or say which space points are in with --space "
     f"({', '.join(Space)})"
 )
 _LABEL_FIELDS: Final = {
@@ -118,7 +118,8 @@ def read_mai_ui(
 
     Args:
         labels: the board's label files, as its owner publishes them; they count, and items without a row are wrong.
-        space: of `pred`, where it is not pixels of the stored screenshot; a row's own `space` goes first.
+        space: of `pred`, where it is not pixels of the stored screenshot, or of the raw answer where that counts and is not in
+            0..1000; a row's own `space` goes first.
     """
     board = protocol.split("/")[0]
     if board not in BOARDS:
@@ -308,12 +309,14 @@ class _Log:
         data = row.data
         name = data.get("space") or self.space
         if value is None and "pred" not in data:
-            # what the format says of these fields decides their space
+            # the format says what space these fields are in; a raw answer's may be stated
             for other, found, space in (
                 ("pred_norm", data.get("pred_norm"), Space.UNIT),
-                ("raw_response", raw and list(raw), Space.NORM_1000),
+                ("raw_response", raw and list(raw), name or Space.NORM_1000),
             ):
                 if isinstance(found, list):
+                    if other == "raw_response" and name is None and raw is not None:
+                        self.readings.add_thousandths(raw)
                     value, name = found, space
                     self.notice(f"rows without `pred`, of which `{other}` counts", item.step_id)
                     break

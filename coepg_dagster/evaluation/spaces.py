@@ -86,6 +86,7 @@ class Readings:
         self._parts = _Reading(Space.UNIT, "parts of the screen (0..1)", 1.0)
         self._thousandths = _Reading(Space.NORM_1000, "thousandths of the screen (0..1000)", 1000.0)
         self._unconverted, self._beyond = 0, 0
+        self._raw, self._raw_beyond, self._raw_parts = 0, 0, 0
 
     def add(self, case: Case, raw: Point | None = None) -> None:
         """Takes a case whose points are read as pixels; `raw` is the point in the model's answer as it stands there."""
@@ -101,8 +102,24 @@ class Readings:
                 nearest = min((max(box[:2]) for box in boxes), default=max(target))
                 self._beyond += nearest > 1000
 
+    def add_thousandths(self, raw: Point) -> None:
+        """Takes a raw answer that counts as the prediction, in 0..1000 since nothing says otherwise."""
+        if min(raw) >= 0:
+            self._raw += 1
+            self._raw_beyond += max(raw) > 1000
+            self._raw_parts += 0 < max(raw) <= 1
+
     def check(self, where: str, remedy: str) -> None:
-        """Raises ScoringError where nearly all points fit two spaces and the readings differ; it ends with the `remedy`."""
+        """Raises ScoringError where points fit two spaces and the readings differ, or raw answers are no thousandths.
+
+        It ends with the `remedy`.
+        """
+        for n, place in ((self._raw_beyond, "beyond 1000"), (self._raw_parts, "in 0..1")):
+            # a few of many are the model's fault
+            if n and (n == self._raw or n > max(self._raw // 100, 2)):
+                raise ScoringError(
+                    f"{where}: the raw answers count, which are read as 0..1000, but {n} of {self._raw} are {place}; {remedy}"
+                )
         parts, thousandths = self._parts, self._thousandths
         if parts.suspect and parts.moves:
             raise parts.error(where, remedy)
