@@ -24,7 +24,6 @@ from zlib import crc32
 from coepg_dagster.evaluation.case import (
     FILE_SAYS,
     NO_PREDICTION,
-    UNREADABLE,
     Action,
     Case,
     Notes,
@@ -37,7 +36,7 @@ from coepg_dagster.evaluation.exclusions import ITEM_ID, QUESTION, question
 from coepg_dagster.evaluation.grounding import REFUSAL, TARGET
 from coepg_dagster.evaluation.labels import NO_ITEM, BoardLabels, case_of, instruction_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
-from coepg_dagster.evaluation.rows import REPEATED, PredictionRow, each_row, is_coordinate, placed
+from coepg_dagster.evaluation.rows import REPEATED, PredictionRow, each_row, is_coordinate, placed, unreadable
 from coepg_dagster.evaluation.spaces import Readings
 from coepg_dagster.geometry import Space
 from coepg_dagster.notations import locate
@@ -228,7 +227,7 @@ class _Log:
         if point is None or self.space is not None or "space" in data:
             point, lacks, stated = self._point(row, item, value, raw)
         elif raw is None and answer and max(point) < 0:
-            point, lacks = None, UNREADABLE  # the log's mark of an answer without a point
+            point, lacks = None, self._pointless(row)
         prediction = None if point is None else Action("click", "", point)
         step_id, episode_id, boxes, size, group, facts = item
         case = Case(step_id, episode_id, _CLICK, prediction, boxes, size, None, group, None, None, lacks, False, facts)
@@ -320,14 +319,19 @@ class _Log:
                     value, name = found, space
                     self.notice(f"rows without `pred`, of which `{other}` counts", item.step_id)
                     break
-        point, lacks = self._read(value, item.step_id)
+        point, lacks = self._read(row, value, item.step_id)
         if point is not None and raw is None and data.get("raw_response") and max(point) < 0:
-            return None, UNREADABLE, False
+            return None, self._pointless(row), False
         if point is None or name is None:
             return point, lacks, False
         return placed(row, point, name, item.size), lacks, True
 
-    def _read(self, value: Any, step_id: str) -> tuple[Point | None, str]:
+    @staticmethod
+    def _pointless(row: PredictionRow) -> str:
+        """What lacks where a log marks an answer without a point."""
+        return unreadable(row, "raw_response", "an answer with a point", row.data["raw_response"])
+
+    def _read(self, row: PredictionRow, value: Any, step_id: str) -> tuple[Point | None, str]:
         """`pred` as a point in the space in which it stands, and what it lacks."""
         if value is None or value == []:
             return None, NO_PREDICTION
@@ -341,7 +345,7 @@ class _Log:
             if len(value) == 4 and all(map(is_coordinate, value)):
                 self.notice("rows with a box as prediction, whose centre counts", step_id)
                 return ((value[0] + value[2]) / 2, (value[1] + value[3]) / 2), ""
-        return None, UNREADABLE
+        return None, unreadable(row, "pred", "two numbers [x, y]", value)
 
     def _compare_parts(self, normal: Any, point: Point, case: Case) -> None:
         """Notices where the point in parts of the screen, which servers write too, is another one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +17,7 @@ from coepg_dagster.evaluation.case import (
     FILE_SAYS,
     MOST_LISTED,
     NO_PREDICTION,
+    UNREADABLE,
     Action,
     Case,
     Notes,
@@ -270,19 +271,27 @@ def without(result: Result, exclusions: Exclusions) -> Result:
 
 def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:
     """`cases`; after the last, `notes` count those that lack a prediction. Raises ScoringError where all do."""
-    lacking, n = Counter[str](), 0
+    n, none, unreadable, first = 0, 0, 0, ""
     for case in cases:
         if isinstance(case, Case):
             n += 1
-            if case.lacks:
-                lacking[case.lacks] += 1
+            if case.lacks == NO_PREDICTION:
+                none += 1
+            elif case.lacks:
+                unreadable += 1
+                first = first or case.lacks
         yield case
-    if n and lacking[NO_PREDICTION] == n:
+    if n and none + unreadable == n:
+        if unreadable:
+            raise ScoringError(f"{first}; none of {n} rows has a prediction that can be read")
         raise ScoringError(
             f"{path}: none of its {n} rows has a prediction; give the file with the model's answers, in the fields "
             "that docs/protocols.md names"
         )
-    notes |= dict(sorted(lacking.items()))
+    if none:
+        notes[NO_PREDICTION] = none
+    if unreadable:
+        notes |= {UNREADABLE: unreadable, f"{UNREADABLE}, the first": first}
 
 
 def _other_judgement(result: Result) -> Notes:
