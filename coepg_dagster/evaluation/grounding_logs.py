@@ -60,6 +60,8 @@ _THOUSAND: Final = 1000.0
 _CLOSE: Final = 1e-6
 """Of a coordinate, relative to the screen: what products of floats differ by."""
 _HALF_PIXEL: Final = 0.5
+_FEW: Final = 2
+"""Boxes out of order that cost their rows alone, or 1 % of them; more say that the file has another layout."""
 _LONGEST_ANSWER: Final = 100_000
 """Characters of a raw answer that are searched for a point."""
 _REMEDY: Final = (
@@ -136,6 +138,8 @@ class _Log:
         self.noticed: dict[str, Rows] = {}
         self.readings = Readings()
         self.answers = _Answers()
+        self.disordered = 0
+        self.disorder: ScoringError | None = None
         self.of_world = board.startswith("osworld_g")
         self.category = next((name for name in _CATEGORIES if name in path.name.lower()), "")
 
@@ -182,6 +186,9 @@ class _Log:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
         if self.labels is not None:
             yield from self._unanswered(seen)
+        if self.disorder is not None and self.disordered > max(_FEW, len(seen) // 100):
+            # the others are then in order by chance
+            raise self.disorder
         self.readings.check(str(self.path), _REMEDY)
         for own, n in sorted(named.items()):
             if own and own != self.board:
@@ -261,6 +268,8 @@ class _Log:
         if board in _LABEL_FIELDS and _LABEL_FIELDS[board] in data and "img_size" not in data:
             return self._own_label(row)
         boxes, numbers, polygon = _targets(row)
+        if board != "ui_vision" and polygon is None:
+            self._in_order(row, boxes)
         image = data.get("img_filename") or data.get("image_path") or data.get("img_path")
         own = data.get("id")
         name = str(own) if own.__class__ in (str, int) else ""
@@ -293,6 +302,16 @@ class _Log:
         group = _group(data, board, facts) or self.category
         row.can_be_kept("a field", step_id, episode, group, *(text for text in facts.values() if isinstance(text, str)))
         return _Item(step_id, episode or None, boxes, _size(row), group, facts)
+
+    def _in_order(self, row: PredictionRow, boxes: tuple[BoxTuple, ...]) -> None:
+        """Raises ScoringError where a box does not name its upper left corner first; the first such error is kept."""
+        try:
+            for box in boxes:
+                row.in_order("bbox", box)
+        except ScoringError as error:
+            self.disordered += 1
+            self.disorder = self.disorder or error
+            raise
 
     def _own_label(self, row: PredictionRow) -> _Item:
         """The item of a row in the fields of the board's own label files."""

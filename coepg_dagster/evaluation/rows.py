@@ -125,10 +125,18 @@ class PredictionRow:
         boxes: list[BoxTuple] = []
         for box in self._list(value, key):
             x1, y1, x2, y2 = self.numbers(f"field {key!r}: a box [x1, y1, x2, y2]", box, 4)
-            if not (x1 <= x2 and y1 <= y2):
-                raise self.fail(f"field {key!r}: the corners of {shown(box)} are not in order")
             boxes.append((x1, y1, x2, y2))
+            self.in_order(key, boxes[-1])
         return tuple(boxes)
+
+    def in_order(self, key: str, box: BoxTuple) -> None:
+        """Raises ScoringError where a box does not name its upper left corner first."""
+        x1, y1, x2, y2 = box
+        if not (x1 <= x2 and y1 <= y2):
+            raise self.fail(
+                f"field {key!r}: the corners x1, y1, x2, y2 of {shown(list(box))} are not in order; is it x, y, width, height? "
+                "Write corners"
+            )
 
     def _list(self, value: Any, key: str) -> list[Any]:
         if not isinstance(value, list):

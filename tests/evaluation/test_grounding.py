@@ -22,6 +22,7 @@ from coepg_dagster.evaluation.grounding import BOARDS, in_polygon
 from coepg_dagster.evaluation.grounding_logs import board_of
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result, result_of
+from coepg_dagster.evaluation.rows import BAD_LABEL
 from coepg_dagster.evaluation.score import PredictionFile, compare, score_predictions
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 from coepg_dagster.geometry import Point, Size, Space, Viewport
@@ -130,7 +131,18 @@ def test_corners_in_any_order_are_ui_vision_s_alone(tmp_path: Path) -> None:
     row = LOCAL | {"bbox": [140, 220, 100, 200], "task_filename": "element_grounding_basic", "group": "x"}
     result = scored(tmp_path, [row], "ui_vision/items")
     assert values(result) == [1] and list(result.metrics["acc"].groups) == ["basic"]
-    assert values(scored(tmp_path, [LOCAL | {"bbox": [140, 220, 100, 200]}])) == [0]
+
+
+def test_boxes_of_width_and_height_are_refused_and_a_few_cost_their_rows(tmp_path: Path) -> None:
+    """Also where some are corners in order by chance."""
+    wide, by_chance = LOCAL | {"bbox": [100, 200, 40, 20]}, LOCAL | {"bbox": [10, 20, 40, 30]}
+    boxes = LOCAL | {"bbox": [[0, 0, 9, 9], [100, 200, 40, 20]]}
+    wrong = r"row 1: field 'bbox': the corners .* of \[100.*are not in order; is it x, y, width, height\?"
+    for rows in ([wide], [boxes], [*[wide] * 3, *[by_chance] * 20]):
+        with pytest.raises(ScoringError, match=wrong):
+            scored(tmp_path, rows)
+    few = scored(tmp_path, [wide, *[LOCAL] * 3, boxes])
+    assert dict(few.skipped) == {BAD_LABEL: 2} and few.metrics["acc"].micro == 100
 
 
 def test_averages_by_name(tmp_path: Path) -> None:
