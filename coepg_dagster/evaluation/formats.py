@@ -533,9 +533,14 @@ def read_coepg(
     def cases() -> Iterator[Case | Unread]:
         strange, predictions = list[ScoringError](), 0
         readings, unanswered = Readings(), dict(labels.items) if labels is not None else {}
+        unread: dict[str, Unread] = {}  # the first by reason
+
+        def left_out(row: Unread) -> Unread:
+            return unread.setdefault(row.reason, row) and row
+
         for row in each_row(path, report):
             if isinstance(row, Unread):
-                yield row
+                yield left_out(row)
                 continue
             if labels is None and (error := _unknown_in_row(row)):
                 raise error
@@ -547,12 +552,11 @@ def read_coepg(
             try:
                 case = _coepg_case(row, mobile) if labels is None else _of_board(row, labels)
             except ScoringError as error:
-                yield row.unread(error)
+                yield left_out(row.unread(error))
                 continue
             if case is None:
-                yield Unread(
-                    row.where, NO_ITEM, f"{row.data.get('step_id')!r:.80} is no item of {labels and labels.source}"
-                )
+                detail = f"{row.data.get('step_id')!r:.80} is no item of {labels and labels.source}"
+                yield left_out(Unread(row.where, NO_ITEM, detail))
             elif labels is not None and unanswered.pop(case.step_id, None) is None:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
             else:
@@ -562,7 +566,7 @@ def read_coepg(
         if strange and len(strange) == predictions:
             raise strange[0]
         if labels is not None:
-            labels.require(labels.items.keys() - unanswered.keys(), path)
+            labels.require(labels.items.keys() - unanswered.keys(), path, unread)
             yield from unanswered.values()
             yield from labels.unread
             if unanswered:
@@ -598,7 +602,7 @@ def _coepg_action(
 def _placed(row: PredictionRow, point: Point | None, size: tuple[int, int] | None) -> Point | None:
     """A point in the row's space, in pixels of the stored screenshot."""
     space = row.text("space", optional=True) or Space.ORIGINAL
-    if point is not None and space != Space.ORIGINAL and size is None:
+    if size is None and row.data.get("width") is not None:
         size = row.width_height("width", "height")
     return placed(row, point, space, size)
 

@@ -138,6 +138,7 @@ class _Log:
         self.noticed: dict[str, Rows] = {}
         self.readings = Readings()
         self.answers = _Answers()
+        self.unread: dict[str, Unread] = {}  # the first by reason
         self.disordered = 0
         self.disorder: ScoringError | None = None
         self.of_world = board.startswith("osworld_g")
@@ -150,6 +151,12 @@ class _Log:
 
     def cases(self, report: Report | None) -> Iterator[Case | Unread]:
         """All cases; afterwards the notes are complete."""
+        for case in self._rows(report):
+            if isinstance(case, Unread):
+                self.unread.setdefault(case.reason, case)
+            yield case
+
+    def _rows(self, report: Report | None) -> Iterator[Case | Unread]:
         seen: set[str] = set()
         named, again = Counter[str](), Counter[str]()
         family = self.board.removesuffix("_refined")
@@ -199,7 +206,7 @@ class _Log:
     def _unanswered(self, seen: set[str]) -> Iterator[Case | Unread]:
         """The items that no row is about, and the entries of the label files that cannot be read."""
         assert self.labels is not None
-        self.labels.require(seen, self.path)
+        self.labels.require(seen, self.path, self.unread)
         for item, case in self.labels.items.items():
             if item not in seen:
                 self.notice(NO_ANSWER, item)

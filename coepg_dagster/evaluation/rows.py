@@ -154,7 +154,9 @@ def placed(row: PredictionRow, point: Point | None, space: Any, size: tuple[int,
     if point is None or space == Space.ORIGINAL:
         return point
     if size is None:
-        raise row.fail(f"a point in the space {Space(space)} needs the size of the screenshot")
+        raise row.fail(
+            f"a point in the space {Space(space)} needs the size of the screenshot (`width` and `height`, in mai_ui `img_size`)"
+        )
     seen = row.width_height("seen_width", "seen_height") if space == Space.RESIZED else size
     place = Viewport(Size(*size), Size(*seen)).point(PlacedPoint(*point, Space(space)), Space.ORIGINAL)
     return point_of(round(place.x, 6), round(place.y, 6))
