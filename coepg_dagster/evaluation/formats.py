@@ -602,7 +602,7 @@ def _coepg_action(
 def _placed(row: PredictionRow, point: Point | None, size: tuple[int, int] | None) -> Point | None:
     """A point in the row's space, in pixels of the stored screenshot."""
     space = row.text("space", optional=True) or Space.ORIGINAL
-    if size is None and row.data.get("width") is not None:
+    if point is not None and space != Space.ORIGINAL and size is None and row.data.get("width") is not None:
         size = row.width_height("width", "height")
     return placed(row, point, space, size)
 

@@ -34,6 +34,7 @@ Interval = tuple[float, float]
 Notes = Mapping[str, int | str | Rows]
 LOST = "lost"
 """Key of the note on steps that could not be read: the denominator is short of the published one by these."""
+UNJUDGED: Final = "rows that lack what the protocol judges"
 _ROWS_AT_ONCE: Final = 5_000
 """Verdicts that are collected before they become a table, which takes a tenth of their memory."""
 
@@ -125,9 +126,17 @@ _WEIGHT = "_weight"
 
 
 def result_of(
-    protocol: Protocol, cases: Iterable[Case | Unread], *, notes: Notes | None = None, seed: int = 0
+    protocol: Protocol,
+    cases: Iterable[Case | Unread],
+    *,
+    notes: Notes | None = None,
+    seed: int = 0,
+    skip_unjudged: bool = False,
 ) -> Result:
     """Judge `cases` under `protocol` and average. Raises ScoringError where there are none, or a step comes twice.
+
+    A case that the protocol cannot judge is an error too; with `skip_unjudged` it costs itself, unless no case of its action
+    can be judged and these are more than two and 1 %.
 
     Cases are taken one after the other and not kept, unless the protocol must see all (`Protocol.finish`). `notes` are
     read after the last case.
@@ -135,7 +144,7 @@ def result_of(
     tables: list[pa.Table] = []
     unread: dict[str, Unread] = {}
     columns = _Columns(protocol)
-    for row, verdict in _judged(protocol, cases):
+    for row, verdict in _judged(protocol, cases, skip_unjudged):
         if verdict is None:
             unread.setdefault(row.reason, row)
             columns.add_unread(row)
@@ -155,9 +164,8 @@ def result_of(
     counts = pc.value_counts(steps["step_id"].combine_chunks())
     twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     if len(twice):
-        raise ScoringError(
-            f"{protocol.name}: {len(twice)} steps come more than once, the first is {twice[0].as_py()!r}"
-        )
+        others = f", and so do {len(twice) - 1:,} others" if len(twice) > 1 else ""
+        raise ScoringError(f"step {twice[0].as_py()!r} comes more than once{others}; keep one row per step")
     notes = dict(notes or {})
     for reason, row in unread.items():
         notes[f"{reason}, the first"] = f"{row.where}: {row.detail}"
@@ -166,18 +174,45 @@ def result_of(
     return summarise(protocol, steps, notes=notes, seed=seed)
 
 
-def _judged(protocol: Protocol, cases: Iterable[Case | Unread]) -> Iterator[tuple[Any, Verdict | None]]:
+def _judged(
+    protocol: Protocol, cases: Iterable[Case | Unread], skip_unjudged: bool
+) -> Iterator[tuple[Any, Verdict | None]]:
     """Each case with its verdict, as it comes unless the protocol must see all; a row that cannot be read without one."""
-    judge = protocol.judge
+    unjudged, first = Counter[str](), dict[str, Unread]()  # by action
+    judged = Counter[str]()
+
+    def judge(row: Case | Unread) -> tuple[Any, Verdict | None]:
+        if isinstance(row, Unread):
+            return row, None
+        try:
+            group = protocol.group_of(row)
+            if protocol.groups and group not in protocol.groups:
+                raise ScoringError(f"step {row.step_id}: group {group!r} is none of {', '.join(protocol.groups)}")
+            verdict = protocol.judge(row)
+        except ScoringError as error:
+            if not skip_unjudged:
+                raise
+            where = f"step {row.step_id}"
+            lost = Unread(where, UNJUDGED, str(error).removeprefix(f"{where}: "))
+            unjudged[row.label.type] += 1
+            first.setdefault(row.label.type, lost)
+            return lost, None
+        judged[row.label.type] += 1
+        return row, verdict
+
     if protocol.finish is None:
-        for case in cases:
-            yield case, None if isinstance(case, Unread) else judge(case)
-        return
-    rows = list(cases)
-    readable = [row for row in rows if isinstance(row, Case)]
-    verdicts = iter(protocol.finish(readable, [judge(case) for case in readable]))
-    for row in rows:
-        yield row, None if isinstance(row, Unread) else next(verdicts)
+        yield from map(judge, cases)
+    else:
+        pairs = [judge(row) for row in cases]
+        counted = [(row, verdict) for row, verdict in pairs if verdict is not None]
+        verdicts = iter(protocol.finish([row for row, _ in counted], [verdict for _, verdict in counted]))
+        for row, verdict in pairs:
+            yield row, None if verdict is None else next(verdicts)
+    few = max(2, (unjudged.total() + judged.total()) // 100)
+    for action, n in unjudged.items():
+        if not judged[action] and n > few:
+            lost = first[action]
+            raise ScoringError(f"{lost.where}: {lost.detail}; none of {n} rows of the action {action!r} can be judged")
 
 
 def _kept_facts(protocol: Protocol) -> list[str]:

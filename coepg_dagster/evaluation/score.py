@@ -192,10 +192,12 @@ def score_predictions(
         cases = _marked(cases, exclusions)
     cases = iter(cases)
     try:
-        result = _score(protocol, cases, notes, seed)
-    except ScoringError:
+        result = _score(protocol, cases, notes, seed, skip_unjudged=True)
+    except ScoringError as error:
         deque(cases, maxlen=0)  # an archive shows at its end that it is damaged, which then is why
-        raise
+        if str(file.path) in str(error):
+            raise
+        raise ScoringError(f"{file.path}: {error}") from error
     return replace(result, notes={**result.notes, **_other_judgement(result)})
 
 
@@ -307,18 +309,16 @@ def _other_judgement(result: Result) -> Notes:
     return {"rows that the file itself judges otherwise": Rows(len(ids), names)}
 
 
-def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int = 0) -> Result:
-    base = protocol.removeprefix(SOP_PREFIX)
+def _score(
+    protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int = 0, *, skip_unjudged: bool = False
+) -> Result:
+    base, lengths = protocol.removeprefix(SOP_PREFIX), dict[str, int]()
     if base != protocol:
-        lengths: dict[str, int] = {}
-        return sop(
-            result_of(find_protocol(base), _measured(cases, lengths), notes=notes, seed=seed),
-            lengths=lengths,
-            seed=seed,
-        )
-    if protocol == "mind2web/uground":
+        cases = _measured(cases, lengths)
+    elif protocol == "mind2web/uground":
         cases = pad(cases, notes)
-    return result_of(find_protocol(protocol), cases, notes=notes, seed=seed)
+    result = result_of(find_protocol(base), cases, notes=notes, seed=seed, skip_unjudged=skip_unjudged)
+    return result if base == protocol else sop(result, lengths=lengths, seed=seed)
 
 
 def _measured(cases: Iterable[Case | Unread], lengths: dict[str, int]) -> Iterator[Case | Unread]:

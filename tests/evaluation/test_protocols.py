@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from coepg_dagster.evaluation.android_control import TreeNode, canonical, os_atl
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
 from coepg_dagster.evaluation.protocols import PROTOCOLS, find_protocol, protocols_markdown
-from coepg_dagster.evaluation.result import result_of, sop, summarise
+from coepg_dagster.evaluation.result import UNJUDGED, result_of, sop, summarise
 from coepg_dagster.evaluation.score import compare
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 
@@ -501,6 +502,58 @@ def test_files_that_break_the_format_are_named_with_row_and_field(
 ) -> None:
     with pytest.raises(ScoringError, match=message):
         score_file(written(tmp_path, *rows), "coepg", "android_control/strict14")
+
+
+LABEL = {"action_type": "click", "value": "", "point": [5, 5], "boxes": [[0, 0, 9, 9]], "positives": [["7", 0]]}
+LACKS: list[tuple[str, dict[str, Any], str]] = [
+    ("android_control/strict14", {"label": LABEL | {"point": None}}, "needs the point of the label 'click'"),
+    ("android_control/gui_r1", {"label": LABEL | {"point": None}}, "needs the point of the label 'click'"),
+    ("android_control/os_atlas", {"width": None}, "needs the screenshot's width and height"),
+    ("gui_odyssey/ams", {"width": None, "label": LABEL | {"boxes": []}}, "needs the screenshot's `width`"),
+    ("mind2web/seeclick", {"label": LABEL | {"action_type": "HOVER"}}, "label operation 'HOVER' is none of"),
+    ("mind2web/seeact", {"label": {"action_type": "CLICK"}}, "give `positives` and `element`"),
+    ("screenspot/uground", {"group": "watch_text"}, "group 'watch_text' is none of mobile_text"),
+]
+
+
+@pytest.mark.parametrize(("protocol", "change", "message"), LACKS)
+def test_a_row_that_lacks_what_the_protocol_judges_costs_itself(
+    tmp_path: Path, protocol: str, change: dict[str, Any], message: str
+) -> None:
+    name = "CLICK" if protocol.startswith(("mind2web", "gui_odyssey")) else "click"
+    right = COEPG | {"width": 100, "height": 100, "group": "web_text", "label": LABEL | {"action_type": name}}
+    right |= {"prediction": {"action_type": name, "value": "", "point": [5, 5], "element": "7"}}
+    if change.get("label", {}).get("action_type") == "click":
+        change = change | {"label": change["label"] | {"action_type": name}}
+    rows = [right | {"step_id": str(n)} for n in range(3)]
+    whole = score_file(written(tmp_path, *rows), "coepg", protocol)
+    result = score_file(written(tmp_path, *rows, right | change | {"step_id": "bad"}), "coepg", protocol)
+    assert (result.rows, result.scored, dict(result.skipped)) == (4, 3, {UNJUDGED: 1})
+    assert re.search(f"step bad: .*{message}", str(result.notes[f"{UNJUDGED}, the first"]))
+    assert {k: m.micro for k, m in result.metrics.items()} == {k: m.micro for k, m in whole.metrics.items()}
+    # where no row of the action has it, the file is refused, and named
+    bad = [row | change for row in rows]
+    wait = right | {"step_id": "w", "label": {"action_type": "wait"}, "prediction": {"action_type": "wait"}}
+    with pytest.raises(ScoringError, match=rf"predictions\.jsonl: step 0: .*{message}.*none of 3 rows"):
+        score_file(written(tmp_path, *bad, *([wait] if "android" in protocol else [])), "coepg", protocol)
+
+
+def test_steps_that_come_twice_are_named_with_the_file(tmp_path: Path) -> None:
+    for rows, message in (
+        ([COEPG] * 2, "more than once; keep one"),
+        ([COEPG, COEPG | {"step_id": "2"}] * 2, "1 others"),
+    ):
+        with pytest.raises(ScoringError, match=rf"predictions\.jsonl: step '.*' comes .*{message}"):
+            score_file(written(tmp_path, *rows), "coepg", "android_control/strict14")
+
+
+def test_json_lines_that_are_cut_lose_their_last_row_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, COEPG, COEPG | {"step_id": "2"})
+    path.write_bytes(path.read_bytes()[:-20])
+    result = score_file(path, "coepg", "android_control/strict14")
+    assert (result.rows, result.scored) == (2, 1) and "row 2" in str(
+        result.notes["rows that are no JSON object, the first"]
+    )
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
