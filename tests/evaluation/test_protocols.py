@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from coepg_dagster.cli import app
 from coepg_dagster.evaluation.android_control import TreeNode, canonical, os_atlas_text, smallest_node
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
@@ -414,6 +416,37 @@ def test_every_protocol_is_described() -> None:
     assert all(p.element and p.text and p.denominator and p.source for p in PROTOCOLS.values())
     with pytest.raises(ScoringError, match="choose from"):
         find_protocol("mind2web")
+
+
+SIX = [f"{device}_{kind}" for device in ("mobile", "desktop", "web") for kind in ("text", "icon")]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "group", "classes", "said"),
+    [
+        ("screenspot/gui_r1", "group", SIX, "acc by group, mean of 6"),
+        ("screenspot/uground", "group", SIX, "acc by group, mean of 6"),
+        ("mind2web/seeclick", "action", ["CLICK", "SELECT", "TYPE"], "op_f1 by action, mean of 3"),
+        ("aitz/action_matching", "action", ["click", "press", "type"], "step_acc by action, mean of 3"),
+    ],
+)
+def test_the_command_prints_every_class_with_their_mean(
+    tmp_path: Path, protocol: str, group: str, classes: list[str], said: str
+) -> None:
+    rows = []
+    for n, name in enumerate(classes):
+        action = name if group == "action" else "click"
+        label, predicted = Action(action, "x", (6, 6)), Action(action, "x" if n else "y", (6, 6) if n else (80, 80))
+        row = coepg_row(case(label, predicted, step_id=name, group=name, boxes=((5, 5, 7, 7),), size=(100, 100)))
+        rows.append(row | {"step_id": name, "episode_id": None})
+    command = ["score", str(written(tmp_path, *rows)), "--format", "coepg", "--protocol", protocol]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    told = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["metrics"][said.split()[0]]
+    assert f"{said}: {told['class_mean']:.2f}" in printed.output
+    for name, of in told["groups"].items():
+        assert f"{name} {of['mean']:.2f} ({of['n']})" in printed.output
+    assert sorted(told["groups"]) == sorted(classes)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
