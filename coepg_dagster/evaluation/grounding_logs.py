@@ -232,7 +232,7 @@ class _Log:
             item = _Item(known.step_id, known.episode_id, known.boxes, known.size, known.group, dict(known.facts))
         said = data.get("correctness")
         if said.__class__ is str:
-            item.facts[FILE_SAYS] = "correct" if said == "correct" else "wrong"
+            item.facts[FILE_SAYS] = "correct" if said.strip().lower() == "correct" else "wrong"
         answer = data.get("raw_response")
         raw = _raw_point(answer) if answer else None
         value = data.get("pred")

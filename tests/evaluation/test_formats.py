@@ -267,6 +267,15 @@ def test_damaged_labels_by_example(folder: Path, path: str, value: bytes) -> Non
         score_file(file, "coepg", "android_control/uground500")
 
 
+@pytest.mark.parametrize("unread", [b"{", with_value(COEPG, "label", b"[]", 2), with_value(COEPG, "step_id", b"5", 2)])
+def test_a_row_that_cannot_be_read_says_nothing_about_the_tasks_of_the_others(folder: Path, unread: bytes) -> None:
+    file = folder / "tasks.jsonl"
+    file.write_bytes(plain(COEPG, 1) + b"\n" + unread)
+    assert "tasks" not in score_file(file, "coepg", "android_control/strict14").notes
+    file.write_bytes(plain(COEPG, 1) + b"\n" + with_value(COEPG, "episode_id", b"null", 2))
+    assert "tasks" in score_file(file, "coepg", "android_control/strict14").notes
+
+
 def test_a_field_that_no_model_wrote_is_an_error(folder: Path) -> None:
     """In one prediction of several it is the model's, in all of them the script's."""
     file = folder / "misspelt.jsonl"

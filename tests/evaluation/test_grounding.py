@@ -173,7 +173,7 @@ def test_a_raw_answer_that_gives_another_point_is_listed_with_what_it_changes(tm
 
 
 def test_what_the_file_says_of_itself_is_compared(tmp_path: Path) -> None:
-    said = [LOCAL | {"correctness": text} for text in ("correct", "wrong", "wrong_format")]
+    said = [LOCAL | {"correctness": text} for text in ("Correct ", "wrong", "wrong_format", "correct", "CORRECT")]
     assert str(scored(tmp_path, said).notes["rows that the file itself judges otherwise"]).startswith("2 (1-")
 
 
