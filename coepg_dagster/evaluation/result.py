@@ -592,7 +592,7 @@ def sop(result: Result, *, lengths: Mapping[str, int] | None = None, seed: int =
         raise ScoringError(f"{result.protocol} judges no step of a task, so there is no semi-online performance")
     notes = dict(result.notes) | {"rows": "trajectories"}
     for reason, n in result.skipped.items():
-        notes[f"steps {'missed' if reason == UNPARSED else 'left out'}, {reason}"] = n
+        notes[f"steps {'missed' if reason == UNPARSED else 'not judged'}, {reason}"] = n
     if gaps.n:
         notes["trajectories that lack steps, which count as missed"] = gaps
     protocol = sop_protocol(result.protocol)

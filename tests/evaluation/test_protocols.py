@@ -341,7 +341,7 @@ def test_sop_loses_no_row_silently(tmp_path: Path) -> None:
     unread, none = [*rows[:4], "{", *rows[5:]], [*rows[:4], rows[4] | {"prediction": None}, *rows[5:]]
     pg, tsr, notes = sop_of(tmp_path, unread)
     assert (pg, tsr) == (pytest.approx(100 * (3 + 1 / 3) / 4), 75) == sop_of(tmp_path, none)[:2]
-    assert notes["steps left out, rows that are no JSON object"] == "1" and notes[LACK] == "1 (e1)"
+    assert notes["steps not judged, rows that are no JSON object"] == "1" and notes[LACK] == "1 (e1)"
     assert "row 5" in notes["rows that are no JSON object, the first"]
     assert sop_of(tmp_path, none)[2]["rows without a prediction"] == "1"
 
