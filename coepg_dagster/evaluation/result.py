@@ -583,10 +583,14 @@ def sop(result: Result, *, lengths: Mapping[str, int] | None = None, seed: int =
             )
         if len(steps) < length:
             gaps.add(episode)
-        successes = [right for i in range(first, first + length) if (right := steps.get(i, False)) is not None]
-        if successes:
-            done = successes.index(False) if False in successes else len(successes)
-            progress, success = done / len(successes), float(done == len(successes))
+        total = length - sum(right is None for right in steps.values())
+        done = 0
+        for place, index in enumerate(sorted(steps), start=first):
+            if index != place or steps[index] is False:
+                break
+            done += steps[index] is True
+        if total:
+            progress, success = done / total, float(done == total)
             trajectories[episode] = progress, success, (progress + success) / 2
     if not trajectories:
         raise ScoringError(f"{result.protocol} judges no step of a task, so there is no semi-online performance")

@@ -359,6 +359,8 @@ def test_sop_takes_the_length_of_the_task(tmp_path: Path) -> None:
             pytest.approx(pg),
             {"rows": "trajectories", LACK: "1 (e0)"},
         )
+    far = [*rows[:5], rows[5] | {"step_index": 2**31 - 1}]
+    assert sop_of(tmp_path, [row | {"episode_steps": None} for row in far])[1] == 50
     from_one = [row | {"step_index": row["step_index"] + 1} for row in rows]
     assert sop_of(tmp_path, from_one)[0] == 100
     terminate = {"label": {"action_type": "terminate"}, "prediction": {"action_type": "terminate"}}
