@@ -36,7 +36,7 @@ def score(
     ] = None,
     answers: Annotated[Path | None, typer.Option(help="uground: the grounder's answers")] = None,
     space: Annotated[
-        Space | None, typer.Option(help="mai_ui: the space of `pred`, where it is not pixels of the screenshot")
+        Space | None, typer.Option(help="mai_ui: the space of points, where `pred` is not pixels of the screenshot")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
@@ -100,8 +100,10 @@ def _reading() -> Iterator[Report]:
 
 def _print_result(result: Result) -> None:
     from coepg_dagster.evaluation.case import NO_PREDICTION, UNREADABLE
+    from coepg_dagster.evaluation.protocols import find_protocol
     from coepg_dagster.evaluation.result import mean_of
 
+    classes_are = "group" if find_protocol(result.protocol).macro == "group" else "action"
     lacking = {what: result.notes[what] for what in (NO_PREDICTION, UNREADABLE) if what in result.notes}
     rows = []
     for name, metric in result.metrics.items():
@@ -115,7 +117,9 @@ def _print_result(result: Result) -> None:
         "\n".join(f"{what}: {count}" for what, count in lacking.items()) or None,
     )
     for name, metric in result.metrics.items():
-        for grouping, classes in ({"group": metric.groups} | dict(metric.by) if metric.by else {}).items():
+        for grouping, classes in ({classes_are: metric.groups} | dict(metric.by)).items():
+            if grouping == classes_are and len(classes) < 2 and not metric.by:
+                continue
             means = ", ".join(f"{label} {mean:.2f} ({n})" for label, (mean, n) in classes.items())
             echo(f"{name} by {grouping}, mean of {len(classes)}: {two_decimals(mean_of(classes))}; {means}")
     for reason, count in (*result.skipped.items(), *result.notes.items()):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from coepg_dagster.evaluation.case import Action, Case, Protocol, ScoringError, Verdict, skipped
+from coepg_dagster.evaluation.case import UNPARSED, Action, Case, Protocol, ScoringError, Verdict, skipped
 from coepg_dagster.evaluation.metrics import (
     BoxTuple,
     Point,
@@ -196,7 +196,7 @@ def judge_ui_genie(case: Case) -> Verdict:
     """
     label, predicted = case.label, case.prediction
     if predicted is None or not predicted.type:
-        return skipped("unparsed_answer")
+        return skipped(UNPARSED)
     pointed = label.point is not None and predicted.point is not None and predicted.type in (*POINTED, "swipe")
     if _genie_type(label) != _genie_type(predicted):
         return _verdict(False, False, False if pointed else None)

@@ -54,6 +54,8 @@ NO_PREDICTION: Final = "rows without a prediction"
 UNREADABLE: Final = "rows with an unreadable prediction"
 
 
+UNPARSED: Final = "unparsed_answer"
+"""Why a protocol skips a case for its answer; all other reasons are of the label."""
 SEVERAL: Final = "\x1f"
 """Joins the classes of a fact of which a case has several: it counts in each of them."""
 FILE_SAYS: Final = "file_says"
@@ -84,7 +86,9 @@ class Case:
     group: str = ""  # ScreenSpot's "mobile_text" and so on
     step_index: int | None = None
     episode_steps: int | None = None  # how many steps the task has in the source
-    lacks: str = field(default="", compare=False)  # NO_PREDICTION or UNREADABLE, which a file's result counts
+    lacks: str = field(
+        default="", compare=False
+    )  # NO_PREDICTION, or which part cannot be read; a file's result counts both
     padding: bool = False  # stands for a step that the source lost: always 0 / 0 / 0
     facts: Mapping[str, Any] = field(default_factory=dict)  # further input of single protocols, see their docstrings
 

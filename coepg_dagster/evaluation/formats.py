@@ -21,7 +21,6 @@ from coepg_dagster import jsonlines
 from coepg_dagster.evaluation.android_control import POINTED, TreeNode, canonical
 from coepg_dagster.evaluation.case import (
     MOST_LISTED,
-    UNREADABLE,
     Action,
     Case,
     Notes,
@@ -90,11 +89,11 @@ _GUI_R1_LABEL: Final = ("instruction", "history", "gt_action", "gt_bbox", "gt_in
 
 def _gui_r1_point(row: PredictionRow, reader: AnswerReader) -> Point | None:
     place = row.data.get("pred_coord")
-    return reader.point(place[:2] if isinstance(place, list) else place)
+    return reader.point(place[:2] if isinstance(place, list) else place, "pred_coord")
 
 
 def _gui_r1_screenspot(row: PredictionRow, ids: Counter[str]) -> Case:
-    reader, instruction, device = AnswerReader(), row.text("instruction"), row.text("group")
+    reader, instruction, device = AnswerReader(row), row.text("instruction"), row.text("group")
     predicted = _gui_r1_point(row, reader)
     return Case(
         boxes=row.xyxy_boxes([row.get("gt_bbox", list)], "gt_bbox"),
@@ -109,9 +108,9 @@ def _gui_r1_screenspot(row: PredictionRow, ids: Counter[str]) -> Case:
 
 
 def _gui_r1_android_control(row: PredictionRow, ids: Counter[str]) -> Case:
-    reader, instruction = AnswerReader(), row.text("instruction")
+    reader, instruction = AnswerReader(row), row.text("instruction")
     predicted = _gui_r1_point(row, reader)
-    names = row.text("gt_action"), reader.text(row.data.get("pred_action"))
+    names = row.text("gt_action"), reader.text(row.data.get("pred_action"), "pred_action")
     label, action = (_GUI_R1_NAMES.get(name, name) for name in names)
     truth = row.point("gt_bbox") if label in POINTED else None
     return Case(
@@ -121,7 +120,7 @@ def _gui_r1_android_control(row: PredictionRow, ids: Counter[str]) -> Case:
         group=row.text("group"),
         step_id=_content_id(row, _GUI_R1_LABEL, ids),
         episode_id=instruction if "history" in row.data else None,
-        prediction=Action(action, reader.text(row.data.get("pred_input_text")), predicted),
+        prediction=Action(action, reader.text(row.data.get("pred_input_text"), "pred_input_text"), predicted),
         lacks=reader.lacks,
     )
 
@@ -138,10 +137,10 @@ def _genie_action(text: str, reader: AnswerReader) -> Action | None:
         data = None
     arguments = data.get("arguments", data) if isinstance(data, dict) else None
     if not isinstance(arguments, dict) or not isinstance(arguments.get("action"), str):
-        reader.unreadable()
+        reader.unreadable("answer", 'an object {"action": …}', text)
         return None
-    name = reader.text(arguments["action"]).lower()
-    points = [reader.point(arguments.get(key)) for key in ("coordinate", "coordinate2")]
+    name = reader.text(arguments["action"], "action").lower()
+    points = [reader.point(arguments.get(key), key) for key in ("coordinate", "coordinate2")]
     value = next((arguments[k] for k in ("text", "direction", "button", "status") if k in arguments), "")
     if name == "swipe" and "direction" not in arguments:
         value = _swipe_direction(points[0], points[1])
@@ -191,13 +190,13 @@ def _genie_rows(path: Path, notes: Notes, report: Report | None) -> Iterator[Pre
 
 
 def _genie_case(row: PredictionRow) -> Case:
-    label_reader, reader = AnswerReader(), AnswerReader()
+    label_reader, reader = AnswerReader(row), AnswerReader(row)
     label = _genie_action(row.text("gt"), label_reader)
     if label is None or label_reader.lacks:
         raise row.fail("field 'gt' holds no action, or one that cannot be read")
     step_id = row.text("questionID")
     episode, _, index = step_id.rpartition("_")
-    answer = reader.text(row.data.get("answer"))
+    answer = reader.text(row.data.get("answer"), "answer")
     return Case(
         step_id=step_id,
         episode_id=episode,
@@ -225,9 +224,9 @@ def _output_point(row: PredictionRow, reader: AnswerReader) -> Point | None:
         try:
             output = [float(v) for v in output.strip().strip("()").split(",")]
         except ValueError:
-            reader.unreadable()
+            reader.unreadable("output", "(x, y)", output)
             return None
-    point = reader.point(output or None)
+    point = reader.point(output or None, "output")
     return None if point is None else point_of(point[0] / scale, point[1] / scale)
 
 
@@ -260,7 +259,7 @@ def read_uground(
 
 def _uground_screenspot_case(row: PredictionRow, ids: Counter[str]) -> Case:
     boxes = row.xywh_boxes([row.get("bbox", list)], "bbox")
-    image, reader = row.text("img_filename" if "img_filename" in row.data else "image"), AnswerReader()
+    image, reader = row.text("img_filename" if "img_filename" in row.data else "image"), AnswerReader(row)
     asked = row.data.get("instruction")
     return Case(
         step_id=f"{image}-{_content_id(row, ('image', 'img_filename', 'instruction', 'bbox'), ids)}",
@@ -323,7 +322,7 @@ def _read_uground_mind2web(
             notes[REPEATED_PLANS] = repeated
 
     def case_of(sample: PredictionRow, step_id: str, plan: PredictionRow | None) -> Case:
-        prediction, boxes, reader = None, tuple[BoxTuple, ...](), AnswerReader()
+        prediction, boxes, reader = None, tuple[BoxTuple, ...](), AnswerReader(plan or sample)
         facts = {"no_label_boxes": not sample.get("bbox", list)}
         if oracle:
             facts["oracle"] = plan is not None and (step_id in answer_rows if answers is not None else _has_query(plan))
@@ -331,9 +330,8 @@ def _read_uground_mind2web(
             answer = plan if embedded else answer_rows.get(step_id)
             point = None if answer is None else _output_point(answer, reader)
             boxes = () if answer is None else answer.xywh_boxes(answer.get("bbox", list), "bbox")
-            value = reader.text(plan.data.get("gpt_value"))
-            action = reader.text(plan.data.get("gpt_action"))
-            prediction = Action(action, "" if value.lower() == "none" else value, point)
+            value, action = (reader.text(plan.data.get(key), key) for key in ("gpt_value", "gpt_action"))
+            prediction = Action(action, value, point)
         return Case(
             step_id=step_id,
             episode_id=sample.text("annotation_id"),
@@ -386,13 +384,13 @@ _UGROUND_VALUES: Final = ("text", "app_name", "direction", "goal_status")
 def _uground_action(data: Any, reader: AnswerReader) -> Action:
     """The action of a sample or a plan; with an empty type where there is none."""
     if data is not None and not (isinstance(data, dict) and isinstance(data.get("action_type"), str)):
-        reader.unreadable()
+        reader.unreadable("action", "an object with an action_type", data)
     if not isinstance(data, dict):
         return Action("")
     value = next((str(data[key]) for key in _UGROUND_VALUES if data.get(key) is not None), "")
     x, y = data.get("x"), data.get("y")
-    point = None if x is None and y is None else reader.point([x, y])
-    return canonical(Action(reader.text(data.get("action_type")), value, point))
+    point = None if x is None and y is None else reader.point([x, y], "x, y")
+    return canonical(Action(reader.text(data.get("action_type"), "action_type"), value, point))
 
 
 def _nodes(row: PredictionRow, tree: Any) -> list[TreeNode]:
@@ -434,7 +432,7 @@ def _read_uground_android_control(
         sample, answer = samples.get(key(plan)), answered.get(key(plan))
         if sample is None:
             return None
-        label_reader, reader = AnswerReader(), AnswerReader()
+        label_reader, reader = AnswerReader(sample), AnswerReader(plan)
         label = _uground_action(sample.data.get("action"), label_reader)
         if label_reader.lacks:
             raise sample.fail("field 'action' must be an object with an action_type, and numbers where it has x and y")
@@ -535,9 +533,14 @@ def read_coepg(
     def cases() -> Iterator[Case | Unread]:
         strange, predictions = list[ScoringError](), 0
         readings, unanswered = Readings(), dict(labels.items) if labels is not None else {}
+        unread: dict[str, Unread] = {}  # the first by reason
+
+        def left_out(row: Unread) -> Unread:
+            return unread.setdefault(row.reason, row) and row
+
         for row in each_row(path, report):
             if isinstance(row, Unread):
-                yield row
+                yield left_out(row)
                 continue
             if labels is None and (error := _unknown_in_row(row)):
                 raise error
@@ -549,22 +552,21 @@ def read_coepg(
             try:
                 case = _coepg_case(row, mobile) if labels is None else _of_board(row, labels)
             except ScoringError as error:
-                yield row.unread(error)
+                yield left_out(row.unread(error))
                 continue
             if case is None:
-                yield Unread(
-                    row.where, NO_ITEM, f"{row.data.get('step_id')!r:.80} is no item of {labels and labels.source}"
-                )
+                detail = f"{row.data.get('step_id')!r:.80} is no item of {labels and labels.source}"
+                yield left_out(Unread(row.where, NO_ITEM, detail))
             elif labels is not None and unanswered.pop(case.step_id, None) is None:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
             else:
-                if "space" not in row.data:
+                if not row.data.get("space"):
                     readings.add(case)
                 yield case
         if strange and len(strange) == predictions:
             raise strange[0]
         if labels is not None:
-            labels.require(labels.items.keys() - unanswered.keys(), path)
+            labels.require(labels.items.keys() - unanswered.keys(), path, unread)
             yield from unanswered.values()
             yield from labels.unread
             if unanswered:
@@ -582,25 +584,25 @@ def _of_board(row: PredictionRow, labels: BoardLabels) -> Case | None:
     item = labels.item_of(row.data)
     if item is None:
         return None
-    case, reader = labels.items[item], AnswerReader()
+    case, reader = labels.items[item], AnswerReader(row)
     answer = row.data.get("prediction")
     prediction = _coepg_action(row, answer, reader, case.size) if isinstance(answer, dict) else None
     if answer is not None and prediction is None:
-        reader.unreadable()
+        reader.unreadable("prediction", "an object or null", answer)
     return replace(case, prediction=prediction, lacks=reader.lacks)
 
 
 def _coepg_action(
     row: PredictionRow, answer: Mapping[str, Any], reader: AnswerReader, size: tuple[int, int] | None
 ) -> Action:
-    action_type, value = (reader.text(answer.get(key)) for key in ("action_type", "value"))
-    return Action(action_type, value, _placed(row, reader.point(answer.get("point")), size))
+    action_type, value = (reader.text(answer.get(key), key) for key in ("action_type", "value"))
+    return Action(action_type, value, _placed(row, reader.point(answer.get("point"), "point"), size))
 
 
 def _placed(row: PredictionRow, point: Point | None, size: tuple[int, int] | None) -> Point | None:
     """A point in the row's space, in pixels of the stored screenshot."""
     space = row.text("space", optional=True) or Space.ORIGINAL
-    if point is not None and space != Space.ORIGINAL and size is None:
+    if point is not None and space != Space.ORIGINAL and size is None and row.data.get("width") is not None:
         size = row.width_height("width", "height")
     return placed(row, point, space, size)
 
@@ -621,9 +623,9 @@ def _label_actions(row: PredictionRow, truth: PredictionRow) -> list[StepAction]
     """`actions` of a label: objects with the fields of one action, or lines of a PyAutoGUI script."""
     found = []
     for i, entry in enumerate(truth.get("actions", list)[:_MOST_ACTIONS], start=1):
-        reader = AnswerReader()
+        reader = AnswerReader(truth)
         action = _step_action(row, entry, None, reader, Space.ORIGINAL)
-        if reader.lacks == UNREADABLE or not action.type:
+        if reader.problem or not action.type:
             raise truth.fail(f"action {i} of `actions` cannot be read: {shown(entry)}")
         found.append(action)
     if not found:
@@ -636,7 +638,7 @@ def _predicted_actions(
 ) -> list[StepAction]:
     """`actions` of a prediction; one that cannot be read has no name, and so is wrong."""
     if not isinstance(value, list):
-        reader.unreadable()
+        reader.unreadable("actions", "a list", value)
         return []
     return [_step_action(row, entry, size, reader, None) for entry in value[:_MOST_ACTIONS]]
 
@@ -652,19 +654,19 @@ def _step_action(
     if isinstance(entry, str):
         action = script_action(entry)
         if action is None:
-            reader.unreadable()
+            reader.unreadable("actions", "lines of PyAutoGUI", entry)
             return StepAction("")
-        reader.text(entry)
+        reader.text(entry, "actions")
         return replace(action, point=there(action.point), end=there(action.end))
     if not isinstance(entry, dict) or not entry.keys() <= _ACTION_KEYS:
-        reader.unreadable()
+        reader.unreadable("actions", f"objects with {', '.join(sorted(_ACTION_KEYS))}", entry)
         return StepAction("")
-    box, element = reader.box(entry.get("box")), reader.text(entry.get("element"))
+    box, element = reader.box(entry.get("box"), "box"), reader.text(entry.get("element"), "element")
     return StepAction(
-        reader.text(entry.get("action_type")),
-        reader.text(entry.get("value")),
-        there(reader.point(entry.get("point"))),
-        there(reader.point(entry.get("end"))),
+        reader.text(entry.get("action_type"), "action_type"),
+        reader.text(entry.get("value"), "value"),
+        there(reader.point(entry.get("point"), "point")),
+        there(reader.point(entry.get("end"), "end")),
         box if space is not None else _placed_box(row, box, size),
         frozenset([element] if element else []),
     )
@@ -678,26 +680,26 @@ def _coepg_case(row: PredictionRow, mobile: bool) -> Case:
         truth.text("value", optional=True),
         truth.point("point", optional=True),
     )
-    prediction, answer, reader = None, data.get("prediction"), AnswerReader()
+    prediction, answer, reader = None, data.get("prediction"), AnswerReader(row)
     size = None if data.get("width") is None else row.width_height("width", "height")
     facts: dict[str, Any] = {}
     if isinstance(answer, dict):
         if not answer.keys() <= _PREDICTION_KEYS:
-            reader.unreadable()
+            reader.unreadable("prediction", f"an object with {', '.join(sorted(_PREDICTION_KEYS))}", answer)
         prediction = _coepg_action(row, answer, reader, size)
         if "end" in answer:
-            facts["predicted_end"] = _placed(row, reader.point(answer["end"]), size)
+            facts["predicted_end"] = _placed(row, reader.point(answer["end"], "end"), size)
         if "box" in answer:
-            facts["predicted_box"] = _placed_box(row, reader.box(answer["box"]), size)
+            facts["predicted_box"] = _placed_box(row, reader.box(answer["box"], "box"), size)
         if "actions" in answer:
             facts["predicted_actions"] = _predicted_actions(row, answer["actions"], size, reader)
     elif answer is not None:
-        reader.unreadable()
+        reader.unreadable("prediction", "an object or null", answer)
     if mobile:
         label, prediction = canonical(label), prediction and canonical(prediction)
     if "positives" in truth.data:
         facts["positives"] = _positives(truth)
-        facts["element"] = reader.text(answer.get("element")) or None if isinstance(answer, dict) else None
+        facts["element"] = reader.text(answer.get("element"), "element") or None if isinstance(answer, dict) else None
     if "nodes" in data:
         facts["nodes"] = [_node(row.inner("nodes", node)) for node in row.get("nodes", list)]
     if "end" in truth.data:

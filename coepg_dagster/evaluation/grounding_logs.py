@@ -24,7 +24,6 @@ from zlib import crc32
 from coepg_dagster.evaluation.case import (
     FILE_SAYS,
     NO_PREDICTION,
-    UNREADABLE,
     Action,
     Case,
     Notes,
@@ -37,7 +36,7 @@ from coepg_dagster.evaluation.exclusions import ITEM_ID, QUESTION, question
 from coepg_dagster.evaluation.grounding import REFUSAL, TARGET
 from coepg_dagster.evaluation.labels import NO_ITEM, BoardLabels, case_of, instruction_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
-from coepg_dagster.evaluation.rows import REPEATED, PredictionRow, each_row, is_coordinate, placed
+from coepg_dagster.evaluation.rows import REPEATED, PredictionRow, each_row, is_coordinate, placed, unreadable
 from coepg_dagster.evaluation.spaces import Readings
 from coepg_dagster.geometry import Space
 from coepg_dagster.notations import locate
@@ -61,10 +60,12 @@ _THOUSAND: Final = 1000.0
 _CLOSE: Final = 1e-6
 """Of a coordinate, relative to the screen: what products of floats differ by."""
 _HALF_PIXEL: Final = 0.5
+_FEW: Final = 2
+"""Boxes out of order that cost their rows alone, or 1 % of them; more say that the file has another layout."""
 _LONGEST_ANSWER: Final = 100_000
 """Characters of a raw answer that are searched for a point."""
 _REMEDY: Final = (
-    "the format has pixels of the stored screenshot: convert `pred` to these, or say which space it is in with --space "
+    "the format has pixels of the stored screenshot: convert `pred` to these, or say which space points are in with --space "
     f"({', '.join(Space)})"
 )
 _LABEL_FIELDS: Final = {
@@ -118,7 +119,8 @@ def read_mai_ui(
 
     Args:
         labels: the board's label files, as its owner publishes them; they count, and items without a row are wrong.
-        space: of `pred`, where it is not pixels of the stored screenshot; a row's own `space` goes first.
+        space: of `pred`, where it is not pixels of the stored screenshot, or of the raw answer where that counts and is not in
+            0..1000; a row's own `space` goes first.
     """
     board = protocol.split("/")[0]
     if board not in BOARDS:
@@ -136,6 +138,9 @@ class _Log:
         self.noticed: dict[str, Rows] = {}
         self.readings = Readings()
         self.answers = _Answers()
+        self.unread: dict[str, Unread] = {}  # the first by reason
+        self.disordered = 0
+        self.disorder: ScoringError | None = None
         self.of_world = board.startswith("osworld_g")
         self.category = next((name for name in _CATEGORIES if name in path.name.lower()), "")
 
@@ -146,6 +151,12 @@ class _Log:
 
     def cases(self, report: Report | None) -> Iterator[Case | Unread]:
         """All cases; afterwards the notes are complete."""
+        for case in self._rows(report):
+            if isinstance(case, Unread):
+                self.unread.setdefault(case.reason, case)
+            yield case
+
+    def _rows(self, report: Report | None) -> Iterator[Case | Unread]:
         seen: set[str] = set()
         named, again = Counter[str](), Counter[str]()
         family = self.board.removesuffix("_refined")
@@ -182,6 +193,9 @@ class _Log:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
         if self.labels is not None:
             yield from self._unanswered(seen)
+        if self.disorder is not None and self.disordered > max(_FEW, len(seen) // 100):
+            # the others are then in order by chance
+            raise self.disorder
         self.readings.check(str(self.path), _REMEDY)
         for own, n in sorted(named.items()):
             if own and own != self.board:
@@ -192,7 +206,7 @@ class _Log:
     def _unanswered(self, seen: set[str]) -> Iterator[Case | Unread]:
         """The items that no row is about, and the entries of the label files that cannot be read."""
         assert self.labels is not None
-        self.labels.require(seen, self.path)
+        self.labels.require(seen, self.path, self.unread)
         for item, case in self.labels.items.items():
             if item not in seen:
                 self.notice(NO_ANSWER, item)
@@ -218,7 +232,7 @@ class _Log:
             item = _Item(known.step_id, known.episode_id, known.boxes, known.size, known.group, dict(known.facts))
         said = data.get("correctness")
         if said.__class__ is str:
-            item.facts[FILE_SAYS] = "correct" if said == "correct" else "wrong"
+            item.facts[FILE_SAYS] = "correct" if said.strip().lower() == "correct" else "wrong"
         answer = data.get("raw_response")
         raw = _raw_point(answer) if answer else None
         value = data.get("pred")
@@ -227,7 +241,7 @@ class _Log:
         if point is None or self.space is not None or "space" in data:
             point, lacks, stated = self._point(row, item, value, raw)
         elif raw is None and answer and max(point) < 0:
-            point, lacks = None, UNREADABLE  # the log's mark of an answer without a point
+            point, lacks = None, self._pointless(row)
         prediction = None if point is None else Action("click", "", point)
         step_id, episode_id, boxes, size, group, facts = item
         case = Case(step_id, episode_id, _CLICK, prediction, boxes, size, None, group, None, None, lacks, False, facts)
@@ -261,6 +275,8 @@ class _Log:
         if board in _LABEL_FIELDS and _LABEL_FIELDS[board] in data and "img_size" not in data:
             return self._own_label(row)
         boxes, numbers, polygon = _targets(row)
+        if board != "ui_vision" and polygon is None:
+            self._in_order(row, boxes)
         image = data.get("img_filename") or data.get("image_path") or data.get("img_path")
         own = data.get("id")
         name = str(own) if own.__class__ in (str, int) else ""
@@ -294,6 +310,16 @@ class _Log:
         row.can_be_kept("a field", step_id, episode, group, *(text for text in facts.values() if isinstance(text, str)))
         return _Item(step_id, episode or None, boxes, _size(row), group, facts)
 
+    def _in_order(self, row: PredictionRow, boxes: tuple[BoxTuple, ...]) -> None:
+        """Raises ScoringError where a box does not name its upper left corner first; the first such error is kept."""
+        try:
+            for box in boxes:
+                row.in_order("bbox", box)
+        except ScoringError as error:
+            self.disordered += 1
+            self.disorder = self.disorder or error
+            raise
+
     def _own_label(self, row: PredictionRow) -> _Item:
         """The item of a row in the fields of the board's own label files."""
         try:
@@ -308,23 +334,30 @@ class _Log:
         data = row.data
         name = data.get("space") or self.space
         if value is None and "pred" not in data:
-            # what the format says of these fields decides their space
+            # the format says what space these fields are in; a raw answer's may be stated
             for other, found, space in (
                 ("pred_norm", data.get("pred_norm"), Space.UNIT),
-                ("raw_response", raw and list(raw), Space.NORM_1000),
+                ("raw_response", raw and list(raw), name or Space.NORM_1000),
             ):
                 if isinstance(found, list):
+                    if other == "raw_response" and name is None and raw is not None:
+                        self.readings.add_thousandths(raw)
                     value, name = found, space
                     self.notice(f"rows without `pred`, of which `{other}` counts", item.step_id)
                     break
-        point, lacks = self._read(value, item.step_id)
+        point, lacks = self._read(row, value, item.step_id)
         if point is not None and raw is None and data.get("raw_response") and max(point) < 0:
-            return None, UNREADABLE, False
+            return None, self._pointless(row), False
         if point is None or name is None:
             return point, lacks, False
         return placed(row, point, name, item.size), lacks, True
 
-    def _read(self, value: Any, step_id: str) -> tuple[Point | None, str]:
+    @staticmethod
+    def _pointless(row: PredictionRow) -> str:
+        """What lacks where a log marks an answer without a point."""
+        return unreadable(row, "raw_response", "an answer with a point", row.data["raw_response"])
+
+    def _read(self, row: PredictionRow, value: Any, step_id: str) -> tuple[Point | None, str]:
         """`pred` as a point in the space in which it stands, and what it lacks."""
         if value is None or value == []:
             return None, NO_PREDICTION
@@ -338,7 +371,7 @@ class _Log:
             if len(value) == 4 and all(map(is_coordinate, value)):
                 self.notice("rows with a box as prediction, whose centre counts", step_id)
                 return ((value[0] + value[2]) / 2, (value[1] + value[3]) / 2), ""
-        return None, UNREADABLE
+        return None, unreadable(row, "pred", "two numbers [x, y]", value)
 
     def _compare_parts(self, normal: Any, point: Point, case: Case) -> None:
         """Notices where the point in parts of the screen, which servers write too, is another one."""

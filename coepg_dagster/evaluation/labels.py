@@ -56,29 +56,32 @@ class BoardLabels:
             item = f"{label.item}-{n}"
         self.items[item] = case_of(self.board, replace(label, item=item))
         self.instructions[item] = label.instruction
-        question = _image_name(label.image), label.instruction
+        question = _image_name(label.image), label.instruction.strip()
         self._by_question[question] = "" if question in self._by_question else item  # two are no answer
 
     def item_of(self, row: Mapping[str, Any]) -> str | None:
         """The item that a row of predictions is about: by its id, else by its image and instruction; None: none."""
-        for name in _ID_FIELDS:
-            own = row.get(name)
-            if isinstance(own, str | int) and not isinstance(own, bool):
-                for item in (str(own), f"{row.get('platform', '')}_{own}"):
-                    if item in self.items:
-                        return item
-                return None
+        own = next((row[name] for name in _ID_FIELDS if row.get(name).__class__ in (str, int)), None)
+        for item in (str(own), f"{row.get('platform', '')}_{own}"):
+            if own is not None and item in self.items:
+                return item
         image = next((row[name] for name in _IMAGE_FIELDS if isinstance(row.get(name), str)), "")
-        instruction = instruction_of(row) or ""
+        instruction = (instruction_of(row) or "").strip()
         return self._by_question.get((_image_name(image), instruction)) or None
 
-    def require(self, answered: Collection[str], path: Path) -> None:
-        """Raises ScoringError where no item is answered by a file of predictions."""
-        if not answered:
-            raise ScoringError(
-                f"{path}: no row is about one of the {len(self.items):,} items of {self.source}, e.g. "
-                f"{next(iter(self.items))!r}: are these labels of another board, or of another version of it?"
-            )
+    def require(self, answered: Collection[str], path: Path, unread: Mapping[str, Unread]) -> None:
+        """Raises ScoringError where no item is answered by a file of predictions. `unread`: its first such row by reason."""
+        if answered:
+            return
+        why = unread.get(BAD_LABEL)  # of a row about an item
+        if why is None and NO_ITEM not in unread:
+            why = next(iter(unread.values()), None)
+        if why is not None:
+            raise ScoringError(f"{why.where}: {why.detail}; no row about an item of {self.source} can be scored")
+        raise ScoringError(
+            f"{path}: no row is about one of the {len(self.items):,} items of {self.source}, e.g. "
+            f"{next(iter(self.items))!r}: are these labels of another board, or of another version of it?"
+        )
 
 
 def readable_labels(board: str, source: Path) -> list[Label]:

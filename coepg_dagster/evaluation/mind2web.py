@@ -62,7 +62,7 @@ def judge_seeact(case: Case) -> Verdict:
 
 
 def judge_uground(case: Case, *, lowercase: bool = True, empty_boxes: str = "fail") -> Verdict:
-    """Point in any box of the chosen block, borders included; a missing point counts as (0, 0).
+    """Point in any box of the chosen block, borders included; a missing point counts as (0, 0), a value "None" as none.
 
     `case.boxes` are those of the block that the planner chose: none where the target is in another block. The switches are
     variants of the field; the protocol lower-cases and fails steps without boxes. Fact `oracle`: no grounder was run,
@@ -72,12 +72,13 @@ def judge_uground(case: Case, *, lowercase: bool = True, empty_boxes: str = "fai
         return MISS
     if empty_boxes == "skip" and case.facts.get("no_label_boxes", not case.boxes):
         return skipped("no_boxes")
-    f1 = operation_f1(
-        operation_text(case.prediction), operation_text(case.label), lowercase=lowercase, drop_punctuation=True
-    )
+    predicted = case.prediction
+    if predicted is not None and predicted.value.lower() == "none":
+        predicted = replace(predicted, value="")
+    f1 = operation_f1(operation_text(predicted), operation_text(case.label), lowercase=lowercase, drop_punctuation=True)
     if "oracle" in case.facts:
         return _verdict(bool(case.facts["oracle"]), f1)
-    point = (case.prediction.point if case.prediction else None) or (0.0, 0.0)
+    point = (predicted.point if predicted else None) or (0.0, 0.0)
     return _verdict(inside_any(point, case.boxes), f1)
 
 
@@ -158,7 +159,8 @@ UGROUND: Final = Protocol(
     metrics=METRICS,
     judge=judge_uground,
     element="point in any target box of the chosen 1280 × 1000 block, borders included; no answer is (0, 0)",
-    text="as seeact, lower-cased, tokens of mere punctuation dropped; no boxes: Ele.Acc 0, Op.F1 still counts",
+    text="as seeact, lower-cased, tokens of mere punctuation dropped; a predicted value “None” is none; "
+    "no boxes: Ele.Acc 0, Op.F1 still counts",
     denominator="all steps, each task padded with 0 / 0 / 0 to its full length",
     averages="micro, and macro over tasks",
     source="OSU-NLP-Group/UGround offline_evaluation/Multimodal-Mind2Web/eval.py",

@@ -17,13 +17,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from coepg_dagster.evaluation.case import FILE_SAYS, SEVERAL, Case, Protocol, Rows, ScoringError, Unread, Verdict
+from coepg_dagster.evaluation.case import (
+    FILE_SAYS,
+    SEVERAL,
+    UNPARSED,
+    Case,
+    Protocol,
+    Rows,
+    ScoringError,
+    Unread,
+    Verdict,
+)
 from coepg_dagster.evaluation.statistics import Floats, Ints, Sampled, interval, sampled_averages
 
 Interval = tuple[float, float]
 Notes = Mapping[str, int | str | Rows]
 LOST = "lost"
 """Key of the note on steps that could not be read: the denominator is short of the published one by these."""
+UNJUDGED: Final = "rows that lack what the protocol judges"
 _ROWS_AT_ONCE: Final = 5_000
 """Verdicts that are collected before they become a table, which takes a tenth of their memory."""
 
@@ -115,9 +126,17 @@ _WEIGHT = "_weight"
 
 
 def result_of(
-    protocol: Protocol, cases: Iterable[Case | Unread], *, notes: Notes | None = None, seed: int = 0
+    protocol: Protocol,
+    cases: Iterable[Case | Unread],
+    *,
+    notes: Notes | None = None,
+    seed: int = 0,
+    skip_unjudged: bool = False,
 ) -> Result:
     """Judge `cases` under `protocol` and average. Raises ScoringError where there are none, or a step comes twice.
+
+    A case that the protocol cannot judge is an error too; with `skip_unjudged` it costs itself, unless no case of its action
+    can be judged and these are more than two and 1 %.
 
     Cases are taken one after the other and not kept, unless the protocol must see all (`Protocol.finish`). `notes` are
     read after the last case.
@@ -125,7 +144,7 @@ def result_of(
     tables: list[pa.Table] = []
     unread: dict[str, Unread] = {}
     columns = _Columns(protocol)
-    for row, verdict in _judged(protocol, cases):
+    for row, verdict in _judged(protocol, cases, skip_unjudged):
         if verdict is None:
             unread.setdefault(row.reason, row)
             columns.add_unread(row)
@@ -145,9 +164,8 @@ def result_of(
     counts = pc.value_counts(steps["step_id"].combine_chunks())
     twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     if len(twice):
-        raise ScoringError(
-            f"{protocol.name}: {len(twice)} steps come more than once, the first is {twice[0].as_py()!r}"
-        )
+        others = f", and so do {len(twice) - 1:,} others" if len(twice) > 1 else ""
+        raise ScoringError(f"step {twice[0].as_py()!r} comes more than once{others}; keep one row per step")
     notes = dict(notes or {})
     for reason, row in unread.items():
         notes[f"{reason}, the first"] = f"{row.where}: {row.detail}"
@@ -156,18 +174,45 @@ def result_of(
     return summarise(protocol, steps, notes=notes, seed=seed)
 
 
-def _judged(protocol: Protocol, cases: Iterable[Case | Unread]) -> Iterator[tuple[Any, Verdict | None]]:
+def _judged(
+    protocol: Protocol, cases: Iterable[Case | Unread], skip_unjudged: bool
+) -> Iterator[tuple[Any, Verdict | None]]:
     """Each case with its verdict, as it comes unless the protocol must see all; a row that cannot be read without one."""
-    judge = protocol.judge
+    unjudged, first = Counter[str](), dict[str, Unread]()  # by action
+    judged = Counter[str]()
+
+    def judge(row: Case | Unread) -> tuple[Any, Verdict | None]:
+        if isinstance(row, Unread):
+            return row, None
+        try:
+            group = protocol.group_of(row)
+            if protocol.groups and group not in protocol.groups:
+                raise ScoringError(f"step {row.step_id}: group {group!r} is none of {', '.join(protocol.groups)}")
+            verdict = protocol.judge(row)
+        except ScoringError as error:
+            if not skip_unjudged:
+                raise
+            where = f"step {row.step_id}"
+            lost = Unread(where, UNJUDGED, str(error).removeprefix(f"{where}: "))
+            unjudged[row.label.type] += 1
+            first.setdefault(row.label.type, lost)
+            return lost, None
+        judged[row.label.type] += 1
+        return row, verdict
+
     if protocol.finish is None:
-        for case in cases:
-            yield case, None if isinstance(case, Unread) else judge(case)
-        return
-    rows = list(cases)
-    readable = [row for row in rows if isinstance(row, Case)]
-    verdicts = iter(protocol.finish(readable, [judge(case) for case in readable]))
-    for row in rows:
-        yield row, None if isinstance(row, Unread) else next(verdicts)
+        yield from map(judge, cases)
+    else:
+        pairs = [judge(row) for row in cases]
+        counted = [(row, verdict) for row, verdict in pairs if verdict is not None]
+        verdicts = iter(protocol.finish([row for row, _ in counted], [verdict for _, verdict in counted]))
+        for row, verdict in pairs:
+            yield row, None if verdict is None else next(verdicts)
+    few = max(2, (unjudged.total() + judged.total()) // 100)
+    for action, n in unjudged.items():
+        if not judged[action] and n > few:
+            lost = first[action]
+            raise ScoringError(f"{lost.where}: {lost.detail}; none of {n} rows of the action {action!r} can be judged")
 
 
 def _kept_facts(protocol: Protocol) -> list[str]:
@@ -302,7 +347,7 @@ def summarise(protocol: Protocol, steps: pa.Table, *, notes: Notes | None = None
     if protocol.macro == "group":
         if absent := [group for group in protocol.groups if group not in arrays.names]:
             notes["groups without rows, counted as 0"] = ", ".join(absent)
-    elif steps["episode_id"].null_count:
+    elif pc.any(pc.and_(pc.is_null(steps["episode_id"]), pc.is_null(steps["skipped"]))).as_py():
         notes["tasks"] = "the source names none: such a step is its own task in the macro average and the interval"
     sampled = arrays.sampled(protocol, seed)
     micro_ci, macro_ci = interval(sampled.micros), interval(sampled.macros)
@@ -494,7 +539,7 @@ def sop_protocol(base: str) -> Protocol:
         judge=judge,
         element="as the protocol that judges the steps",
         text="as the protocol that judges the steps",
-        denominator="trajectories, each up to its first miss; history is the model's own",
+        denominator="trajectories, each up to its first miss; a step without a row is one; history is the model's own",
         averages="macro over trajectories",
         source="UI-S1, arXiv 2509.11543",
     )
@@ -504,33 +549,58 @@ SUCCESS = ("step_sr", "step_acc")
 """The metric that says whether a step succeeded, by protocol."""
 
 
-def sop(result: Result, *, seed: int = 0) -> Result:
+def sop(result: Result, *, lengths: Mapping[str, int] | None = None, seed: int = 0) -> Result:
     """Semi-online performance over trajectories (UI-S1): PG = mean(s/t), TSR = mean(s = t), score = their mean.
 
-    s is the number of steps before the first miss, t the trajectory's length. The steps must have been predicted with
-    the model's own history. Needs task and position of every step, and a protocol that decides each; raises
-    ScoringError otherwise. Skipped steps are not part of a trajectory.
+    s is the number of steps before the first miss, t the trajectory's length: its task's in `lengths`, else up to its last
+    step. An answer that cannot be parsed is a miss, and so is a step without a row; steps that the protocol skips for their
+    label are not part of a trajectory. Notes count all of these. The steps must have been predicted with the model's own
+    history. Needs task and position of every step, and a protocol that decides each; raises ScoringError otherwise.
     """
     metric = next((name for name in SUCCESS if name in result.metrics), None)
     if metric is None:
         raise ScoringError(f"{result.protocol} judges no steps, so there is no semi-online performance")
-    trajectories: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    tasks: dict[str, dict[int, bool | None]] = defaultdict(dict)  # whether each step succeeded; None: not part of it
     columns = (result.steps[name].to_pylist() for name in ("step_id", "episode_id", "step_index", "skipped", metric))
     for step, episode, index, reason, value in zip(*columns, strict=True):
-        if reason is not None:
+        if reason not in (None, UNPARSED) and (episode is None or index is None):
             continue
         if episode is None or index is None:
             raise ScoringError(f"step {step!r} has no task or no position in it, which SOP needs")
-        if value is None:
+        if value is None and reason is None:
             raise ScoringError(f"{result.protocol} leaves step {step!r} undecided, so SOP needs another protocol")
-        trajectories[episode].append((index, value))
-    rows = []
-    for steps in trajectories.values():
-        successes = [value == 1.0 for _, value in sorted(steps)]
-        done = successes.index(False) if False in successes else len(successes)
-        progress, success = done / len(successes), float(done == len(successes))
-        rows.append((progress, success, (progress + success) / 2))
+        if index in tasks[episode]:
+            raise ScoringError(f"task {episode!r} has several steps of index {index}; number its steps one by one")
+        tasks[episode][index] = value == 1.0 if reason in (None, UNPARSED) else None
+    first = 1 if min((min(steps) for steps in tasks.values()), default=0) == 1 else 0
+    trajectories, gaps = dict[str, tuple[float, float, float]](), Rows()
+    for episode, steps in tasks.items():
+        length = (lengths or {}).get(episode, max(steps) + 1 - first)
+        if min(steps) < first or max(steps) >= first + length:
+            raise ScoringError(
+                f"task {episode!r} has steps of index {min(steps)} to {max(steps)}, but {length} steps from index {first} on; "
+                "mend `step_index` or `episode_steps`"
+            )
+        if len(steps) < length:
+            gaps.add(episode)
+        total = length - sum(right is None for right in steps.values())
+        done = 0
+        for place, index in enumerate(sorted(steps), start=first):
+            if index != place or steps[index] is False:
+                break
+            done += steps[index] is True
+        if total:
+            progress, success = done / total, float(done == total)
+            trajectories[episode] = progress, success, (progress + success) / 2
+    if not trajectories:
+        raise ScoringError(f"{result.protocol} judges no step of a task, so there is no semi-online performance")
+    notes = dict(result.notes) | {"rows": "trajectories"}
+    for reason, n in result.skipped.items():
+        notes[f"steps {'missed' if reason == UNPARSED else 'not judged'}, {reason}"] = n
+    if gaps.n:
+        notes["trajectories that lack steps, which count as missed"] = gaps
     protocol = sop_protocol(result.protocol)
+    rows = list(trajectories.values())
     table = pa.table(
         {
             "step_id": list(trajectories),
@@ -543,4 +613,4 @@ def sop(result: Result, *, seed: int = 0) -> Result:
     )
     for j, name in enumerate(protocol.metrics):
         table = table.append_column(name, pa.array([row[j] for row in rows], pa.float64()))
-    return summarise(protocol, table, notes={"rows": "trajectories"}, seed=seed)
+    return summarise(protocol, table, notes=notes, seed=seed)

@@ -16,7 +16,7 @@ from reprlib import repr as shown
 from typing import IO, Any, Final, cast
 
 from coepg_dagster import jsonlines
-from coepg_dagster.evaluation.case import FARTHEST, NO_PREDICTION, UNREADABLE, Case, ScoringError, Unread, point_of
+from coepg_dagster.evaluation.case import FARTHEST, NO_PREDICTION, Case, ScoringError, Unread, point_of
 from coepg_dagster.evaluation.metrics import BoxTuple, Point
 from coepg_dagster.geometry import Point as PlacedPoint
 from coepg_dagster.geometry import Size, Space, Viewport
@@ -125,10 +125,18 @@ class PredictionRow:
         boxes: list[BoxTuple] = []
         for box in self._list(value, key):
             x1, y1, x2, y2 = self.numbers(f"field {key!r}: a box [x1, y1, x2, y2]", box, 4)
-            if not (x1 <= x2 and y1 <= y2):
-                raise self.fail(f"field {key!r}: the corners of {shown(box)} are not in order")
             boxes.append((x1, y1, x2, y2))
+            self.in_order(key, boxes[-1])
         return tuple(boxes)
+
+    def in_order(self, key: str, box: BoxTuple) -> None:
+        """Raises ScoringError where a box does not name its upper left corner first."""
+        x1, y1, x2, y2 = box
+        if not (x1 <= x2 and y1 <= y2):
+            raise self.fail(
+                f"field {key!r}: the corners x1, y1, x2, y2 of {shown(list(box))} are not in order; is it x, y, width, height? "
+                "Write corners"
+            )
 
     def _list(self, value: Any, key: str) -> list[Any]:
         if not isinstance(value, list):
@@ -146,7 +154,9 @@ def placed(row: PredictionRow, point: Point | None, space: Any, size: tuple[int,
     if point is None or space == Space.ORIGINAL:
         return point
     if size is None:
-        raise row.fail(f"a point in the space {Space(space)} needs the size of the screenshot")
+        raise row.fail(
+            f"a point in the space {Space(space)} needs the size of the screenshot (`width` and `height`, in mai_ui `img_size`)"
+        )
     seen = row.width_height("seen_width", "seen_height") if space == Space.RESIZED else size
     place = Viewport(Size(*size), Size(*seen)).point(PlacedPoint(*point, Space(space)), Space.ORIGINAL)
     return point_of(round(place.x, 6), round(place.y, 6))
@@ -160,48 +170,53 @@ def is_coordinate(value: Any) -> bool:
 class AnswerReader:
     """Reads the fields of a model's answer in one row. A field that cannot be read counts as absent, and `lacks` says so."""
 
-    def __init__(self) -> None:
-        self._something = self._unreadable = False
+    def __init__(self, row: PredictionRow) -> None:
+        self._row, self._something = row, False
+        self.problem = ""
+        """What cannot be read first, with file, row and field; empty where all can."""
 
-    def text(self, value: Any) -> str:
+    def text(self, value: Any, field: str) -> str:
         """`value`, a text or a number, as text; empty where it is neither."""
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            self._unreadable = True
+            self.unreadable(field, "a text", value)
             return ""
         self._something = self._something or bool(normal_value(str(value)))
         return str(value)
 
-    def point(self, value: Any) -> Point | None:
+    def point(self, value: Any, field: str) -> Point | None:
         """`value`, a list of two numbers, as a point; None where it is not."""
-        if value is None or value == []:
-            return None
-        if not (isinstance(value, list) and len(value) == 2 and all(map(is_coordinate, value))):
-            self._unreadable = True
-            return None
-        self._something = True
-        return float(value[0]), float(value[1])
+        numbers = self._numbers(value, 2, field, "two numbers [x, y]")
+        return (numbers[0], numbers[1]) if numbers else None
 
-    def box(self, value: Any) -> BoxTuple | None:
+    def box(self, value: Any, field: str) -> BoxTuple | None:
         """`value`, a list of four numbers, as a box; None where it is not."""
+        numbers = self._numbers(value, 4, field, "four numbers [x1, y1, x2, y2]")
+        return (numbers[0], numbers[1], numbers[2], numbers[3]) if numbers else None
+
+    def _numbers(self, value: Any, n: int, field: str, wanted: str) -> list[float] | None:
         if value is None or value == []:
             return None
-        if not (isinstance(value, list) and len(value) == 4 and all(map(is_coordinate, value))):
-            self._unreadable = True
+        if not (isinstance(value, list) and len(value) == n and all(map(is_coordinate, value))):
+            self.unreadable(field, wanted, value)
             return None
         self._something = True
-        x1, y1, x2, y2 = map(float, value)
-        return x1, y1, x2, y2
+        return [float(number) for number in value]
 
-    def unreadable(self) -> None:
+    def unreadable(self, field: str, wanted: str, value: Any) -> None:
         """Records that a part of the answer cannot be read."""
-        self._unreadable = True
+        self.problem = self.problem or unreadable(self._row, field, wanted, value)
 
     @property
     def lacks(self) -> str:
         """The value of `Case.lacks`."""
-        return UNREADABLE if self._unreadable else "" if self._something else NO_PREDICTION
+        return self.problem or ("" if self._something else NO_PREDICTION)
+
+
+def unreadable(row: PredictionRow, field: str, wanted: str, value: Any) -> str:
+    """What `Case.lacks` says of a field of an answer that cannot be read."""
+    return str(row.fail(f"field {field!r} must be {wanted}, not {shown(value)}"))
 
 
 @contextmanager

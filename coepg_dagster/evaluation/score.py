@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +17,7 @@ from coepg_dagster.evaluation.case import (
     FILE_SAYS,
     MOST_LISTED,
     NO_PREDICTION,
+    UNREADABLE,
     Action,
     Case,
     Notes,
@@ -181,16 +182,22 @@ def score_predictions(
     `exclusions`, for `without`. Raises ScoringError where no row has a prediction.
     """
     find_protocol(protocol)
+    if exclusions is not None and (base := protocol.removeprefix(SOP_PREFIX)) != protocol:
+        raise ScoringError(
+            f"{protocol} judges whole trajectories: no single step can be left out; exclude under {base}"
+        )
     cases, notes = file.cases(protocol, report)
     cases = _counting_what_lacks(file.path, cases, notes)
     if exclusions is not None:
         cases = _marked(cases, exclusions)
     cases = iter(cases)
     try:
-        result = _score(protocol, cases, notes, seed)
-    except ScoringError:
+        result = _score(protocol, cases, notes, seed, skip_unjudged=True)
+    except ScoringError as error:
         deque(cases, maxlen=0)  # an archive shows at its end that it is damaged, which then is why
-        raise
+        if str(file.path) in str(error):
+            raise
+        raise ScoringError(f"{file.path}: {error}") from error
     return replace(result, notes={**result.notes, **_other_judgement(result)})
 
 
@@ -266,19 +273,27 @@ def without(result: Result, exclusions: Exclusions) -> Result:
 
 def _counting_what_lacks(path: Path, cases: Iterable[Case | Unread], notes: Notes) -> Iterator[Case | Unread]:
     """`cases`; after the last, `notes` count those that lack a prediction. Raises ScoringError where all do."""
-    lacking, n = Counter[str](), 0
+    n, none, unreadable, first = 0, 0, 0, ""
     for case in cases:
         if isinstance(case, Case):
             n += 1
-            if case.lacks:
-                lacking[case.lacks] += 1
+            if case.lacks == NO_PREDICTION:
+                none += 1
+            elif case.lacks:
+                unreadable += 1
+                first = first or case.lacks
         yield case
-    if n and lacking[NO_PREDICTION] == n:
+    if n and none + unreadable == n:
+        if unreadable:
+            raise ScoringError(f"{first}; none of {n} rows has a prediction that can be read")
         raise ScoringError(
             f"{path}: none of its {n} rows has a prediction; give the file with the model's answers, in the fields "
             "that docs/protocols.md names"
         )
-    notes |= dict(sorted(lacking.items()))
+    if none:
+        notes[NO_PREDICTION] = none
+    if unreadable:
+        notes |= {UNREADABLE: unreadable, f"{UNREADABLE}, the first": first}
 
 
 def _other_judgement(result: Result) -> Notes:
@@ -294,12 +309,29 @@ def _other_judgement(result: Result) -> Notes:
     return {"rows that the file itself judges otherwise": Rows(len(ids), names)}
 
 
-def _score(protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int = 0) -> Result:
-    base = protocol.removeprefix(SOP_PREFIX)
-    if base == "mind2web/uground":
+def _score(
+    protocol: str, cases: Iterable[Case | Unread], notes: Notes, seed: int = 0, *, skip_unjudged: bool = False
+) -> Result:
+    base, lengths = protocol.removeprefix(SOP_PREFIX), dict[str, int]()
+    if base != protocol:
+        cases = _measured(cases, lengths)
+    elif protocol == "mind2web/uground":
         cases = pad(cases, notes)
-    result = result_of(find_protocol(base), cases, notes=notes, seed=seed)
-    return result if base == protocol else sop(result, seed=seed)
+    result = result_of(find_protocol(base), cases, notes=notes, seed=seed, skip_unjudged=skip_unjudged)
+    return result if base == protocol else sop(result, lengths=lengths, seed=seed)
+
+
+def _measured(cases: Iterable[Case | Unread], lengths: dict[str, int]) -> Iterator[Case | Unread]:
+    """`cases`; `lengths` get the number of steps of each task that names it."""
+    for case in cases:
+        if isinstance(case, Case) and case.episode_id is not None and case.episode_steps is not None:
+            length = lengths.setdefault(case.episode_id, case.episode_steps)
+            if length != case.episode_steps:
+                raise ScoringError(
+                    f"step {case.step_id}: task {case.episode_id!r} has {case.episode_steps} steps here and {length} in a row "
+                    "before; mend `episode_steps`"
+                )
+        yield case
 
 
 def compare(a: Result, b: Result, *, seed: int = 0) -> Comparison:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,15 @@ def test_damaged_labels_by_example(folder: Path, path: str, value: bytes) -> Non
         score_file(file, "coepg", "android_control/uground500")
 
 
+@pytest.mark.parametrize("unread", [b"{", with_value(COEPG, "label", b"[]", 2), with_value(COEPG, "step_id", b"5", 2)])
+def test_a_row_that_cannot_be_read_says_nothing_about_the_tasks_of_the_others(folder: Path, unread: bytes) -> None:
+    file = folder / "tasks.jsonl"
+    file.write_bytes(plain(COEPG, 1) + b"\n" + unread)
+    assert "tasks" not in score_file(file, "coepg", "android_control/strict14").notes
+    file.write_bytes(plain(COEPG, 1) + b"\n" + with_value(COEPG, "episode_id", b"null", 2))
+    assert "tasks" in score_file(file, "coepg", "android_control/strict14").notes
+
+
 def test_a_field_that_no_model_wrote_is_an_error(folder: Path) -> None:
     """In one prediction of several it is the model's, in all of them the script's."""
     file = folder / "misspelt.jsonl"
@@ -328,6 +338,39 @@ def test_rows_without_a_prediction_are_counted_and_a_file_without_any_is_refused
     assert json.loads(result.to_json())["notes"][NO_PREDICTION] == 3
     file.write_bytes(b"\n".join(lacking))
     with pytest.raises(ScoringError, match=r"lacking\.jsonl: none of its 3 rows has a prediction"):
+        score_file(file, format, protocol)
+
+
+MAI_UI = {"id": "{n}", "bbox": [0, 0, 9, 9], "pred": [5, 5], "group": "Dev", "ui_type": "text"}
+UNREAD: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
+    *(
+        ("coepg", "android_control/strict14", COEPG, {"prediction": CLICK | {"point": point}}, "point")
+        for point in (["5", "5"], "[5, 5]", {"x": 5, "y": 5}, [5, 5, 5], [None, 5])
+    ),
+    ("coepg", "screenspot/uground", COEPG, {"prediction": "click"}, "prediction"),
+    ("coepg", "omniact/action_score", COEPG, {"prediction": {"actions": ["import os"]}}, "actions"),
+    *(("mai_ui", "screenspot_pro/items", MAI_UI, {"pred": pred}, "pred") for pred in (["5", "5"], "[5, 5]", {"x": 5})),
+    ("mai_ui", "screenspot_pro/items", MAI_UI, {"pred": [-1, -1], "raw_response": "no"}, "raw_response"),
+    ("gui_r1", "screenspot/uground", GUI_R1_WEB, {"pred_coord": "5, 5"}, "pred_coord"),
+    ("uground", "screenspot/uground", SCREENSPOT, {"output": "in the middle"}, "output"),
+    ("uground", "mind2web/uground", PLAN, {"gpt_action": ["CLICK"]}, "gpt_action"),
+]
+
+
+@pytest.mark.parametrize(("format", "protocol", "row", "change", "field"), UNREAD)
+def test_unreadable_predictions_are_named_and_a_file_of_nothing_else_is_refused(
+    folder: Path, format: str, protocol: str, row: dict[str, Any], change: dict[str, Any], field: str
+) -> None:
+    if "omniact" in protocol:
+        row = row | {"label": {"actions": [CLICK | {"box": [0, 0, 9, 9]}]}, "prediction": {"actions": [CLICK]}}
+    file = folder / "unread.jsonl"
+    unread = [plain(row | change, n) for n in range(3)]
+    file.write_bytes(b"\n".join([plain(row, 3), *unread]))
+    notes = score_file(file, format, protocol).notes
+    named = rf"unread\.jsonl: row {{}}: .*field '{field}' must be .*, not "
+    assert notes[UNREADABLE] == 3 and re.search(named.format(2), str(notes[f"{UNREADABLE}, the first"]))
+    file.write_bytes(b"\n".join(unread))
+    with pytest.raises(ScoringError, match=named.format(1) + ".*none of 3 rows has a prediction that can be read"):
         score_file(file, format, protocol)
 
 

@@ -22,7 +22,8 @@ from coepg_dagster.evaluation.grounding import BOARDS, in_polygon
 from coepg_dagster.evaluation.grounding_logs import board_of
 from coepg_dagster.evaluation.protocols import PROTOCOLS
 from coepg_dagster.evaluation.result import Result, result_of
-from coepg_dagster.evaluation.score import compare
+from coepg_dagster.evaluation.rows import BAD_LABEL
+from coepg_dagster.evaluation.score import PredictionFile, compare, score_predictions
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 from coepg_dagster.geometry import Point, Size, Space, Viewport
 
@@ -130,7 +131,18 @@ def test_corners_in_any_order_are_ui_vision_s_alone(tmp_path: Path) -> None:
     row = LOCAL | {"bbox": [140, 220, 100, 200], "task_filename": "element_grounding_basic", "group": "x"}
     result = scored(tmp_path, [row], "ui_vision/items")
     assert values(result) == [1] and list(result.metrics["acc"].groups) == ["basic"]
-    assert values(scored(tmp_path, [LOCAL | {"bbox": [140, 220, 100, 200]}])) == [0]
+
+
+def test_boxes_of_width_and_height_are_refused_and_a_few_cost_their_rows(tmp_path: Path) -> None:
+    """Also where some are corners in order by chance."""
+    wide, by_chance = LOCAL | {"bbox": [100, 200, 40, 20]}, LOCAL | {"bbox": [10, 20, 40, 30]}
+    boxes = LOCAL | {"bbox": [[0, 0, 9, 9], [100, 200, 40, 20]]}
+    wrong = r"row 1: field 'bbox': the corners .* of \[100.*are not in order; is it x, y, width, height\?"
+    for rows in ([wide], [boxes], [*[wide] * 3, *[by_chance] * 20]):
+        with pytest.raises(ScoringError, match=wrong):
+            scored(tmp_path, rows)
+    few = scored(tmp_path, [wide, *[LOCAL] * 3, boxes])
+    assert dict(few.skipped) == {BAD_LABEL: 2} and few.metrics["acc"].micro == 100
 
 
 def test_averages_by_name(tmp_path: Path) -> None:
@@ -161,7 +173,7 @@ def test_a_raw_answer_that_gives_another_point_is_listed_with_what_it_changes(tm
 
 
 def test_what_the_file_says_of_itself_is_compared(tmp_path: Path) -> None:
-    said = [LOCAL | {"correctness": text} for text in ("correct", "wrong", "wrong_format")]
+    said = [LOCAL | {"correctness": text} for text in ("Correct ", "wrong", "wrong_format", "correct", "CORRECT")]
     assert str(scored(tmp_path, said).notes["rows that the file itself judges otherwise"]).startswith("2 (1-")
 
 
@@ -176,6 +188,27 @@ def test_points_that_fit_two_spaces_are_refused_with_both_readings(tmp_path: Pat
         scored(tmp_path, unconverted, MMBENCH)
     # labels in the same parts of the screen make one reading
     assert values(scored(tmp_path, [LOCAL | {"bbox": [0.1, 0.1, 0.2, 0.2], "pred": [0.1, 0.2]}])) == [1]
+
+
+@pytest.mark.parametrize("said", ["row", "option"])
+@pytest.mark.parametrize("space", list(Space))
+def test_a_raw_answer_is_in_the_space_that_is_said(tmp_path: Path, space: Space, said: str) -> None:
+    seen = {"seen_width": 400, "seen_height": 100}
+    there = Viewport(Size(2000, 1000), Size(400, 100)).point(Point(1200, 900, Space.ORIGINAL), space)
+    row = {name: value for name, value in SERVER.items() if name != "pred"} | {"bbox": [1195, 895, 1205, 905]} | seen
+    row |= {"raw_response": json.dumps({"coordinate": [there.x, there.y]})}
+    path = tmp_path / "log.jsonl"
+    rows = [{"id": n} | row | ({"space": space} if said == "row" else {}) for n in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    file = PredictionFile(path, "mai_ui", space=space if said == "option" else None)
+    assert values(score_predictions(file, MMBENCH)) == [1, 1, 1]
+    unsaid = [each | {"space": None} for each in rows]
+    if space in (Space.ORIGINAL, Space.UNIT):
+        with pytest.raises(ScoringError, match=r"read as 0..1000, but 3 of 3 are (beyond 1000|in 0..1); .*--space"):
+            scored(tmp_path, unsaid, MMBENCH)
+        assert len(values(scored(tmp_path, [*unsaid[:2], *[row | {"raw_response": "[600, 900]"}] * 8], MMBENCH))) == 10
+    else:
+        assert values(scored(tmp_path, unsaid, MMBENCH)) == [float(space == Space.NORM_1000)] * 3
 
 
 def test_a_broken_row_costs_itself_and_is_counted_with_its_reason(tmp_path: Path) -> None:

@@ -106,6 +106,38 @@ def test_labels_of_another_version_leave_no_row(tmp_path: Path) -> None:
         scored(tmp_path, [], "aitw/action_matching", labels, "coepg")
 
 
+@pytest.mark.parametrize("format", ["mai_ui", "coepg"])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        # the board's own files lack the size that a stated space needs
+        ({"space": "norm_1000"}, r"row 1: a point in the space norm_1000 needs the size of the screenshot"),
+        ({"space": "thousandths"}, r"row 1: field 'space' must be one of"),
+        (None, r"row 1: must be a JSON object"),
+        ({"id": "x", "step_id": "x"}, "no row is about one of the 2 items"),
+    ],
+)
+def test_where_no_row_can_be_scored_the_real_reason_is_given(
+    tmp_path: Path, format: str, row: dict[str, Any] | None, message: str
+) -> None:
+    labels, (item, _) = write_board(tmp_path / "board", "screenspot_v1"), ITEMS["screenspot_v1"]
+    about = {"id": item, "pred": [9, 9]} if format == "mai_ui" else {"step_id": item, "prediction": {"point": [9, 9]}}
+    with pytest.raises(ScoringError, match=message):
+        scored(tmp_path, [row and about | row] * 3, "screenspot/uground", labels, format)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("own", [{}, {"id": 7}, {"id": "mine-7", "step_id": 7}, {"index": "7"}])
+@pytest.mark.parametrize("asked", [ASKED, f" {ASKED}", f"{ASKED}\n"])
+def test_an_id_of_another_kind_is_no_obstacle(tmp_path: Path, own: dict[str, Any], asked: str) -> None:
+    labels = write_board(tmp_path / "board", "osworld_g")
+    file = labels / "benchmark/OSWorld-G.json"
+    entries = json.loads(file.read_text())
+    file.write_text(json.dumps([entries[0], entries[1] | {"instruction": "open"}]))
+    image = entries[0].get("image_path", "a.png")
+    row = own | {"img_path": f"/else/where/{image}", "prompt_to_evaluate": asked, "pred": [130, 220]}
+    assert by_item(scored(tmp_path, [row], "osworld_g/polygons", labels))["X-0"] == 1
+
+
 def test_a_row_without_an_id_goes_by_image_and_instruction(tmp_path: Path) -> None:
     labels = write_board(tmp_path / "board", "osworld_g")
     file = labels / "benchmark/OSWorld-G.json"
@@ -258,6 +290,8 @@ def test_a_users_list_of_wrong_labels_of_android_control(tmp_path: Path, protoco
     of = [result["metrics"]["step_acc"]["micro"] for result in (whole, rest)]
     assert (whole["scored"], rest["scored"], of) == (4, 3, [75, 100])
     assert rest["notes"]["excluded"] == "1 items by mine 3 (looked at)"
+    whole_tasks = CliRunner().invoke(app, [*command[:-1], f"sop/android_control/{protocol}", "--exclude", str(wrong)])
+    assert whole_tasks.exit_code == 1 and f"exclude under android_control/{protocol}" in whole_tasks.output
     # nothing is left out silently, and a list of another board is refused
     assert "without exclusions" not in json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     wrong.write_text(json.dumps({"name": "other", "version": "1", "source": "x", "items": ["vscode_1"]}))

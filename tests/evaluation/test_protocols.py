@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from coepg_dagster.cli import app
 from coepg_dagster.evaluation.android_control import TreeNode, canonical, os_atlas_text, smallest_node
 from coepg_dagster.evaluation.case import Action, Case, ScoringError
 from coepg_dagster.evaluation.metrics import gui_r1_f1, operation_f1, set_f1, token_f1, value_f1
 from coepg_dagster.evaluation.protocols import PROTOCOLS, find_protocol, protocols_markdown
-from coepg_dagster.evaluation.result import result_of, sop, summarise
+from coepg_dagster.evaluation.result import UNJUDGED, result_of, sop, summarise
 from coepg_dagster.evaluation.score import compare
 from coepg_dagster.evaluation.statistics import interval, sampled_averages
 
@@ -78,6 +81,16 @@ def test_uground_missing_point_is_the_origin_and_empty_boxes_fail() -> None:
     assert judge("mind2web/uground", CLICK, Action("click"), boxes=((0, 0, 5, 5),)) == (1, 1, 1)
     assert judge("mind2web/uground", CLICK, Action("CLICK", "", (1, 1)), boxes=()) == (0, 1, 0)
     assert judge("mind2web/uground", CLICK, None, boxes=(BOX,)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("value", ["None", "none", "NONE", ""])
+def test_uground_none_is_no_value_whatever_the_format(tmp_path: Path, value: str) -> None:
+    point = (BOX[0], BOX[1])
+    assert judge("mind2web/uground", CLICK, Action("CLICK", value, point), boxes=(BOX,)) == (1, 1, 1)
+    typed = judge("mind2web/uground", Action("TYPE", "x"), Action("TYPE", value, point), boxes=(BOX,))
+    assert typed == (1, pytest.approx(2 / 3), 0)
+    row = coepg_row(case(CLICK, Action("CLICK", value, point), boxes=(BOX,)))
+    assert score_file(written(tmp_path, row), "coepg", "mind2web/uground").metrics["step_sr"].micro == 100
 
 
 def test_seeclick_rounds_the_box_skips_no_box_and_lowers_only_the_value() -> None:
@@ -305,6 +318,70 @@ def test_sop_refuses_what_it_cannot_judge() -> None:
         sop(undecided)
 
 
+def sop_of(tmp_path: Path, rows: list[Any], base: str = "strict14") -> tuple[float, float, dict[str, str]]:
+    """PG, TSR and notes of a file."""
+    got = score_file(written(tmp_path, *rows), "coepg", f"sop/android_control/{base}")
+    said = {name: str(note) for name, note in json.loads(got.to_json())["notes"].items()}
+    return got.metrics["pg"].micro or 0.0, got.metrics["tsr"].micro or 0.0, said
+
+
+def sop_rows(tasks: int, steps: int, **more: Any) -> list[dict[str, Any]]:
+    """Rows of tasks whose every step is right."""
+    right = case(tap(5, 5), tap(5, 5))
+    ids = [(t, i) for t in range(tasks) for i in range(steps)]
+    return [coepg_row(replace(right, step_id=f"{t}_{i}", episode_id=f"e{t}", step_index=i)) | more for t, i in ids]
+
+
+LACK = "trajectories that lack steps, which count as missed"
+
+
+def test_sop_loses_no_row_silently(tmp_path: Path) -> None:
+    rows: list[Any] = sop_rows(4, 3)
+    assert sop_of(tmp_path, rows) == (100, 100, {"rows": "trajectories"})
+    unread, none = [*rows[:4], "{", *rows[5:]], [*rows[:4], rows[4] | {"prediction": None}, *rows[5:]]
+    pg, tsr, notes = sop_of(tmp_path, unread)
+    assert (pg, tsr) == (pytest.approx(100 * (3 + 1 / 3) / 4), 75) == sop_of(tmp_path, none)[:2]
+    assert notes["steps not judged, rows that are no JSON object"] == "1" and notes[LACK] == "1 (e1)"
+    assert "row 5" in notes["rows that are no JSON object, the first"]
+    assert sop_of(tmp_path, none)[2]["rows without a prediction"] == "1"
+
+
+def test_sop_counts_an_unparsed_answer_as_missed_where_the_steps_leave_it_out(tmp_path: Path) -> None:
+    rows = [row | ({"prediction": None} if row["step_index"] == 1 else {}) for row in sop_rows(4, 3)]
+    pg, tsr, notes = sop_of(tmp_path, rows, "ui_genie")
+    assert (pg, tsr) == (pytest.approx(100 / 3), 0) and notes["steps missed, unparsed_answer"] == "4"
+
+
+def test_sop_takes_the_length_of_the_task(tmp_path: Path) -> None:
+    rows = sop_rows(2, 3, episode_steps=3)
+    for at, pg in ((0, 50), (1, 200 / 3), (2, 500 / 6)):  # the first task lacks a step
+        assert sop_of(tmp_path, rows[:at] + rows[at + 1 :])[::2] == (
+            pytest.approx(pg),
+            {"rows": "trajectories", LACK: "1 (e0)"},
+        )
+    far = [*rows[:5], rows[5] | {"step_index": 2**31 - 1}]
+    assert sop_of(tmp_path, [row | {"episode_steps": None} for row in far])[1] == 50
+    from_one = [row | {"step_index": row["step_index"] + 1} for row in rows]
+    assert sop_of(tmp_path, from_one)[0] == 100
+    terminate = {"label": {"action_type": "terminate"}, "prediction": {"action_type": "terminate"}}
+    last = [row | (terminate if row["step_index"] == 2 else {}) for row in rows]
+    assert sop_of(tmp_path, last, "qwen")[:2] == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step_index": 1}, "task 'e1' has several steps of index 1"),
+        ({"step_index": 3}, "task 'e1' has steps of index 0 to 3, but 3 steps"),
+        ({"episode_steps": 4}, "has 4 steps here and 3 in a row before"),
+    ],
+)
+def test_sop_refuses_positions_that_contradict_each_other(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    *rows, last = sop_rows(2, 3, episode_steps=3)
+    with pytest.raises(ScoringError, match=message):
+        sop_of(tmp_path, [*rows, last | change])
+
+
 def test_comparison_is_paired() -> None:
     a, b = result([True, False] * 150), result([True, True, True, False] * 75)
     forth, back = compare(a, b).differences["step_acc"], compare(b, a).differences["step_acc"]
@@ -341,6 +418,37 @@ def test_every_protocol_is_described() -> None:
     assert all(p.element and p.text and p.denominator and p.source for p in PROTOCOLS.values())
     with pytest.raises(ScoringError, match="choose from"):
         find_protocol("mind2web")
+
+
+SIX = [f"{device}_{kind}" for device in ("mobile", "desktop", "web") for kind in ("text", "icon")]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "group", "classes", "said"),
+    [
+        ("screenspot/gui_r1", "group", SIX, "acc by group, mean of 6"),
+        ("screenspot/uground", "group", SIX, "acc by group, mean of 6"),
+        ("mind2web/seeclick", "action", ["CLICK", "SELECT", "TYPE"], "op_f1 by action, mean of 3"),
+        ("aitz/action_matching", "action", ["click", "press", "type"], "step_acc by action, mean of 3"),
+    ],
+)
+def test_the_command_prints_every_class_with_their_mean(
+    tmp_path: Path, protocol: str, group: str, classes: list[str], said: str
+) -> None:
+    rows = []
+    for n, name in enumerate(classes):
+        action = name if group == "action" else "click"
+        label, predicted = Action(action, "x", (6, 6)), Action(action, "x" if n else "y", (6, 6) if n else (80, 80))
+        row = coepg_row(case(label, predicted, step_id=name, group=name, boxes=((5, 5, 7, 7),), size=(100, 100)))
+        rows.append(row | {"step_id": name, "episode_id": None})
+    command = ["score", str(written(tmp_path, *rows)), "--format", "coepg", "--protocol", protocol]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    told = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["metrics"][said.split()[0]]
+    assert f"{said}: {told['class_mean']:.2f}" in printed.output
+    for name, of in told["groups"].items():
+        assert f"{name} {of['mean']:.2f} ({of['n']})" in printed.output
+    assert sorted(told["groups"]) == sorted(classes)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -429,6 +537,58 @@ def test_files_that_break_the_format_are_named_with_row_and_field(
 ) -> None:
     with pytest.raises(ScoringError, match=message):
         score_file(written(tmp_path, *rows), "coepg", "android_control/strict14")
+
+
+LABEL = {"action_type": "click", "value": "", "point": [5, 5], "boxes": [[0, 0, 9, 9]], "positives": [["7", 0]]}
+LACKS: list[tuple[str, dict[str, Any], str]] = [
+    ("android_control/strict14", {"label": LABEL | {"point": None}}, "needs the point of the label 'click'"),
+    ("android_control/gui_r1", {"label": LABEL | {"point": None}}, "needs the point of the label 'click'"),
+    ("android_control/os_atlas", {"width": None}, "needs the screenshot's width and height"),
+    ("gui_odyssey/ams", {"width": None, "label": LABEL | {"boxes": []}}, "needs the screenshot's `width`"),
+    ("mind2web/seeclick", {"label": LABEL | {"action_type": "HOVER"}}, "label operation 'HOVER' is none of"),
+    ("mind2web/seeact", {"label": {"action_type": "CLICK"}}, "give `positives` and `element`"),
+    ("screenspot/uground", {"group": "watch_text"}, "group 'watch_text' is none of mobile_text"),
+]
+
+
+@pytest.mark.parametrize(("protocol", "change", "message"), LACKS)
+def test_a_row_that_lacks_what_the_protocol_judges_costs_itself(
+    tmp_path: Path, protocol: str, change: dict[str, Any], message: str
+) -> None:
+    name = "CLICK" if protocol.startswith(("mind2web", "gui_odyssey")) else "click"
+    right = COEPG | {"width": 100, "height": 100, "group": "web_text", "label": LABEL | {"action_type": name}}
+    right |= {"prediction": {"action_type": name, "value": "", "point": [5, 5], "element": "7"}}
+    if change.get("label", {}).get("action_type") == "click":
+        change = change | {"label": change["label"] | {"action_type": name}}
+    rows = [right | {"step_id": str(n)} for n in range(3)]
+    whole = score_file(written(tmp_path, *rows), "coepg", protocol)
+    result = score_file(written(tmp_path, *rows, right | change | {"step_id": "bad"}), "coepg", protocol)
+    assert (result.rows, result.scored, dict(result.skipped)) == (4, 3, {UNJUDGED: 1})
+    assert re.search(f"step bad: .*{message}", str(result.notes[f"{UNJUDGED}, the first"]))
+    assert {k: m.micro for k, m in result.metrics.items()} == {k: m.micro for k, m in whole.metrics.items()}
+    # where no row of the action has it, the file is refused, and named
+    bad = [row | change for row in rows]
+    wait = right | {"step_id": "w", "label": {"action_type": "wait"}, "prediction": {"action_type": "wait"}}
+    with pytest.raises(ScoringError, match=rf"predictions\.jsonl: step 0: .*{message}.*none of 3 rows"):
+        score_file(written(tmp_path, *bad, *([wait] if "android" in protocol else [])), "coepg", protocol)
+
+
+def test_steps_that_come_twice_are_named_with_the_file(tmp_path: Path) -> None:
+    for rows, message in (
+        ([COEPG] * 2, "more than once; keep one"),
+        ([COEPG, COEPG | {"step_id": "2"}] * 2, "1 others"),
+    ):
+        with pytest.raises(ScoringError, match=rf"predictions\.jsonl: step '.*' comes .*{message}"):
+            score_file(written(tmp_path, *rows), "coepg", "android_control/strict14")
+
+
+def test_json_lines_that_are_cut_lose_their_last_row_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, COEPG, COEPG | {"step_id": "2"})
+    path.write_bytes(path.read_bytes()[:-20])
+    result = score_file(path, "coepg", "android_control/strict14")
+    assert (result.rows, result.scored) == (2, 1) and "row 2" in str(
+        result.notes["rows that are no JSON object, the first"]
+    )
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

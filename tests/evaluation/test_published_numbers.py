@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -278,6 +279,20 @@ def test_gpt4o_plans_alone_give_the_same_numbers_as_with_all_files() -> None:
     assert {k: (m.micro, m.macro) for k, m in alone.metrics.items()} == {
         k: (pytest.approx(m.micro), pytest.approx(m.macro)) for k, m in full.metrics.items()
     }
+
+
+def test_gpt4o_plans_in_our_format_give_the_same_operation_f1(tmp_path: Path) -> None:
+    rows = []
+    for line in PLANS.read_text().splitlines():
+        plan = json.loads(line)
+        label = {"action_type": plan["operation"], "value": plan["value"]}
+        planned = {"action_type": plan["gpt_action"], "value": plan["gpt_value"]}
+        row = {"step_id": plan["action_uid"], "episode_id": plan["annotation_id"], "step_index": plan["step"]}
+        rows.append(row | {"episode_steps": plan["total_steps"], "label": label, "prediction": planned})
+    path = tmp_path / "plans.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    metric = score_file(path, "coepg", "mind2web/uground").metrics["op_f1"]
+    assert (metric.n, metric.micro) == (1339, pytest.approx(72.01, abs=0.005))
 
 
 def test_gpt4o_operation_f1_by_class() -> None:
