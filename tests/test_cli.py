@@ -141,8 +141,8 @@ MISTYPED: list[tuple[list[str], str]] = [
     (["ui", "--host", ""], "no login"),
     (["ui", "--host", "0"], "no login"),
     (["ui", "--host", "0.0.0.0", "--without-login"], "--public-url http://NAME:3000"),  # noqa: S104
-    (["ui", "--host", "::1"], "is no IPv4 address"),
-    (["ui", "--host", "127.no.such"], "is no IPv4 address"),
+    (["ui", "--host", "::1"], "is not an IPv4 address"),
+    (["ui", "--host", "127.no.such"], "is not an IPv4 address"),
     *(
         (["ui", "--public-url", url], "give https://NAME or")
         for url in ("there", "https://a/b", "ftp://a", "http://[", "http://u@a")
