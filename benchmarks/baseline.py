@@ -74,7 +74,8 @@ def write(
     }
     file = folder / f"{name}.json"
     # NaN and infinity are not JSON: better no baseline than an unreadable one
-    file.write_text(json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    file.write_text("{\n" + ",\n".join(f" {write(name)}: {write(fact)}" for name, fact in facts.items()) + "\n}\n")
     return file
 
 
