@@ -47,7 +47,7 @@ from coepg_dagster.project import Project
 from coepg_dagster.provenance import SHARED
 from coepg_dagster.refusal import Refusal
 
-_PROGRESS: Final = re.compile(r"(\d+)/(\d+) ?(.*)")
+_PROGRESS: Final = re.compile(r"(\d+)/(\d+)(?:, [^;]*)?(?:; (.*))?")
 _QUIET: Final = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 ALIVE_SECONDS: Final = 120
 """A daemon whose last heartbeat is older does not run any more; it sends one every 30 seconds, later on a busy machine."""
@@ -480,7 +480,7 @@ class Watch:
             if event is None:
                 match = _PROGRESS.fullmatch(entry.user_message)
                 if match and step in self._names:
-                    self._view.advanced(self._names[step], int(match[1]), int(match[2]), match[3], now)
+                    self._view.advanced(self._names[step], int(match[1]), int(match[2]), match[3] or "", now)
             elif event.is_step_start:
                 self._names[step] = step.rpartition("__")[2]
                 self._view.started(self._names[step], now)

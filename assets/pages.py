@@ -232,11 +232,18 @@ def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | N
         )
         return HTMLResponse(text, headers=_HEADERS)
 
-    def page(request: Request) -> Response:
+    def loop_of(wanted: Mapping[str, str]) -> Loop:
+        reference = "/".join(wanted[part] for part in ("name", "seed") if part in wanted)
+        return Loop(*split_reference(reference, project.experiment), project.root)
+
+    def start(request: Request) -> Response:
+        """To the index of a loop, where its links lead somewhere; relative, since a proxy may serve us below another path."""
         wanted = request.path_params
-        reference = wanted["name"] + (f"/{wanted['seed']}" if wanted.get("seed") else "")
-        loop = Loop(*split_reference(reference, project.experiment), project.root)
-        name = wanted.get("page") or INDEX
+        up = "../" if "seed" in wanted else ""
+        return RedirectResponse(f"{up}{loop_of(wanted).name}/{INDEX}", headers=_HEADERS)
+
+    def page(request: Request) -> Response:
+        loop, name = loop_of(request.path_params), request.path_params["page"] or INDEX
         if name == TRACE:
             with one_at_a_time:
                 text = _trace(archive(project, instance), loop, request.query_params)
@@ -269,12 +276,13 @@ def page_app(project: Project, instance: dg.DagsterInstance, public_url: str | N
     def missing(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404, _HEADERS)
 
-    paths = ("/{name}", "/{name}/{seed}", "/{name}/{seed}/{page:path}")
     return Starlette(
         routes=[
             Route("/", loops),
             Route("/{name}/{seed}/marks", mark, methods=["POST"]),
-            *(Route(path, page) for path in paths),
+            Route("/{name}", start),
+            Route("/{name}/{seed}", start),
+            Route("/{name}/{seed}/{page:path}", page),
         ],
         exception_handlers={Refusal: missing},
     )

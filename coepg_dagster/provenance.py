@@ -9,7 +9,7 @@ this ourselves, since Dagster marks only direct readers and skips assets with ma
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -209,7 +209,7 @@ class Record(BaseModel):
 
 @dataclass(frozen=True)
 class Stale:
-    """Why an artifact is stale: the root cause, and the artifact `root` that has it."""
+    """Why an artifact is stale: the earliest cause, and the artifact `root` that has it, from which on all is to be made."""
 
     ref: Ref
     root: Ref
@@ -244,12 +244,11 @@ def staleness(
             continue
         code = None if ref.iteration == 0 and ref.asset in MODELS_OF_LOOP else code_versions.get(ref.asset)
         cause = _direct_cause(record, records, code) or (changed or {}).get(ref)
+        causes = [why for used in record.inputs if (why := stale.get(used.ref)) and why.spreads]
         if cause is not None:
-            stale[ref] = Stale(ref, ref, cause)
-            continue
-        above = next((why for used in record.inputs if (why := stale.get(used.ref)) and why.spreads), None)
-        if above is not None:
-            stale[ref] = Stale(ref, above.root, above.cause)
+            causes.append(Stale(ref, ref, cause))
+        if causes:
+            stale[ref] = replace(min(causes, key=lambda why: _order(why.root)), ref=ref)
         elif lost and ref in lost:
             stale[ref] = Stale(ref, ref, lost[ref], spreads=False)
     return stale
@@ -353,7 +352,14 @@ def assert_usable(
     if lost is not None:
         raise NotUsable(f"{ref}: {lost}; materialize {ref} again")
     if stale is not None and not accept_stale_input:
-        raise NotUsable(
-            f"{ref} is stale ({stale}): materialize iteration {ref.iteration} first, or set accept_stale_input to use it as it is"
-        )
+        remedy = f"materialize {_from(stale.root, ref)} first, or set accept_stale_input to use it as it is"
+        raise NotUsable(f"{ref} is stale ({stale}): {remedy}")
     return record
+
+
+def _from(root: Ref, ref: Ref) -> str:
+    """What is to be made where `ref` is stale since `root`."""
+    first, last = root.iteration, ref.iteration
+    if first is None:
+        return root.asset
+    return f"iteration {last}" if first == last else f"iterations {first} to {last}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -14,12 +15,13 @@ from dagster_pipes import PipesContext, open_dagster_pipes
 
 from coepg_dagster.jobs import Job, TrainingJob, read_job
 from coepg_dagster.processes import end_with_parent, last_words
+from coepg_dagster.progress import Pace
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.running import run
 from coepg_dagster.training.launch import is_main, is_rank, launch_ranks, see_one_gpu
 
 MODULE: Final = "coepg_dagster.resources.worker"
-REPORT_EVERY_SECONDS = 2.0
+REPORT_EVERY_SECONDS, REPEAT_EVERY_SECONDS = 2.0, 60.0
 
 
 def main(job_file: Path, result_file: Path) -> None:
@@ -65,18 +67,24 @@ def _report(job: Job, result_file: Path) -> None:
 
 
 class Reporter:
-    """Writes lines like `12/40 reward=0.53` into the run's log: at most one every two seconds, and always the last one."""
+    """Writes lines like `12/40, 3.2/min, ends about 2026-11-29 12:09; reward=0.53` into the run's log.
+
+    At most one every two seconds, and always the last one; one that says nothing new, at most once a minute.
+    """
 
     def __init__(self, pipes: PipesContext) -> None:
-        self._pipes, self._last = pipes, -REPORT_EVERY_SECONDS
+        self._pipes, self._pace = pipes, Pace()
+        self._last, self._said = -math.inf, ""
 
     def __call__(self, done: int, of: int, figures: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        if now - self._last < REPORT_EVERY_SECONDS and done < of:
-            return
-        self._last = now
         numbers = " ".join(f"{name}={value:.4g}" for name, value in figures.items() if name in SHOWN)
-        self._pipes.log.info(f"{done}/{of} {numbers}".strip())
+        now, said = time.monotonic(), f"{done}/{of} {numbers}"
+        every = REPEAT_EVERY_SECONDS if said == self._said else REPORT_EVERY_SECONDS if done < of else 0
+        if now - self._last < every:
+            return
+        self._last, self._said = now, said
+        pace = self._pace.text(done, of, time.time())
+        self._pipes.log.info(f"{pace}; {numbers}" if numbers else pace)
 
 
 SHOWN = frozenset({"loss", "reward", "kl", "gate_passed", "frac_reward_zero_std", "learning_rate"})

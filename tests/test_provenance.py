@@ -187,6 +187,28 @@ def test_what_may_not_be_used_says_why_and_what_to_do(
     assert says in str(refused.value) and "materialize" in str(refused.value)
 
 
+@given(st.sets(st.sampled_from(REFS), min_size=1, max_size=3), st.sets(st.sampled_from(LOOP), max_size=2))
+def test_what_a_refusal_wants_made_first_is_made_of_nothing_stale(changed: set[Ref], assets: set[str]) -> None:
+    records = whole_loop()
+    for ref in changed:
+        records[ref] = records[ref].model_copy(update={"data_version": "b"})
+    stale = staleness(records, CODE | dict.fromkeys(assets, "2"))
+    for ref, why in stale.items():
+        first, k = why.root.iteration, ref.iteration
+        assert not any(used in stale and used.iteration != first for used in inputs_of(why.root))
+        wanted = f"iteration {k}" if first == k else f"iterations {first} to {k}"
+        with pytest.raises(NotUsable, match=f": materialize {wanted} first"):
+            assert_usable(ref, records[ref], why, None, False)
+
+
+@pytest.mark.parametrize("ref", [Ref("open_models"), Ref("grounder", 1)], ids=str)
+def test_a_stale_artifact_without_an_iteration_is_named(ref: Ref) -> None:
+    records = whole_loop()
+    stale = staleness(records, CODE | {"open_models": "2"})
+    with pytest.raises(NotUsable, match=": materialize open_models first"):
+        assert_usable(ref, records[ref], stale[ref], None, False)
+
+
 def test_only_staleness_can_be_accepted() -> None:
     assert assert_usable(ref, made, old, None, True) is made
     for there, failed_in_backfill, lost in (

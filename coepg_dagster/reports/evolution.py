@@ -105,18 +105,13 @@ class Evolution:
 
     @property
     def labels(self) -> dict[float, str]:
-        """Figure 4: per cent of the labelled steps → experiment."""
+        """Figure 4: per cent of the labelled steps → experiment that differs in nothing else."""
         whole = self.experiment.benchmark.max_train_steps
         by_share: dict[float, str] = {100: self.experiment.name}
         for loop in self.loops:
             limit = loop.experiment.benchmark.max_train_steps
-            if (
-                whole
-                and limit
-                and limit < whole
-                and loop.experiment.variant == FULL
-                and not self._other_base(loop.experiment)
-            ):
+            alike = loop.experiment.variant == FULL and _but_labels(loop.experiment) == _but_labels(self.experiment)
+            if whole and limit and limit < whole and alike:
                 by_share[100 * limit / whole] = loop.experiment.name
         return by_share
 
@@ -125,6 +120,15 @@ class Evolution:
             self.experiment.models.base_planner,
             self.experiment.models.base_grounder,
         )
+
+
+def _but_labels(experiment: Experiment) -> tuple[object, ...]:
+    """What decides the results, but the number of labelled steps and of prompts, which come from them."""
+    sections = {"benchmark", "models", "agent", "init", "sft", "grounder_rl", "grpo", "regeneration", "evaluation"}
+    settings = experiment.model_dump(include=sections)
+    settings["benchmark"].pop("max_train_steps")
+    settings["grpo"].pop("max_prompts")
+    return settings, experiment.made  # who takes D_k has the labels of its parent
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,6 @@ if __name__ == "__main__":
     with open_dagster_pipes() as pipes:
         child = subprocess.Popen([sys.executable, "-c", IGNORES], stdout=subprocess.PIPE)
         child.stdout.readline()
-        pipes.log.info("1/10 loss=1")
+        pipes.log.info("1/10; loss=1")
         Path(sys.argv[1]).with_name("pids.json").write_text(json.dumps([os.getpid(), child.pid]))
         time.sleep(600)

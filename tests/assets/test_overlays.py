@@ -125,7 +125,7 @@ def test_what_is_stale_in_the_parent_is_stale_here_with_its_cause(overlays: InPr
     loop = overlay(overlays, "sharing")
     records = loop.records(overlays.instance)
     stale = loop.stale(records)
-    assert "in light/s1: dataset[0]: verdicts[0] is now" in str(stale[Ref("evaluation", 1)])
+    assert "dataset[0]: in light/s1: verdicts[0] is now" in str(stale[Ref("evaluation", 1)])
     assert Ref("planner", 0) not in stale
     alone = overlay(overlays, "alone")
     assert alone.stale(alone.records(overlays.instance)) == {}

@@ -6,11 +6,15 @@ import http.client
 import os
 import socket
 import threading
+from itertools import product
 from pathlib import Path
+from urllib.parse import urljoin, urlsplit
 
 import dagster as dg
 import uvicorn
 from coepg_dagster.assets.pages import page_app
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from coepg_dagster.provenance import Ref
 from tests.assets.conftest import InProcess
@@ -26,8 +30,9 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
     (light.project.root / "experiments" / "draft.yaml").write_text("")
     Path(os.fsdecode(os.fsencode(light.project.root) + b"/experiments/caf\xe9.yaml")).write_text("")
     port = free_port()
-    app = uvicorn.Config(page_app(light.project, light.instance), port=port, log_level="error", lifespan="off")
-    server = uvicorn.Server(app)
+    pages = page_app(light.project, light.instance)
+    app = Starlette(routes=[Mount("/pages", pages), Mount("/", pages)])
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
     threading.Thread(target=server.run, args=([socket.create_server(("127.0.0.1", port))],), daemon=True).start()
 
     def ask(path: str) -> tuple[int, str, http.client.HTTPMessage]:
@@ -46,7 +51,8 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
             ("/", "draft.yaml: the file must hold a mapping"),
             ("/", r"caf\udce9.yaml: the file must hold a mapping"),
             ("/light/s1/lineage.html", 'href="/assets/light/s1/planner_sft?'),
-            ("/light/s1", "Iteration 0"),
+            ("/light/s1/", "Iteration 0"),
+            ("/light/s1/index.html", "Iteration 0"),
             ("/light/s1/lineage.html", "Lineage of light/s1"),
             ("/light/s1/evolution.html", "40.0 [35.0, 60.0]"),
             ("/light/s1/grounder-0.html", "Nothing was trained"),
@@ -54,7 +60,16 @@ def test_pages_are_served_and_metadata_leads_to_them(light: InProcess) -> None:
             status, body, headers = ask(path)
             assert status == 200 and text in body, path
             assert "default-src 'none'" in headers["Content-Security-Policy"]
+        for prefix, path in product(("", "/pages"), ("/light/", "/light", "/light/s1")):
+            status, at = 307, prefix + path
+            while status == 307:
+                status, _, headers = ask(at)
+                at = urljoin(f"http://127.0.0.1:{port}{at}", headers.get("Location", ""))
+                at = urlsplit(at).path
+            assert (status, at) == (200, f"{prefix}/light/s1/index.html")  # the links of an index are relative
         for path, why in (
+            ("/light/index.html", "no such seed"),
+            ("/dark", "no experiment"),
             ("/light/s1/audit-0.html", "cannot be read"),  # the light loop has no tables
             ("/light/s1/audit-9.html", "no page audit-9.html yet"),
             ("/light/s1/../../../dagster.yaml", "there is no"),

@@ -197,6 +197,38 @@ def test_what_another_protocol_or_rule_counted_is_left_out_and_named(tmp_path: P
     assert all(line in page.read_text() for line in left_out)
 
 
+def test_a_share_of_the_labels_differs_in_nothing_else(tmp_path: Path) -> None:
+    of = experiment(tmp_path)
+
+    def loop(name: str, steps: int | None, **changes: Any) -> Experiment:
+        benchmark = of.benchmark.model_copy(update={"max_train_steps": steps})
+        return of.model_copy(update={"name": name, "benchmark": benchmark, "seeds": [1], "parent": "light"} | changes)
+
+    whole = of.model_copy(update={"benchmark": loop("whole", 8).benchmark})
+    shares = [loop("half", 4, grpo=of.grpo.model_copy(update={"max_prompts": 64}), take=["open_models"])]
+    others = [
+        loop("all", None),
+        loop("more", 16),
+        loop("variant", 2, variant="other"),
+        loop("takes", 2, take=["dataset"]),
+        loop("init", 2, init="previous"),
+        *(
+            loop(section, 2, **{section: getattr(of, section).model_copy(update=change)})
+            for section, change in {
+                "models": {"verifiers": of.models.planners},
+                "sft": {"max_steps": 4},
+                "grounder_rl": {"learning_rate": 1.0},
+                "grpo": {"group_size": 2},
+                "regeneration": {"plans_per_planner": 3},
+                "evaluation": {"attempts": 5},
+            }.items()
+        ),
+        loop("level", 2).model_copy(update={"benchmark": loop("", 2).benchmark.model_copy(update={"level": "low"})}),
+    ]
+    loops = [ShownLoop(one, {}) for one in (whole, *shares, *others)]
+    assert Evolution(whole, 1, {}, loops).labels == {100: whole.name, 50: "half"}
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("evolution")
