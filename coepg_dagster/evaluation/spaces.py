@@ -78,8 +78,8 @@ class Readings:
     """The points of a file, which should be pixels of the stored screenshot, read as other spaces too.
 
     A point that equals the raw answer may be unconverted (0..1000). Without raw answers points look so if nearly none is beyond
-    1000 though MANY targets are, and more are hit when they are read so. A point with a negative coordinate is on no screen in
-    any space and does not count.
+    1000 though MANY targets are, and more are hit when they are read so (or the rows lack the size to tell). A point with a
+    negative coordinate is on no screen in any space and does not count.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Readings:
         parts, thousandths = self._parts, self._thousandths
         if parts.suspect and parts.moves:
             raise parts.error(where, remedy)
-        better = thousandths.known and thousandths.as_other > thousandths.as_pixels
+        better = not thousandths.known or thousandths.as_other > thousandths.as_pixels
         missed = self._beyond >= max(MANY, _PER_OUTLIER * (thousandths.points - thousandths.fitting))
         unconverted = _nearly_all(self._unconverted, thousandths.points)
         if thousandths.suspect and ((unconverted and thousandths.differ) or (missed and better)):
