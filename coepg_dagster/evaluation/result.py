@@ -179,14 +179,15 @@ def _judged(
 ) -> Iterator[tuple[Any, Verdict | None]]:
     """Each case with its verdict, as it comes unless the protocol must see all; a row that cannot be read without one."""
     unjudged, first = Counter[str](), dict[str, Unread]()  # by action
-    judged = Counter[str]()
+    judged, rows = set[str](), 0
 
     def judge(row: Case | Unread) -> tuple[Any, Verdict | None]:
+        nonlocal rows
+        rows += 1
         if isinstance(row, Unread):
             return row, None
         try:
-            group = protocol.group_of(row)
-            if protocol.groups and group not in protocol.groups:
+            if protocol.groups and (group := protocol.group_of(row)) not in protocol.groups:
                 raise ScoringError(f"step {row.step_id}: group {group!r} is none of {', '.join(protocol.groups)}")
             verdict = protocol.judge(row)
         except ScoringError as error:
@@ -197,7 +198,7 @@ def _judged(
             unjudged[row.label.type] += 1
             first.setdefault(row.label.type, lost)
             return lost, None
-        judged[row.label.type] += 1
+        judged.add(row.label.type)
         return row, verdict
 
     if protocol.finish is None:
@@ -208,9 +209,8 @@ def _judged(
         verdicts = iter(protocol.finish([row for row, _ in counted], [verdict for _, verdict in counted]))
         for row, verdict in pairs:
             yield row, None if verdict is None else next(verdicts)
-    few = max(2, (unjudged.total() + judged.total()) // 100)
     for action, n in unjudged.items():
-        if not judged[action] and n > few:
+        if action not in judged and n > max(2, rows // 100):
             lost = first[action]
             raise ScoringError(f"{lost.where}: {lost.detail}; none of {n} rows of the action {action!r} can be judged")
 

@@ -5,7 +5,7 @@ A file that fits two spaces is refused with what it scores in both: the space is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -78,8 +78,8 @@ class Readings:
     """The points of a file, which should be pixels of the stored screenshot, read as other spaces too.
 
     A point that equals the raw answer may be unconverted (0..1000). Without raw answers points look so if nearly none is beyond
-    1000 though MANY targets are, and more are hit when they are read so. A point with a negative coordinate is on no screen in
-    any space and does not count.
+    1000 though MANY targets are, and more are hit when they are read so (or the rows lack the size to tell). A point with a
+    negative coordinate is on no screen in any space and does not count.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,8 @@ class Readings:
             if case.size != (1000, 1000):
                 self._thousandths.add(max(point) <= 1000, point, case, boxes, labelled)
                 self._unconverted += raw == point
-                nearest = min((max(box[:2]) for box in boxes), default=max(target))
-                self._beyond += nearest > 1000
+                if max(target) > 1000:
+                    self._beyond += min((max(box[:2]) for box in boxes), default=max(target)) > 1000
 
     def add_thousandths(self, raw: Point) -> None:
         """Takes a raw answer that counts as the prediction, in 0..1000 since nothing says otherwise."""
@@ -123,7 +123,7 @@ class Readings:
         parts, thousandths = self._parts, self._thousandths
         if parts.suspect and parts.moves:
             raise parts.error(where, remedy)
-        better = thousandths.known and thousandths.as_other > thousandths.as_pixels
+        better = not thousandths.known or thousandths.as_other > thousandths.as_pixels
         missed = self._beyond >= max(MANY, _PER_OUTLIER * (thousandths.points - thousandths.fitting))
         unconverted = _nearly_all(self._unconverted, thousandths.points)
         if thousandths.suspect and ((unconverted and thousandths.differ) or (missed and better)):
@@ -135,15 +135,19 @@ def _right(point: Point, case: Case, boxes: Boxes, labelled: Point | None) -> bo
     return near or inside_any(point, boxes)
 
 
-def _places(case: Case) -> Iterator[tuple[Point | None, Boxes, Point | None]]:
+def _places(case: Case) -> Sequence[tuple[Point | None, Boxes, Point | None]]:
     """Each predicted point of a case, with the boxes and the point of its label."""
+    if case.prediction is None:
+        return ()
     if "predicted_actions" in case.facts:
-        for mine, true in zip(case.facts["predicted_actions"], case.facts.get("label_actions", ()), strict=False):
-            yield mine.point, (true.box,) if true.box else () if true.point else case.boxes, true.point
-    elif (box := case.facts.get("predicted_box")) is not None:
-        yield ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2), case.boxes, case.label.point
-    elif case.prediction is not None:
-        yield case.prediction.point, case.boxes, case.label.point
+        return [
+            (mine.point, (true.box,) if true.box else () if true.point else case.boxes, true.point)
+            for mine, true in zip(case.facts["predicted_actions"], case.facts.get("label_actions", ()), strict=False)
+        ]
+    point, box = case.prediction.point, case.facts.get("predicted_box")
+    if box is not None:
+        point = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    return ((point, case.boxes, case.label.point),)
 
 
 def _far_corner(boxes: Boxes) -> Point | None:

@@ -186,6 +186,10 @@ def test_points_that_fit_two_spaces_are_refused_with_both_readings(tmp_path: Pat
     unconverted = [SERVER | {"pred": [60, 210]}]
     with pytest.raises(ScoringError, match=r"pixels 0 of them .* \(0..1000\) 1 of them"):
         scored(tmp_path, unconverted, MMBENCH)
+    far = [LOCAL | {"bbox": [1500 + n, 1200, 1540 + n, 1220], "pred": [700, 600 + n]} for n in range(20)]
+    with pytest.raises(ScoringError, match=r"all 20 points .* \(0..1000\) the rows lack the `img_size`"):
+        scored(tmp_path, far)
+    assert values(scored(tmp_path, far[1:])) == [0] * 19  # too few to say
     # labels in the same parts of the screen make one reading
     assert values(scored(tmp_path, [LOCAL | {"bbox": [0.1, 0.1, 0.2, 0.2], "pred": [0.1, 0.2]}])) == [1]
 
