@@ -16,13 +16,12 @@ from safetensors import SafetensorError, safe_open
 
 from coepg_dagster.artifacts import CANDIDATES, DATASET, DECISIONS, PREDICTIONS, STEPS, all_steps
 from coepg_dagster.auditing.archive import BASE, Archive, NotFound
-from coepg_dagster.auditing.trace import readable
+from coepg_dagster.auditing.trace import TRAINED_ON, readable
 from coepg_dagster.evaluation.case import ScoringError
 from coepg_dagster.evaluation.result import Result
 from coepg_dagster.evaluation.score import compare, score_steps
 from coepg_dagster.provenance import LOOP, Asset, Input, Record
 
-_MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "grounder_rl", "planner")
 _FIELDS: Final = ("planner", "carried_over", "action_type", "value", "box", "votes", "screenshot_hash")
 """Columns that are compared between two rows with the same plan for the same step."""
 
@@ -57,7 +56,7 @@ def differences(archive: Archive, a: Side, b: Side) -> dict[str, Any]:
         "data": data(archive, d_a, d_b),
         "models": {
             asset: made
-            for asset in _MODELS
+            for asset in TRAINED_ON
             if (made := _models(archive, a.there(archive, asset), b.there(archive, asset))) or asset in LOOP
         },
         "results": _results(archive, a.there(archive, "evaluation"), b.there(archive, "evaluation")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,8 +26,7 @@ from coepg_dagster.steps import short_hash
 
 ROW_ID: Final = re.compile(r"r[0-9a-f]{16}")
 _MEMBER: Final = re.compile(r"(planner|grounder)_(\d+)")
-_MODELS: Final[tuple[Asset, ...]] = ("planner_sft", "grounder", "grounder_rl", "planner")
-_HOW: Final = {
+TRAINED_ON: Final[Mapping[Asset, str]] = {
     "planner_sft": "plans and actions (SFT)",
     "grounder": "plans and boxes (SFT)",
     "grounder_rl": "its plan is a prompt (GRPO)",
@@ -231,7 +230,7 @@ def _trace(
             }
             for holder, _ in holders
             for reader in archive.readers(holder)
-            if reader.asset in _MODELS and _trained_on(reader)
+            if reader.asset in TRAINED_ON and _trained_on(reader)
         ],
         "parents": [_parent(archive, record) for record in parents],
     }
@@ -250,7 +249,7 @@ def _how(archive: Archive, model: Record, row: dict[str, Any] | None, step_id: s
         for one in _select(archive, model, CURATION, "step_id", step_id):
             if one["row_id"] == of_row:
                 return f"left out by {one['strategy']}: {one['reason']}"
-    return _HOW[model.asset]
+    return TRAINED_ON[model.asset]
 
 
 def step_of(archive: Archive, benchmark: Record, step_id: str) -> dict[str, Any]:

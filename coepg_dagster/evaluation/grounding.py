@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from coepg_dagster.evaluation.case import Case, Protocol, Verdict
-from coepg_dagster.evaluation.metrics import BoxTuple, Point
+from coepg_dagster.evaluation.metrics import Point, corners_in_order
 from coepg_dagster.evaluation.screenspot import METRICS, judge_uground
 
 REFUSAL: Final = "refusal"
@@ -21,12 +21,7 @@ TARGET: Final = "target"
 
 def judge_any_order(case: Case) -> Verdict:
     """As `judge_uground`, whichever two opposite corners of a box the label has."""
-    return judge_uground(replace(case, boxes=tuple(map(_in_order, case.boxes))))
-
-
-def _in_order(box: BoxTuple) -> BoxTuple:
-    x1, y1, x2, y2 = box
-    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+    return judge_uground(replace(case, boxes=tuple(map(corners_in_order, case.boxes))))
 
 
 def judge_polygons(case: Case) -> Verdict:

@@ -35,7 +35,7 @@ from coepg_dagster.evaluation.case import (
 from coepg_dagster.evaluation.exclusions import ITEM_ID, QUESTION, question
 from coepg_dagster.evaluation.grounding import REFUSAL, TARGET
 from coepg_dagster.evaluation.labels import NO_ITEM, BoardLabels, case_of, instruction_of
-from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
+from coepg_dagster.evaluation.metrics import BoxTuple, Point, corners_in_order, inside_any
 from coepg_dagster.evaluation.rows import REPEATED, PredictionRow, each_row, is_coordinate, placed, unreadable
 from coepg_dagster.evaluation.spaces import Readings
 from coepg_dagster.geometry import Space
@@ -265,7 +265,9 @@ class _Log:
             self.notice(OTHER_INSTRUCTION, item.step_id)
         box = data.get("bbox")
         if isinstance(box, list) and len(box) == 4 and all(map(is_coordinate, box)) and len(item.boxes) == 1:
-            apart = max(abs(a - b) for a, b in zip(_in_order(box), _in_order(item.boxes[0]), strict=True))
+            x1, y1, x2, y2 = box
+            theirs, ours = corners_in_order((x1, y1, x2, y2)), corners_in_order(item.boxes[0])
+            apart = max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
             if apart > _HALF_PIXEL and "polygon" not in item.facts:
                 self.notice(OTHER_BOX, item.step_id)
 
@@ -441,11 +443,6 @@ class _Answers:
     @staticmethod
     def _count(problems: Mapping[str, Rows]) -> int:
         return sum(rows.n for rows in problems.values())
-
-
-def _in_order(box: Any) -> BoxTuple:
-    x1, y1, x2, y2 = box
-    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
 def _targets(row: PredictionRow) -> tuple[tuple[BoxTuple, ...], tuple[float, ...], list[Point] | None]:

@@ -15,6 +15,12 @@ BoxTuple = tuple[float, float, float, float]
 """(x1, y1, x2, y2), same space as the point that it is tested with."""
 
 
+def corners_in_order(box: BoxTuple) -> BoxTuple:
+    """The same box, with its upper left corner first."""
+    x1, y1, x2, y2 = box
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
 def set_f1(predicted: set[str], label: set[str]) -> float:
     """F1 over sets: both empty 1, one empty 0 (Mind2Web `calculate_f1`, whose rounding it keeps)."""
     if not predicted and not label:

@@ -13,11 +13,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from coepg_dagster.experiment.models import Serving
 from coepg_dagster.experiment.training import VISUAL_MEMORY, Grpo, PolicyTraining, Sft
 from coepg_dagster.inference.architecture import BACKWARD, FORWARD, KNOWN, Architecture, Flops, flops
+from coepg_dagster.jobs import Strategy
 from coepg_dagster.refusal import Refusal
 
 GB: Final = 1e9
@@ -229,10 +230,6 @@ def vision_activations(model: Architecture, *, compiled: bool) -> float:
     if compiled:
         return 26 * hidden + 6 * mlp
     return 52 * hidden + 8 * mlp
-
-
-Strategy = Literal["ddp", "zero2", "zero3", "fsdp"]
-"""How `accelerate launch` spreads training over GPUs; with one GPU all strategies are the same."""
 
 
 @dataclass(frozen=True)
