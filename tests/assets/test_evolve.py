@@ -35,15 +35,11 @@ def evolve(light: InProcess, through: int) -> int:
     return evolve_through(light.defs, light.instance, light.loop, through, QUIET)
 
 
-def test_training_may_run_on_another_device_than_inference() -> None:
+def test_options_say_where_heavy_steps_run() -> None:
     assert place_of(None) == {"sft": {}, "grpo_cdrem": {}, "regeneration": {}}
-    place = place_of("cpu", "cuda", processes=4)
-    assert {key: fields["device"] for key, fields in place.items()} == {
-        "sft": "cuda",
-        "grpo_cdrem": "cuda",
-        "regeneration": "cpu",
-    }
-    assert all(fields["processes"] == 4 for fields in place.values())
+    place = place_of("cpu", processes=4)
+    assert set(place) == {"sft", "grpo_cdrem", "regeneration"}
+    assert all(fields == {"device": "cpu", "processes": 4} for fields in place.values())
 
 
 def test_data_that_only_the_next_iteration_reads_may_be_left_out_and_come_later(light: InProcess) -> None:
