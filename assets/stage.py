@@ -221,12 +221,14 @@ def materialize(
     try:
         with failing_plainly():
             return _materialize(context, resources, loop, asset, make)
-    except Exception:
+    except BaseException as error:
         if asset not in SHARED:
             from sqlalchemy.exc import SQLAlchemyError  # here: definitions alone do without SQLAlchemy
 
             store = resources.store.store(loop.root).root
-            unevaluated = (context.run.run_id, with_readers(loop, asset))
+            # an interrupt ends the run: it makes nothing any more
+            not_made = with_readers(loop, asset) if isinstance(error, Exception) else loop.made
+            unevaluated = (context.run.run_id, not_made)
             with suppress(SQLAlchemyError):  # the event log itself may be what fails; the next run evaluates them
                 records = loop.records(context.instance, store)
                 evaluate_again(context.instance, loop, records, loop.stale(records), unevaluated=unevaluated)
