@@ -107,14 +107,20 @@ def _with_resources(asset: Asset, make: Callable[[dg.AssetExecutionContext, Reso
         engines: EnginesResource,
         sft: SftResource,
         grpo_cdrem: GrpoCdremResource,
+        regeneration: RegenerationResource,
     ) -> Made:
-        # GRPO runs after it: whether it can is asked first
-        return make(context, Resources(store, engines, {"sft": sft, "grpo_cdrem": grpo_cdrem}))
+        # GRPO and the pools come after it: whether they can is asked first
+        after = {"grpo_cdrem": grpo_cdrem, "regeneration": regeneration}
+        return make(context, Resources(store, engines, {"sft": sft, **after}))
 
     def reinforcement(
-        context: dg.AssetExecutionContext, store: StoreResource, engines: EnginesResource, grpo_cdrem: GrpoCdremResource
+        context: dg.AssetExecutionContext,
+        store: StoreResource,
+        engines: EnginesResource,
+        grpo_cdrem: GrpoCdremResource,
+        regeneration: RegenerationResource,
     ) -> Made:
-        return make(context, Resources(store, engines, {"grpo_cdrem": grpo_cdrem}))
+        return make(context, Resources(store, engines, {"grpo_cdrem": grpo_cdrem, "regeneration": regeneration}))
 
     def inference(
         context: dg.AssetExecutionContext,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from coepg_dagster.resources.training import EnginesResource, Processes
 from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.strict import ExperimentError, fingerprint
 from coepg_dagster.experiment.training import GrounderRl, PolicyTraining, Sft
 from coepg_dagster.experiment.versions import code_version
@@ -40,12 +42,37 @@ class Resources:
 
     store: StoreResource
     engines: EnginesResource
-    processes: Mapping[str, Processes] = field(default_factory=dict)  # the step's own, then those of trainings after it
+    processes: Mapping[str, Processes] = field(default_factory=dict)  # the step's own, then those of the steps after it
 
     @property
     def own(self) -> Processes | None:
         """Where the step's own process runs; None: it starts none."""
         return next(iter(self.processes.values()), None)
+
+    def assert_fit(self, experiment: Experiment) -> None:
+        """Raises ExperimentError with all settings that this step, or one after it, could not use."""
+        models = experiment.models
+        configs = {"sft": experiment.sft, "grpo_cdrem": experiment.grpo, "regeneration": experiment.regeneration}
+        uses: list[Callable[[], object]] = [self.engines.serving, partial(self.engines.placed, models)]
+        for name, resource in self.processes.items():
+            uses += [resource.settings, partial(resource.resolve, configs[name])]
+            uses.append(partial(chosen, models.verifiers, getattr(resource, "verifiers", None)))
+        why: list[str] = []
+        for use in uses:
+            try:
+                use()
+            except ExperimentError as error:
+                why.append(str(error))
+        if why:
+            raise ExperimentError("\n".join(dict.fromkeys(why)))
+
+
+def chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Member]:
+    """The members that the Launchpad names; all if it names none. Raises ExperimentError."""
+    unknown = sorted(set(names or ()) - set(members))
+    if unknown:
+        raise ExperimentError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
+    return {name: member for name, member in members.items() if names is None or name in names}
 
 
 @dataclass
@@ -203,6 +230,8 @@ def stage_context(
     ref = Ref(asset, None if asset in SHARED else int(context.partition_key))
     store = resources.store.store(loop.root)
     tag_run(context)
+    if resources.processes:
+        resources.assert_fit(loop.experiment)
     if ref.iteration is not None:
         claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
     k = ref.iteration or 0
