@@ -13,7 +13,13 @@ from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.stage import Resources, StageFunction, materialize
 from coepg_dagster.resources.store import StoreResource
-from coepg_dagster.resources.training import EnginesResource, GrpoCdremResource, RegenerationResource, SftResource
+from coepg_dagster.resources.training import (
+    EnginesResource,
+    GrpoCdremResource,
+    Processes,
+    RegenerationResource,
+    SftResource,
+)
 
 from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.versions import code_version
@@ -110,7 +116,7 @@ def _with_resources(asset: Asset, make: Callable[[dg.AssetExecutionContext, Reso
         regeneration: RegenerationResource,
     ) -> Made:
         # GRPO and the pools come after it: whether they can is asked first
-        after = {"grpo_cdrem": grpo_cdrem, "regeneration": regeneration}
+        after: dict[str, Processes] = {"grpo_cdrem": grpo_cdrem, "regeneration": regeneration}
         return make(context, Resources(store, engines, {"sft": sft, **after}))
 
     def reinforcement(

@@ -346,10 +346,7 @@ def evaluation(work: StageContext) -> Outcome:
     content = [PREDICTIONS, SCORES]
     more = ((PAIRS, PAIR_PREDICTIONS), (BOARDS, BOARD_PREDICTIONS), (THIRD_PARTY, CONTENT))
     content += [file for key, file in more if key in figures]
-    outcome = _outcome(content, result, benchmark)
-    splits = {split: score for split, score in figures.items() if split not in (PAIRS, BOARDS, THIRD_PARTY)}
-    outcome.plotted = headlines(splits | figures.get(BOARDS, {}))
-    return outcome
+    return _outcome(content, result, benchmark)
 
 
 def _reference_plans(work: StageContext) -> dict[str, str]:
@@ -376,16 +373,6 @@ MAKERS: dict[Asset, StageFunction] = {
     "data_quality": data_quality,
     "evaluation": evaluation,
 }
-
-
-def headlines(scores: dict[str, Any]) -> dict[str, float]:
-    """`step_sr/test_seed` → macro value, for each metric and split; plotted over k in the UI."""
-    return {
-        f"{metric}/{split}": values["macro"]
-        for split, score in scores.items()
-        for metric, values in score["metrics"].items()
-        if values["macro"] is not None
-    }
 
 
 def _previous_dataset(work: StageContext) -> Path:
