@@ -1,5 +1,7 @@
 """What runs by itself, once the sensor `automation` is switched on: the conditions of the assets, and the alert.
 
+Two sensors are on from the start: they make nothing, and show checks again that an ended run left unevaluated.
+
 An experiment file names what is automated (`automation`): *refresh* makes what is missing or stale, *nightly evaluation* and
 *weekly regeneration* make again what is there. All assets of a loop have to decide alike in a tick, or an iteration would fall
 apart into several runs. So a tick looks at each loop once (`Seen`), with the staleness that `coepg evolve` uses, and every part
@@ -24,6 +26,7 @@ from operator import or_
 from typing import Final, TypeAlias
 
 import dagster as dg
+from coepg_dagster.assets.checks import evaluate_again
 from coepg_dagster.assets.ledger import EXPERIMENT_TAG, ITERATION_TAG, UNFINISHED, Loop, Records
 
 from coepg_dagster.experiment.strict import fingerprint
@@ -399,6 +402,31 @@ def switches(decided: Iterable[Collection[dg.AssetKey]], seconds: int) -> list[d
             "under Automation why it was made or not.",
         )
         for i, target in enumerate(targets)
+    ]
+
+
+def checks_of_ended_runs(loops: Sequence[Loop], seconds: int) -> list[dg.SensorDefinition]:
+    """Evaluate again what a run planned to check and never did: one that reached no step cannot do so itself."""
+
+    def evaluate(context: dg.RunStatusSensorContext) -> None:
+        run = context.dagster_run
+        for loop in loops:
+            if {loop.key(asset) for asset in loop.made} & (run.asset_selection or set()):
+                records = loop.records(context.instance)
+                evaluate_again(context.instance, loop, records, loop.stale(records))
+
+    return [
+        dg.run_status_sensor(
+            status,
+            name=name,
+            minimum_interval_seconds=seconds,
+            default_status=dg.DefaultSensorStatus.RUNNING,
+            description="Shows the results of checks again that a run which ended early was to evaluate.",
+        )(evaluate)
+        for name, status in (
+            ("checks_after_cancel", dg.DagsterRunStatus.CANCELED),
+            ("checks_after_failure", dg.DagsterRunStatus.FAILURE),
+        )
     ]
 
 

@@ -13,7 +13,13 @@ from coepg_dagster.assets.ledger import Loop
 from coepg_dagster.assets.report import evolution_report
 from coepg_dagster.assets.stage import Resources, StageFunction, materialize
 from coepg_dagster.resources.store import StoreResource
-from coepg_dagster.resources.training import EnginesResource, GrpoCdremResource, RegenerationResource, SftResource
+from coepg_dagster.resources.training import (
+    EnginesResource,
+    GrpoCdremResource,
+    Processes,
+    RegenerationResource,
+    SftResource,
+)
 
 from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.versions import code_version
@@ -107,14 +113,20 @@ def _with_resources(asset: Asset, make: Callable[[dg.AssetExecutionContext, Reso
         engines: EnginesResource,
         sft: SftResource,
         grpo_cdrem: GrpoCdremResource,
+        regeneration: RegenerationResource,
     ) -> Made:
-        # GRPO runs after it: whether it can is asked first
-        return make(context, Resources(store, engines, {"sft": sft, "grpo_cdrem": grpo_cdrem}))
+        # GRPO and the pools come after it: whether they can is asked first
+        after: dict[str, Processes] = {"grpo_cdrem": grpo_cdrem, "regeneration": regeneration}
+        return make(context, Resources(store, engines, {"sft": sft, **after}))
 
     def reinforcement(
-        context: dg.AssetExecutionContext, store: StoreResource, engines: EnginesResource, grpo_cdrem: GrpoCdremResource
+        context: dg.AssetExecutionContext,
+        store: StoreResource,
+        engines: EnginesResource,
+        grpo_cdrem: GrpoCdremResource,
+        regeneration: RegenerationResource,
     ) -> Made:
-        return make(context, Resources(store, engines, {"grpo_cdrem": grpo_cdrem}))
+        return make(context, Resources(store, engines, {"grpo_cdrem": grpo_cdrem, "regeneration": regeneration}))
 
     def inference(
         context: dg.AssetExecutionContext,

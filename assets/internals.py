@@ -60,7 +60,7 @@ def observation(
 
 
 def materialization(
-    key: dg.AssetKey, partition: str | None, version: str, metadata: Mapping[str, dg.MetadataValue[Any]]
+    key: dg.AssetKey, partition: str | None, version: str, metadata: Mapping[str, Any]
 ) -> dg.AssetMaterialization:
     """A materialization with its data version, of a step that the instance does not know.
 

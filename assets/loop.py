@@ -23,7 +23,7 @@ from coepg_dagster.assets.shared import (
     register_base,
     same_model,
 )
-from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction
+from coepg_dagster.assets.stage import Outcome, StageContext, StageFunction, chosen
 
 from coepg_dagster.artifacts import (
     BOARD_PREDICTIONS,
@@ -111,7 +111,7 @@ def _checkers(
     if not names:
         return {}
     open_models = work.read_by(reader, "open_models") if reader else work.folder("open_models")
-    return _recorded(work, _chosen(work.models.verifiers, names), "verifiers", _models(open_models))
+    return _recorded(work, chosen(work.models.verifiers, names), "verifiers", _models(open_models))
 
 
 def _start(work: StageContext, asset: Asset, base: str) -> tuple[str, Source]:
@@ -158,7 +158,7 @@ def planner(work: StageContext) -> Outcome:
     if not config.enabled:
         return same_model(work, "planner_sft", config)
     models = _models(work.read_by("planner_sft", "open_models"))
-    verifiers = _recorded(work, _chosen(work.models.verifiers, work.process.verifiers), "verifiers", models)
+    verifiers = _recorded(work, chosen(work.models.verifiers, work.process.verifiers), "verifiers", models)
     result = work.run_job(
         GrpoJob,
         init=checkpoint_of(work.loop.root, work.folder("planner_sft")),
@@ -221,8 +221,8 @@ def verdicts(work: StageContext) -> Outcome:
     """The point of every member of Φ (the open verifiers, ϕ_k, ϕ_{k-1}) for every candidate, with its confidence (Eq. 3, 6)."""
     experiment = work.loop.experiment
     config = work.process.resolve(experiment.regeneration)
-    chosen = _chosen(work.models.verifiers, work.process.verifiers)
-    open_verifiers = _recorded(work, chosen, "verifiers", _models(work.folder("open_models")))
+    asked = chosen(work.models.verifiers, work.process.verifiers)
+    open_verifiers = _recorded(work, asked, "verifiers", _models(work.folder("open_models")))
     trained = _trained_members(work, experiment.phi)
     rows_of_folds = {name: _fold_rows(work, int(name.rpartition("_")[2])) for name in trained}
     folds = {name: len(rows) for name, rows in rows_of_folds.items() if rows}
@@ -346,10 +346,7 @@ def evaluation(work: StageContext) -> Outcome:
     content = [PREDICTIONS, SCORES]
     more = ((PAIRS, PAIR_PREDICTIONS), (BOARDS, BOARD_PREDICTIONS), (THIRD_PARTY, CONTENT))
     content += [file for key, file in more if key in figures]
-    outcome = _outcome(content, result, benchmark)
-    splits = {split: score for split, score in figures.items() if split not in (PAIRS, BOARDS, THIRD_PARTY)}
-    outcome.plotted = headlines(splits | figures.get(BOARDS, {}))
-    return outcome
+    return _outcome(content, result, benchmark)
 
 
 def _reference_plans(work: StageContext) -> dict[str, str]:
@@ -378,16 +375,6 @@ MAKERS: dict[Asset, StageFunction] = {
 }
 
 
-def headlines(scores: dict[str, Any]) -> dict[str, float]:
-    """`step_sr/test_seed` → macro value, for each metric and split; plotted over k in the UI."""
-    return {
-        f"{metric}/{split}": values["macro"]
-        for split, score in scores.items()
-        for metric, values in score["metrics"].items()
-        if values["macro"] is not None
-    }
-
-
 def _previous_dataset(work: StageContext) -> Path:
     folder = work.previous_folder("dataset")
     assert folder is not None  # inputs_of() names it from iteration 1 on
@@ -404,14 +391,6 @@ def _trained_members(work: StageContext, asset: Asset) -> dict[str, Member]:
     if before is not None and work.loop.experiment.regeneration.trained_members > 1:
         members[f"{name}_{work.k - 1}"] = Member(model=checkpoint_of(work.loop.root, before))
     return members
-
-
-def _chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Member]:
-    """The members that the Launchpad names; all if it names none."""
-    unknown = sorted(set(names or ()) - set(members))
-    if unknown:
-        raise ExperimentError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
-    return {name: member for name, member in members.items() if names is None or name in names}
 
 
 def _recorded(work: StageContext, members: dict[str, Member], pool: str, models: dict[str, Any]) -> dict[str, Member]:

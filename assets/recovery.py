@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import dagster as dg
 from coepg_dagster.assets.about import page_link
+from coepg_dagster.assets.checks import evaluate_again
 from coepg_dagster.assets.internals import materialization, observation
 from coepg_dagster.assets.ledger import RECORD, Loop
+from coepg_dagster.assets.shown import shown
 
 from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import append_line
@@ -48,7 +50,7 @@ def _file(store: Path, key: dg.AssetKey, record: Record) -> Path:
 
 
 def recover(project: Project, instance: dg.DagsterInstance) -> tuple[int, list[str]]:
-    """Puts the records in the store into the event log, but for artifacts of which it knows any version.
+    """Puts the records in the store into the event log, but for artifacts of which it knows any version, and evaluates checks.
 
     Returns the number of artifacts, and what could not be read.
     """
@@ -68,17 +70,20 @@ def recover(project: Project, instance: dg.DagsterInstance) -> tuple[int, list[s
                     found.append((at, key, Record.model_validate(value[RECORD])))
                 except (ValueError, KeyError, TypeError) as error:
                     unreadable.append(f"{file}:{number + 1} is no record and left out: {str(error).splitlines()[0]}")
-    experiments = project.all_experiments()
+    experiments, loops = project.all_experiments(), dict[str, Loop]()
     for _, key, record in sorted(found, key=lambda one: one[0]):
         partition = None if record.iteration is None else str(record.iteration)
-        metadata: dict[str, dg.MetadataValue[Any]] = {
-            "folder": dg.MetadataValue.text(record.folder),
-            RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
-        }
+        metadata = {"folder": record.folder, RECORD: dg.MetadataValue.json(record.model_dump(mode="json"))}
         loop = Loop(experiments[key.path[0]], record.seed, project.root) if key.path[0] in experiments else None
+        if loop is not None:
+            metadata = shown(loop, project.store, record)
+            loops[loop.name] = loop
         instance.report_runless_asset_event(materialization(key, partition, record.data_version, metadata))
         if loop is not None and (observed := handed_over(loop, record)) is not None:
             instance.report_runless_asset_event(observed)
+    for loop in loops.values():
+        records = loop.records(instance)
+        evaluate_again(instance, loop, records, loop.stale(records))
     return len({(key, record.iteration) for _, key, record in found}), unreadable
 
 

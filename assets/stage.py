@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-import pyarrow.parquet as pq
-from coepg_dagster.assets.about import page_link
 from coepg_dagster.assets.checks import changed, check_results, evaluate_again, results_of, with_readers
-from coepg_dagster.assets.ledger import RECORD, Loop, assert_unchanged, claim, tag_run
+from coepg_dagster.assets.ledger import Loop, assert_unchanged, claim, tag_run
 from coepg_dagster.assets.recovery import handed_over, keep_record
+from coepg_dagster.assets.shown import shown
 from coepg_dagster.resources.store import StoreResource
 from coepg_dagster.resources.training import EnginesResource, Processes
 
-from coepg_dagster.auditing.marks import VETOES
 from coepg_dagster.benchmark import SOURCE
 from coepg_dagster.experiment.models import Member, Models
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.strict import ExperimentError, fingerprint
 from coepg_dagster.experiment.training import GrounderRl, PolicyTraining, Sft
 from coepg_dagster.experiment.versions import code_version
@@ -41,12 +40,37 @@ class Resources:
 
     store: StoreResource
     engines: EnginesResource
-    processes: Mapping[str, Processes] = field(default_factory=dict)  # the step's own, then those of trainings after it
+    processes: Mapping[str, Processes] = field(default_factory=dict)  # the step's own, then those of the steps after it
 
     @property
     def own(self) -> Processes | None:
         """Where the step's own process runs; None: it starts none."""
         return next(iter(self.processes.values()), None)
+
+    def assert_fit(self, experiment: Experiment) -> None:
+        """Raises ExperimentError with all settings that this step, or one after it, could not use."""
+        models = experiment.models
+        configs = {"sft": experiment.sft, "grpo_cdrem": experiment.grpo, "regeneration": experiment.regeneration}
+        uses: list[Callable[[], object]] = [self.engines.serving, partial(self.engines.placed, models)]
+        for name, resource in self.processes.items():
+            uses += [resource.settings, partial(resource.resolve, configs[name])]
+            uses.append(partial(chosen, models.verifiers, getattr(resource, "verifiers", None)))
+        why: list[str] = []
+        for use in uses:
+            try:
+                use()
+            except ExperimentError as error:
+                why.append(str(error))
+        if why:
+            raise ExperimentError("\n".join(dict.fromkeys(why)))
+
+
+def chosen(members: dict[str, Member], names: list[str] | None) -> dict[str, Member]:
+    """The members that the Launchpad names; all if it names none. Raises ExperimentError."""
+    unknown = sorted(set(names or ()) - set(members))
+    if unknown:
+        raise ExperimentError(f"`verifiers` names {', '.join(unknown)}; the experiment has {', '.join(members)}")
+    return {name: member for name, member in members.items() if names is None or name in names}
 
 
 @dataclass
@@ -60,7 +84,6 @@ class Outcome:
     config: dict[str, Any] = field(default_factory=dict)  # as resolved
     device: str = "cpu"
     seconds: float | None = None  # of the worker; None: no worker
-    plotted: dict[str, float] | None = None  # over k, in the UI; None: all numbers among `figures`
 
 
 @dataclass
@@ -205,6 +228,8 @@ def stage_context(
     store = resources.store.store(loop.root)
     tag_run(context)
     _refuse_invalid_file(context, loop)
+    if resources.processes:
+        resources.assert_fit(loop.experiment)
     if ref.iteration is not None:
         claim(context, store.root / CLAIMS / loop.experiment.name / f"s{loop.seed}", ref.iteration)
     k = ref.iteration or 0
@@ -240,12 +265,14 @@ def materialize(
     try:
         with failing_plainly():
             return _materialize(context, resources, loop, asset, make)
-    except Exception:
+    except BaseException as error:
         if asset not in SHARED:
             from sqlalchemy.exc import SQLAlchemyError  # here: definitions alone do without SQLAlchemy
 
             store = resources.store.store(loop.root).root
-            unevaluated = (context.run.run_id, with_readers(loop, asset))
+            # an interrupt ends the run: it makes nothing any more
+            not_made = with_readers(loop, asset) if isinstance(error, Exception) else loop.made
+            unevaluated = (context.run.run_id, not_made)
             with suppress(SQLAlchemyError):  # the event log itself may be what fails; the next run evaluates them
                 records = loop.records(context.instance, store)
                 evaluate_again(context.instance, loop, records, loop.stale(records), unevaluated=unevaluated)
@@ -297,25 +324,7 @@ def _materialize(
     checks = {} if asset in SHARED else results_of(loop, work.ref, records, stale) | outcome.checks
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.version),
-        # in the order in which the UI shows it: what, how good, how long, from what, where
-        metadata={
-            **page_link(loop, work.ref),
-            **_row_count(artifact.folder, outcome.content),
-            **outcome.metadata,
-            **{
-                name: rounded(value)
-                for name, value in (
-                    *(numbers(outcome.figures) if outcome.plotted is None else outcome.plotted).items(),
-                    ("seconds", seconds),
-                    *([("worker_seconds", outcome.seconds)] if outcome.seconds is not None else []),
-                )
-            },
-            "inputs": _inputs_table(record),
-            **_overrides(resources, asset),
-            **({"place": dg.MetadataValue.json(record.place)} if record.place else {}),
-            "folder": record.folder,  # below the store, which may be moved
-            RECORD: dg.MetadataValue.json(record.model_dump(mode="json")),
-        },
+        metadata=shown(loop, work.store.root, record, outcome.metadata, outcome.seconds, _overrides(resources, asset)),
         check_results=check_results(asset, checks),
     )
 
@@ -325,17 +334,10 @@ def taken_from(loop: Loop, asset: Asset) -> str | None:
     return loop.parent.name if loop.parent is not None and asset in loop.experiment.taken else None
 
 
-def _row_count(folder: Path, content: list[str]) -> dict[str, int]:
-    """Dagster's row count, for artifacts whose first file is a table."""
-    table = folder / content[0]
-    return {"dagster/row_count": pq.read_metadata(table).num_rows} if table.suffix == ".parquet" else {}
-
-
-def _overrides(resources: Resources, asset: Asset) -> dict[str, dg.MetadataValue[Any]]:
+def _overrides(resources: Resources, asset: Asset) -> dict[str, Any]:
     """The settings of the experiment file that the Launchpad replaced in this run."""
     # where the grounder learns by GRPO its settings are its own: those of the resource are the planner's
-    overrides = resources.own.overrides() if resources.own is not None and asset != "grounder_rl" else {}
-    return {"overrides": dg.MetadataValue.json(overrides)} if overrides else {}
+    return resources.own.overrides() if resources.own is not None and asset != "grounder_rl" else {}
 
 
 def _place(resources: Resources) -> dict[str, Any]:
@@ -348,36 +350,3 @@ def _place(resources: Resources) -> dict[str, Any]:
         "vllm": engines.serving().model_dump(mode="json"),
         "endpoints": engines.endpoints,
     }
-
-
-def rounded(value: float) -> float:
-    """A number as people read it: two decimals, or as many as show four digits. The record has all digits."""
-    if isinstance(value, int) or not math.isfinite(value) or value == 0:
-        return value
-    return round(value, max(2, 3 - math.floor(math.log10(abs(value)))))
-
-
-def numbers(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers in nested figures, under names like `test_seed/step_sr`, for Dagster's plots."""
-    flat: dict[str, float] = {}
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            flat |= numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def _inputs_table(record: Record) -> dg.TableMetadataValue:
-    rows: list[tuple[str, str, int | None, str]] = [
-        (used.asset, used.data_version, used.iteration, used.run_id[:8]) for used in record.inputs
-    ]
-    if read := record.figures.get(VETOES):
-        rows.append((VETOES, read["version"], record.iteration, ""))
-    return dg.MetadataValue.table(
-        [
-            dg.TableRecord({"asset": asset, "partition": str(iteration), "version": version, "run": run})
-            for asset, version, iteration, run in rows
-        ],
-        dg.TableSchema([dg.TableColumn(name) for name in ("asset", "partition", "version", "run")]),
-    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 
-from coepg_dagster.assets.automation import alert, automated
+from coepg_dagster.assets.automation import alert, automated, checks_of_ended_runs
 from coepg_dagster.assets.build import left_out, loop_assets, shared_assets
 from coepg_dagster.assets.internals import claim_slots_in_one_statement
 from coepg_dagster.assets.ledger import Loop
@@ -72,7 +72,10 @@ def build(
     loops = [Loop(one, seed, project.root) for one in (*files.values(), *last) for seed in project.seeds_in_use(one)]
     found = dg.Definitions.merge(
         artifacts(loops, makers, resources),
-        dg.Definitions([left_out(name, why) for name, why in files.left_out.items()], sensors=[alert(seconds)]),
+        dg.Definitions(
+            [left_out(name, why) for name, why in files.left_out.items()],
+            sensors=[alert(seconds), *checks_of_ended_runs(loops, seconds)],
+        ),
     )
     return automated(found, loops, nightly, weekly, seconds)
 

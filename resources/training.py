@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import dagster as dg
 from coepg_dagster.resources import ray_worker, worker
 from coepg_dagster.resources.launcher import job_environment, run_process
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model
+from pydantic.fields import FieldInfo
 
 from coepg_dagster.experiment.models import Models, Serving
 from coepg_dagster.experiment.schema import Regeneration
@@ -28,7 +29,6 @@ from coepg_dagster.planning.machine import (
     ProcessSettings,
     TrainingSettings,
     place_models,
-    refuse_training_settings,
 )
 
 Config = TypeVar("Config", bound=Strict)
@@ -36,17 +36,25 @@ AS_WRITTEN: Final = "Empty: as in the experiment file."
 
 
 def _resource(config: type[Strict]) -> Any:
-    """A resource with the fields of `config`."""
-    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in config.model_fields.items()}
+    """A resource with the fields of `config`, without its limits: `settings` asks these, and says plainly what is wrong."""
+    fields: dict[str, Any] = {name: _without_limits(field) for name, field in config.model_fields.items()}
     return create_model(config.__name__, __base__=dg.ConfigurableResource, **fields)
+
+
+def _without_limits(field: FieldInfo) -> tuple[Any, Any]:
+    return field.annotation, Field(field.default, description=field.description)
 
 
 class Processes(_resource(ProcessSettings)):  # type: ignore[misc]
     """Where the heavy steps run."""
 
     def settings(self) -> ProcessSettings:
-        """Where they run, as in a machine's profile."""
-        return ProcessSettings(**{name: getattr(self, name) for name in ProcessSettings.model_fields})
+        """Where they run, as in a machine's profile. Raises ExperimentError."""
+        return self._checked(ProcessSettings)
+
+    def _checked(self, kind: type[Config]) -> Config:
+        given = {name: getattr(self, name) for name in kind.model_fields}
+        return checked(kind, given, f"resource {type(self).__name__.removesuffix('Resource')}")
 
     def placement(self, kind: type[Job]) -> dict[str, Any]:
         """The fields of a job of `kind` that say where it runs; they do not change its result."""
@@ -81,13 +89,8 @@ class Processes(_resource(ProcessSettings)):  # type: ignore[misc]
 class Training(_resource(TrainingSettings), Processes):  # type: ignore[misc]
     """Training in one process, or through `accelerate launch` in several of one machine."""
 
-    @model_validator(mode="after")
-    def _can_be(self) -> Self:
-        refuse_training_settings(self)
-        return self
-
     def settings(self) -> TrainingSettings:
-        return TrainingSettings(**{name: getattr(self, name) for name in TrainingSettings.model_fields})
+        return self._checked(TrainingSettings)
 
     def placement(self, kind: type[Job]) -> dict[str, Any]:
         trains = issubclass(kind, TrainingJob)
@@ -141,7 +144,7 @@ _OF_VLLM: Final = ("python", "memory", "context", "arguments")
 def _engines() -> Any:
     """A resource with a field for each setting of `Serving`."""
     fields: dict[str, Any] = {
-        _engine_field(name): (field.annotation, field) for name, field in Serving.model_fields.items()
+        _engine_field(name): _without_limits(field) for name, field in Serving.model_fields.items()
     }
     return create_model("Engines", __base__=dg.ConfigurableResource, **fields)
 

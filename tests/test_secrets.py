@@ -85,14 +85,15 @@ def test_a_machine_profile_with_a_key_is_refused_without_repeating_it(tmp_path: 
 
 
 def test_the_launchpad_refuses_a_key_without_repeating_it() -> None:
-    from coepg_dagster.resources.training import EnginesResource
+    from coepg_dagster.resources.training import EnginesResource, SftResource
 
-    for given in (
-        EnginesResource(vllm_arguments=["--api-key", KEY]),
-        EnginesResource(rollout_server=f"http://u:{KEY}@host"),
+    for use in (
+        EnginesResource(vllm_arguments=["--api-key", KEY]).serving,
+        EnginesResource(rollout_server=f"http://u:{KEY}@host").serving,
+        SftResource(ray_address=f"ray://user:{KEY}@127.0.0.1:10001").settings,
     ):
         with pytest.raises(ExperimentError) as refused:
-            given.serving()
+            use()
         assert "PLANTED" not in str(refused.value)
     with pytest.raises(ValidationError):
         Serving(arguments=["--api-key", KEY])

@@ -94,7 +94,11 @@ class TrainingSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:
-        refuse_training_settings(self)
+        if self.launcher == "ray" and (self.training_processes > 1 or self.strategy != "ddp"):
+            raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
+        for name in self.tracking:
+            if name not in get_args(Tracker):
+                raise ValueError(f"{name!r} is no tracker: choose from {', '.join(get_args(Tracker))}")
         return self
 
     @property
@@ -107,18 +111,6 @@ class TrainingSettings(ProcessSettings):
             on_anomaly=self.on_anomaly,
             tracking=[tracker for tracker in get_args(Tracker) if tracker in self.tracking],
         )
-
-
-def refuse_training_settings(settings: Any) -> None:
-    """Raises ValueError for training on Ray in several processes, and for a name that is no tracker.
-
-    `settings` has the fields of TrainingSettings: the Dagster resource, which takes over its fields alone, asks here too.
-    """
-    if settings.launcher == "ray" and (settings.training_processes > 1 or settings.strategy != "ddp"):
-        raise ValueError("on Ray a job trains in one process: leave out `training_processes` and `strategy`")
-    for name in settings.tracking:
-        if name not in get_args(Tracker):
-            raise ValueError(f"{name!r} is no tracker: choose from {', '.join(get_args(Tracker))}")
 
 
 class EndpointSettings(Strict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
+import pytest
 from coepg_dagster.assets.checks import CHECKS, check_specs, with_limits
 from coepg_dagster.assets.evolve import evolve_through
 from coepg_dagster.assets.loop import dataset as real_dataset
@@ -143,6 +144,38 @@ def test_checks_that_a_killed_run_never_evaluated_are_evaluated_on_resume(light:
     evolve_through(light.defs, light.instance, light.loop, 0, Console(quiet=True))
     for asset in ("dataset", "evaluation"):
         assert set(shown(light, asset)["0"].values()) == newest(light, asset) == {"SUCCEEDED"}
+
+
+@pytest.mark.parametrize("ends", ["cancel", "failure"])
+def test_a_run_that_ends_before_its_first_step_leaves_the_checks_as_they_are(light: InProcess, ends: str) -> None:
+    light.make(0)
+    plant(light.project, "check", "light/s1", Ref("dataset", 0))
+    light.run(0, "dataset")
+    before = {asset: (shown(light, asset), newest(light, asset)) for asset in ("dataset", "evaluation")}
+    assert before["dataset"][1] >= {"FAILED"}
+    keys = {light.loop.key(asset) for asset in before}
+    job = light.defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=keys)
+    run = light.instance.create_run_for_job(job, asset_selection=keys, tags={"dagster/partition": "1"})
+    assert newest(light, "dataset") == {"PLANNED"}
+    (light.instance.report_run_canceled if ends == "cancel" else light.instance.report_run_failed)(run)
+    last = light.instance.all_logs(run.run_id)[-1].dagster_event
+    ended = light.instance.get_run_by_id(run.run_id)
+    assert last is not None and ended is not None and ended.is_finished
+    sensor = light.defs.get_repository_def().get_sensor_def(f"checks_after_{ends}")
+    sensor(dg.build_run_status_sensor_context(sensor.name, last, light.instance, ended))
+    for asset in before:
+        assert (shown(light, asset)["0"], newest(light, asset)) == (before[asset][0]["0"], before[asset][1])
+
+
+def test_a_cancelled_step_leaves_the_checks_as_they_are(light: InProcess) -> None:
+    def cancelled(work: StageContext) -> Outcome:
+        raise dg.DagsterExecutionInterruptedError
+
+    light.make(0)
+    light.settings["makers"] = LIGHT_MAKERS | {"candidate_plans": cancelled}
+    assert not light.run(1).success
+    for asset in LOOP:
+        assert newest(light, asset) == {"SUCCEEDED"}, asset
 
 
 def test_the_reason_of_a_failed_check_is_told_and_those_behind_it_are_not_failed(light: InProcess) -> None:

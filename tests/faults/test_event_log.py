@@ -6,9 +6,12 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets.checks import check_specs
+from coepg_dagster.assets.internals import latest_checks
 from coepg_dagster.assets.ledger import Loop, archive, assert_sound, open_instance
 from coepg_dagster.assets.recovery import RECORDS
 
@@ -73,6 +76,32 @@ def test_a_lost_event_log_is_made_again_with_every_version(project: Project) -> 
     with open_instance(project) as instance:  # what iteration 0 handed over to iteration 1, in Dagster's graph
         twin = InProcess(project, instance).loop.twin("dataset")
         assert instance.get_latest_data_version_record(twin, True, "1") is not None
+
+
+def in_the_ui(project: Project) -> tuple[dict[str, Any], dict[str, bool]]:
+    """What the UI shows of iteration 0: the metadata of each artifact, and whether each check passed."""
+    with open_instance(project) as instance:
+        loop, metadata, passed = InProcess(project, instance).loop, dict[str, Any](), dict[str, bool]()
+        for asset in (*loop.shared, *loop.made):
+            event = instance.get_latest_materialization_event(loop.key(asset))
+            assert event is not None and event.asset_materialization is not None
+            metadata[asset] = event.asset_materialization.metadata
+        keys = [spec.key for asset in loop.made for spec in check_specs(loop, asset)]
+        for key, check in latest_checks(instance, keys, "0").items():
+            assert check.evaluation is not None
+            passed[key.to_user_string()] = check.evaluation.passed
+        return metadata, passed
+
+
+def test_the_ui_shows_what_it_did_before(project: Project) -> None:
+    plant(project, "check", "light/s1", Ref("dataset", 0))
+    with open_instance(project) as instance:
+        InProcess(project, instance).run(0, "dataset")
+    before = in_the_ui(project)
+    assert {"page", "purity", "inputs"} <= before[0]["data_quality"].keys() and False in before[1].values()
+    shutil.move(project.dagster_home, project.root / "old")
+    assert tell(project.root, "recover")[0] == 0
+    assert in_the_ui(project) == before
 
 
 def test_what_the_event_log_knows_stays(project: Project) -> None:

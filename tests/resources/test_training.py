@@ -21,7 +21,7 @@ from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import SftJob
 from tests.assets.conftest import InProcess
-from tests.assets.light import LIGHT_MAKERS
+from tests.assets.light import LIGHT_MAKERS, steps_log
 
 
 def test_what_is_left_empty_is_as_in_the_experiment_file() -> None:
@@ -36,7 +36,7 @@ def test_what_is_left_empty_is_as_in_the_experiment_file() -> None:
 def test_a_replaced_field_is_checked_like_the_file() -> None:
     assert GrpoCdremResource(max_steps=3, kl_beta=0.0).resolve(Grpo()) == Grpo(max_steps=3, kl_beta=0.0)
     assert SftResource(epochs=0.5).resolve(Sft()).epochs == 0.5
-    with pytest.raises(ExperimentError, match=r"resource of Regeneration: .*goes with `rule: k_of_n`"):
+    with pytest.raises(ExperimentError, match=r"resource of Regeneration: .*`rule: k_of_n` needs `k`"):
         RegenerationResource(k=2).resolve(Regeneration())
     with pytest.raises(ExperimentError, match="micro_batch_size 5 does not divide"):
         GrpoCdremResource(micro_batch_size=5).resolve(Grpo())
@@ -132,3 +132,35 @@ def test_a_run_refuses_sft_where_grpo_could_not_follow(light: InProcess) -> None
     assert "cannot be shared by 8 processes" in why and "`training_processes: 7` of grpo_cdrem" in why
     config = {"resources": {"grpo_cdrem": {"config": {"device": "cpu", "strategy": "zero2"}}}}
     assert "strategy zero2 needs GPUs" in light.why(light.run(0, "planner_sft", config=config))
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "why"),
+    [
+        ("sft", {"epochs": -1}, "resource of Sft: key `epochs`"),
+        ("grpo_cdrem", {"verifiers": ["verifier_x"]}, "`verifiers` names verifier_x; the experiment has verifier_a"),
+        ("grpo_cdrem", {"micro_batch_size": 5}, "micro_batch_size 5 does not divide"),
+        ("grpo_cdrem", {"tracking": ["paper"]}, "'paper' is no tracker"),
+        (
+            "regeneration",
+            {"rule": "majorty"},
+            "resource of Regeneration: key `rule`: Input should be 'any', 'majority'",
+        ),
+        ("regeneration", {"verifiers": ["verifier_x"]}, "`verifiers` names verifier_x"),
+        (
+            "regeneration",
+            {"processes": 0},
+            "resource Regeneration: key `processes`: Input should be greater than or equal to 1",
+        ),
+        ("engines", {"vllm_memory": 2.0}, "key `memory`: Input should be less than or equal to 1"),
+        ("engines", {"endpoints": {"verifier_a": {"in_flight": 1}}}, "endpoints: verifier_a is loaded, not asked"),
+    ],
+)
+def test_the_first_step_refuses_what_a_later_one_could_not_use(
+    light: InProcess, section: str, settings: dict[str, Any], why: str
+) -> None:
+    assert light.run(None).success
+    result = light.run(0, config={"resources": {section: {"config": settings}}})
+    failed = [event for event in result.all_events if event.is_step_failure]
+    assert not result.success and steps_log(light.project)[-1]["k"] is None, "nothing of the iteration was made"
+    assert why in light.why(result) and "Traceback" not in str(failed[0].step_failure_data)
