@@ -132,7 +132,7 @@ def other_model(endpoint: Endpoint) -> None:
     endpoint.server.reports = {"root": "another/model"}
 
 
-LOST = r"verifier far: \d of 4 plans got no answer: .*what was finished before is kept"
+LOST = r"verifier far: \d of 4 plans got no answer: .*what was finished is kept"
 
 
 @pytest.mark.parametrize(

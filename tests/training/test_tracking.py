@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from coepg_dagster.resources.training import GrpoCdremResource, SftResource
-from pydantic import ValidationError
 
 from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import Placement, SftJob, TrainingJob, parse_job
 from coepg_dagster.progress import Ended
@@ -82,8 +82,8 @@ def test_the_setting_is_where_a_job_runs_and_holds_no_secret(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "not-to-be-seen")
     assert resource().placement(SftJob)["placement"].tracking == []
-    with pytest.raises(ValidationError, match="'wandbb' is no tracker: choose from tensorboard, wandb"):
-        resource(tracking=["wandbb"])
+    with pytest.raises(ExperimentError, match="'wandbb' is no tracker: choose from tensorboard, wandb"):
+        resource(tracking=["wandbb"]).settings()
     placed = resource(tracking=["wandb", "mlflow"])
     assert placed.overrides() == {}  # nothing that decides a result
     job = sft_job(tmp_path / "out", data, "planner", "init", CONFIG, **placed.placement(SftJob))
