@@ -419,7 +419,7 @@ def checks_of_ended_runs(loops: Sequence[Loop], seconds: int) -> list[dg.SensorD
         dg.run_status_sensor(
             status,
             name=name,
-            minimum_interval_seconds=seconds,
+            minimum_interval_seconds=2 * seconds,  # each look is four lines in the daemon's log
             default_status=dg.DefaultSensorStatus.RUNNING,
             description="Shows the results of checks again that a run which ended early was to evaluate.",
         )(evaluate)
