@@ -24,7 +24,8 @@ MAX_PIXELS: Final = 50_000_000
 MAX_SCANS: Final = 100
 """Scans of a progressive JPEG, which usually has ten. Each costs time for all pixels, and may take a few bytes of the file."""
 _SCAN: Final = b"\xff\xda"
-_POINTER: Final = b"version https://git-lfs"
+LFS_POINTER: Final = b"version https://git-lfs"
+"""How the file begins that git-lfs leaves in place of another one."""
 _DAMAGED: Final = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(AssertionError, RuntimeError, struct.error, zlib.error),
@@ -74,7 +75,7 @@ def picture(encoded: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise TooManyPixels(str(error)) from error
     except UnidentifiedImageError as error:  # its text holds an address in memory
-        if encoded.startswith(_POINTER):
+        if encoded.startswith(LFS_POINTER):
             raise BadPicture("a git-lfs pointer in place of the picture: run `git lfs pull`") from error
         why = f"no PNG, JPEG or WebP, or a damaged one (it begins with {encoded[:8]!r}): save it as one of these"
         raise BadPicture(why) from error

@@ -86,9 +86,8 @@ class Case:
     group: str = ""  # ScreenSpot's "mobile_text" and so on
     step_index: int | None = None
     episode_steps: int | None = None  # how many steps the task has in the source
-    lacks: str = field(
-        default="", compare=False
-    )  # NO_PREDICTION, or which part cannot be read; a file's result counts both
+    # NO_PREDICTION, or which part cannot be read; a file's result counts both
+    lacks: str = field(default="", compare=False)
     padding: bool = False  # stands for a step that the source lost: always 0 / 0 / 0
     facts: Mapping[str, Any] = field(default_factory=dict)  # further input of single protocols, see their docstrings
 
@@ -140,6 +139,11 @@ class Protocol:
     @property
     def description(self) -> str:
         return f"element: {self.element}; text: {self.text}; counted: {self.denominator}"
+
+
+def more_than_few(n: int, of: int) -> bool:
+    """Whether `n` of the `of` rows of a file, more than two and more than 1 %, are odd: then the file is, and not single rows."""
+    return n > max(2, of // 100)
 
 
 def skipped(reason: str) -> Verdict:

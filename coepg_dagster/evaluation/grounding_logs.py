@@ -30,6 +30,7 @@ from coepg_dagster.evaluation.case import (
     Rows,
     ScoringError,
     Unread,
+    more_than_few,
     point_of,
 )
 from coepg_dagster.evaluation.exclusions import ITEM_ID, QUESTION, question
@@ -60,8 +61,6 @@ _THOUSAND: Final = 1000.0
 _CLOSE: Final = 1e-6
 """Of a coordinate, relative to the screen: what products of floats differ by."""
 _HALF_PIXEL: Final = 0.5
-_FEW: Final = 2
-"""Boxes out of order that cost their rows alone, or 1 % of them; more say that the file has another layout."""
 _LONGEST_ANSWER: Final = 100_000
 """Characters of a raw answer that are searched for a point."""
 _REMEDY: Final = (
@@ -193,7 +192,7 @@ class _Log:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
         if self.labels is not None:
             yield from self._unanswered(seen)
-        if self.disorder is not None and self.disordered > max(_FEW, len(seen) // 100):
+        if self.disorder is not None and more_than_few(self.disordered, len(seen)):
             # the others are then in order by chance
             raise self.disorder
         self.readings.check(str(self.path), _REMEDY)

@@ -27,6 +27,7 @@ from coepg_dagster.evaluation.case import (
     ScoringError,
     Unread,
     Verdict,
+    more_than_few,
 )
 from coepg_dagster.evaluation.statistics import Floats, Ints, Sampled, interval, sampled_averages
 
@@ -210,7 +211,7 @@ def _judged(
         for row, verdict in pairs:
             yield row, None if verdict is None else next(verdicts)
     for action, n in unjudged.items():
-        if action not in judged and n > max(2, rows // 100):
+        if action not in judged and more_than_few(n, rows):
             lost = first[action]
             raise ScoringError(f"{lost.where}: {lost.detail}; none of {n} rows of the action {action!r} can be judged")
 

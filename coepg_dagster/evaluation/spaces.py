@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coepg_dagster.evaluation.android_control import within_14_percent
-from coepg_dagster.evaluation.case import Case, ScoringError
+from coepg_dagster.evaluation.case import Case, ScoringError, more_than_few
 from coepg_dagster.evaluation.metrics import BoxTuple, Point, inside_any
 from coepg_dagster.geometry import Space
 
@@ -116,7 +116,7 @@ class Readings:
         """
         for n, place in ((self._raw_beyond, "beyond 1000"), (self._raw_parts, "in 0..1")):
             # a few of many are the model's fault
-            if n and (n == self._raw or n > max(self._raw // 100, 2)):
+            if n and (n == self._raw or more_than_few(n, self._raw)):
                 raise ScoringError(
                     f"{where}: the raw answers count, which are read as 0..1000, but {n} of {self._raw} are {place}; {remedy}"
                 )

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from coepg_dagster.inference.architecture import UnknownModel, read
+from coepg_dagster.pictures import LFS_POINTER
 from coepg_dagster.progress import Ended
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,7 +55,6 @@ FOREIGN: Final[Mapping[str, str]] = {
 """Keys of the files that describe a checkpoint → why it is refused."""
 MAX_DESCRIPTION: Final = 1 << 28
 """Bytes of a file that describes a checkpoint; the largest tokenizers have about 20 MB."""
-POINTER: Final = b"version https://git-lfs"
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 
 
@@ -226,7 +226,7 @@ def _foreign(file: Path) -> str | None:
 
 def _is_pointer(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(len(POINTER)) == POINTER
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _pointer(file: Path) -> str:

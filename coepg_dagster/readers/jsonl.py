@@ -125,13 +125,13 @@ def not_pixels(path: Path, outside: int = 0) -> str | None:
     Args:
         outside: how many of its rows have a box that leaves the image.
     """
-    for field in ("boxes", "point"):
-        if (most := max(_coordinates(path, field), default=None)) is not None and most <= 1:
-            what = "boxes" if field == "boxes" else "points"
+    largest = _largest(path)
+    for what, found in largest.items():
+        if found and max(found) <= 1:
             return (
                 f"{path}: all {what} lie in 0..1: the format has pixels of the image; multiply by its width and height"
             )
-    boxes = list(_coordinates(path, "boxes"))
+    boxes = largest["boxes"]
     if outside >= max(MANY_OUTSIDE, len(boxes) / 20) and max(boxes, default=0) <= THOUSAND:
         return (
             f"{path}: {outside} rows have boxes that leave their images, and no coordinate exceeds {THOUSAND}: the format has "
@@ -149,7 +149,7 @@ def may_be_thousandths(path: Path, smallest_side: float) -> str | None:
     Args:
         smallest_side: of all images; infinite where none was read.
     """
-    largest = list(_coordinates(path, "boxes"))
+    largest = _largest(path)["boxes"]
     if not THOUSAND < smallest_side < math.inf or len(largest) < MANY_OUTSIDE or max(largest) > THOUSAND:
         return None
     return (
@@ -158,18 +158,23 @@ def may_be_thousandths(path: Path, smallest_side: float) -> str | None:
     )
 
 
-def _coordinates(path: Path, field: str) -> Iterator[float]:
-    """The largest coordinate of each box or point in a file; lines that cannot be read are passed over, as rows report them."""
-    try:
-        with path.open("rb") as file:
-            for _, line in jsonlines.lines(file):
-                with suppress(jsonlines.NotJson, RejectedRow):
-                    data = jsonlines.parse(line)
-                    given = data.get(field) if isinstance(data, dict) else None
-                    for box in given if field == "boxes" and isinstance(given, list) else [given]:
-                        yield max(numbers(box, 4 if field == "boxes" else 2, field))
-    except OSError:  # the import of the file says so
-        return
+def _largest(path: Path) -> dict[str, list[float]]:
+    """The largest coordinate of each of the "boxes" and "points" in a file.
+
+    What cannot be read is passed over, as rows report it.
+    """
+    boxes, points = list[float](), list[float]()
+    with suppress(OSError), path.open("rb") as file:  # the import of the file says so
+        for _, line in jsonlines.lines(file):
+            with suppress(jsonlines.NotJson):
+                if isinstance(data := jsonlines.parse(line), dict):
+                    given = data.get("boxes")
+                    with suppress(RejectedRow):
+                        for box in given if isinstance(given, list) else ():
+                            boxes.append(max(numbers(box, 4, "boxes")))
+                    with suppress(RejectedRow):
+                        points.append(max(numbers(data.get("point"), 2, "point")))
+    return {"boxes": boxes, "points": points}
 
 
 def _box(entry: object) -> BoxTuple:

@@ -34,9 +34,8 @@ READER_SCHEMA: Final = pa.schema(
 REJECT_SCHEMA: Final = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),
-        pa.field(
-            "row", pa.string(), nullable=False
-        ),  # as the format counts: row, record or record/step, from 0; line, from 1
+        # as the format counts: row, record or record/step, from 0; line, from 1
+        pa.field("row", pa.string(), nullable=False),
         pa.field("reason", pa.string(), nullable=False),  # one of REASONS
         pa.field("detail", pa.string(), nullable=False),
         pa.field("split", pa.string()),  # null: not known, the row failed earlier
