@@ -7,21 +7,23 @@ they are made in this process.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
 from coepg_dagster.assets.automation import Todo, next_todo, run_tags, why_failed
 from coepg_dagster.assets.checks import evaluate_again
-from coepg_dagster.assets.internals import QUEUE_DAEMON, create_run, execute, submit
+from coepg_dagster.assets.internals import QUEUE_DAEMON, Handler, create_run, execute, submit, wrapped_handlers
 from coepg_dagster.assets.ledger import (
     EVOLVE_TAG,
     IN_PROCESS,
@@ -239,14 +241,16 @@ def _await(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 
 class Interrupts:
-    """Handles Ctrl-C and SIGTERM while open: the first one raises KeyboardInterrupt, later ones are ignored.
+    """Handles Ctrl-C and SIGTERM while open: the first one raises; while the cleanup after it may last, others are ignored.
 
-    Dagster replaces both handlers during a run and does not report which signal came; the wakeup file descriptor does.
+    The handlers that Dagster sets during a run raise at every signal and do not report which one came. So each of them is
+    wrapped, and the numbers are read from the wakeup file descriptor.
     """
 
     def __init__(self) -> None:
         self._numbers = b""
         self._main = threading.current_thread() is threading.main_thread()
+        self._deaf_until = -math.inf  # by time.monotonic()
 
     @property
     def first(self) -> signal.Signals | None:
@@ -258,14 +262,17 @@ class Interrupts:
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
+        self._wrapped = contextlib.ExitStack()
         if self._main:
             self._handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
             self._fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            self._wrapped.enter_context(wrapped_handlers(self._once))
             for number, _ in self._handlers:
-                signal.signal(number, self._interrupt)
+                signal.signal(number, self._once(_interrupt))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._wrapped.close()
         if self._main:
             for number, handler in self._handlers:  # after a signal the process ends; later ones must not disturb that
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
@@ -273,15 +280,36 @@ class Interrupts:
         self._receiver.close()
         self._sender.close()
 
-    def _interrupt(self, *_: object) -> None:
-        self._read()
-        if len(self._numbers) == 1:
-            raise KeyboardInterrupt
+    def _once(self, handler: Handler) -> Handler:
+        """`handler`, wrapped; what is no function, or is wrapped already, stays as it is."""
+        return handler if not callable(handler) or isinstance(handler, _Once) else _Once(handler, self)
+
+    def call(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
+        """Calls a handler, unless one raised in the last `ENDS_SECONDS`: what it raised may have been swallowed."""
+        if time.monotonic() >= self._deaf_until:
+            try:
+                handler(number, frame)
+            except BaseException:
+                self._deaf_until = time.monotonic() + ENDS_SECONDS
+                raise
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
             received = self._receiver.recv(1 << 10)
             self._numbers += bytes(number for number in received if number in (signal.SIGINT, signal.SIGTERM))
+
+
+@dataclass(frozen=True)
+class _Once:
+    handler: Callable[[int, FrameType | None], object]
+    interrupts: Interrupts
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts.call(self.handler, number, frame)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def end_cancelled_run(instance: dg.DagsterInstance, run_id: str) -> None:

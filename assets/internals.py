@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import dagster as dg
@@ -40,6 +41,7 @@ from dagster._core.storage.asset_check_execution_record import (
     AssetCheckExecutionRecordStatus,
 )
 from dagster._core.workspace.load import location_origin_from_module_name
+from dagster._utils import interrupts
 
 if TYPE_CHECKING:
     from dagster._core.workspace.context import WorkspaceProcessContext
@@ -200,6 +202,28 @@ def _interruptible(events: Iterator[dg.DagsterEvent]) -> Iterator[dg.DagsterEven
             if event is None:
                 return
             yield event
+
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` takes and `signal.getsignal` returns."""
+
+
+@contextmanager
+def wrapped_handlers(wrap: Callable[[Handler], Handler]) -> Iterator[None]:
+    """While open, `wrap` replaces each handler that Dagster sets for SIGINT and SIGTERM.
+
+    Dagster's handlers raise at every signal, so that a second Ctrl-C breaks the cleanup after the first.
+    """
+    replace = interrupts._replace_interrupt_signal
+
+    def replace_wrapped(new_signal_handler: Any) -> None:
+        replace(wrap(new_signal_handler))
+
+    interrupts._replace_interrupt_signal = replace_wrapped
+    try:
+        yield
+    finally:
+        interrupts._replace_interrupt_signal = replace
 
 
 @dg.executor(name="in_this_process")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets import evolve as evolve_module
 from coepg_dagster.assets.automation import REGENERATION
-from coepg_dagster.assets.evolve import Bars, Lines, RunFailed, Wanted, evolve_through, place_of
+from coepg_dagster.assets.evolve import Bars, Interrupts, Lines, RunFailed, Wanted, evolve_through, place_of
 from coepg_dagster.assets.ledger import EVOLVE_TAG, EXPERIMENT_TAG, IN_PROCESS, ITERATION_TAG
 from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.remote_origin import RemoteRepositoryOrigin
@@ -25,6 +30,61 @@ from tests.assets.light import light_project, plant
 from tests.project import REPOSITORY
 
 QUIET = Console(quiet=True)
+
+
+@pytest.mark.parametrize("later", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
+@pytest.mark.parametrize("depth", range(4))
+def test_only_the_first_signal_raises_whatever_dagster_sets(depth: int, later: list[signal.Signals]) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    undisturbed = 0
+
+    def within(levels: int) -> None:
+        """A step of Dagster's in a step of Dagster's, each with its cleanup."""
+        nonlocal undisturbed
+        with dg.raise_execution_interrupts() if levels else contextlib.nullcontext():
+            try:
+                if levels:
+                    within(levels - 1)
+                for number in (signal.SIGTERM, *later):  # all at once, as they come after a long call
+                    os.kill(os.getpid(), number)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+                raise AssertionError("no signal came")
+            finally:
+                for number in later:
+                    signal.raise_signal(number)
+                undisturbed += 1
+
+    try:
+        with Interrupts() as interrupts:
+            for _ in range(50):  # as many events as a run has
+                with dg.raise_execution_interrupts():
+                    pass
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            with pytest.raises((KeyboardInterrupt, dg.DagsterExecutionInterruptedError)):
+                within(depth)
+            assert interrupts.first in (signal.SIGINT, signal.SIGTERM)
+        assert undisturbed == depth + 1
+        for number in later:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_swallowed_interrupt_does_not_make_a_run_deaf_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(evolve_module, "ENDS_SECONDS", 0.2)
+    try:
+        with Interrupts(), dg.raise_execution_interrupts():
+            with contextlib.suppress(dg.DagsterExecutionInterruptedError):  # as in a destructor
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.25)
+            with pytest.raises(dg.DagsterExecutionInterruptedError):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
 
 
 def versions(light: InProcess) -> dict[str, str]:

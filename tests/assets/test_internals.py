@@ -49,6 +49,7 @@ USED: dict[str, tuple[Any, list[str]]] = {
     "cancel it": (dg.QueuedRunCoordinator.cancel_run, ["self", "run_id"]),
     "execute it": (internals.execute_run, ["job", "dagster_run", "instance"]),
     "execute steps": (internals.InProcessExecutor.execute, ["self", "plan_context", "execution_plan"]),
+    "handle signals": (internals.interrupts._replace_interrupt_signal, ["new_signal_handler"]),
     "checks": (EventLogStorage.get_latest_asset_check_execution_by_key, ["self", "check_keys", "partition_filter"]),
     "of a partition": (internals.PartitionKeyFilter, ["key"]),
     "target": (internals.AssetCheckEvaluationTargetMaterializationData, ["storage_id", "run_id", "timestamp"]),
