@@ -14,6 +14,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from coepg_dagster.experiment.training import Sft
 from coepg_dagster.inference.architecture import Architecture, flops
 from coepg_dagster.jobs import Placement, SftJob
 from coepg_dagster.processes import end_with_parent
-from coepg_dagster.training import sft
+from coepg_dagster.training import common, sft
 from coepg_dagster.training.launch import is_main, is_rank, see_one_gpu
 
 
@@ -236,9 +237,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     changed: dict[str, Any] = {"load_for_training": model_of, "save_trained": lambda *_, **__: {}}
     if options.attention == "sdpa":
-        changed |= {"fast_vision": lambda *_: False, "expect_right_padding": lambda model: None}
+        changed |= {"expect_right_padding": lambda model: None}
     with (
         patch.multiple(sft, **changed),
+        patch.object(common, "fast_vision", lambda *_: False) if options.attention == "sdpa" else nullcontext(),
         patch.multiple(SFTTrainer, __init__=timed_init, training_step=timed_step),
     ):
         job = SftJob(

@@ -11,10 +11,11 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coepg_dagster.experiment.training import PolicyTraining, Sft
+from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.transformers_engine import Dtype
-from coepg_dagster.jobs import TrainingJob
+from coepg_dagster.jobs import GrounderRlJob, GrpoJob, SftJob, TrainingJob
 from coepg_dagster.progress import Report
-from coepg_dagster.training.speed import load_with_attention
+from coepg_dagster.training.speed import half_activations, load_with_attention, vision_to_bfloat16
 
 
 class ReportProgress(TrainerCallback):  # type: ignore[misc]
@@ -69,6 +70,20 @@ def device_settings(job: TrainingJob) -> dict[str, Any]:
         # else each process would keep the gradients of the whole model between the passes of an optimizer step
         settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return settings
+
+
+def make_fast(model: Any, job: SftJob | GrpoJob | GrounderRlJob) -> None:
+    """Sets the kernels and types with which a model is trained on a GPU; both trainings have these, see `training.speed`."""
+    config = job.config
+    if not job.on_gpu:
+        return
+    if config.attention == "sdpa":
+        fast_vision(model, job.device)
+    if job.models.dtype == "bfloat16":
+        half_activations(model)
+        # sharded parameters of one unit have one type; else TRL's reference gets the type of the first weights, the tower's
+        if config.freeze_vision and not job.placement.sharded:
+            vision_to_bfloat16(model)
 
 
 def keep_float32_sums(trainer: Any) -> None:

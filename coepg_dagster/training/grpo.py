@@ -28,7 +28,7 @@ from coepg_dagster.inference.engine import Engine
 from coepg_dagster.inference.opening import opened
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
-from coepg_dagster.inference.visual import Screenshots, Tower, process_store
+from coepg_dagster.inference.visual import Screenshots, Tower, VisualStore, process_store
 from coepg_dagster.jobs import GrounderRlJob, GrpoJob
 from coepg_dagster.progress import Ended, Report
 from coepg_dagster.provenance import Agent
@@ -41,6 +41,7 @@ from coepg_dagster.training.common import (
     device_settings,
     keep_float32_sums,
     load_for_training,
+    make_fast,
     write_log,
 )
 from coepg_dagster.training.curating import curated_prompts, curated_rows
@@ -64,7 +65,7 @@ from coepg_dagster.training.point_reward import PointReward
 from coepg_dagster.training.preflight import preflight
 from coepg_dagster.training.probe import Probe, probed_steps
 from coepg_dagster.training.sampling import compare_prompts, difference, end_sampling, sampling_settings
-from coepg_dagster.training.speed import GradientsInBuckets, check_attention, half_activations, vision_to_bfloat16
+from coepg_dagster.training.speed import GradientsInBuckets, check_attention
 from coepg_dagster.training.tracking import refuse_missing, tracker_callbacks, tracker_settings
 from coepg_dagster.training.transitions import with_transitions
 from coepg_dagster.training.validation import KeepBest, Questions, requests_of
@@ -238,13 +239,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     config, models = job.config, job.models
     set_seed(job.seed)
     model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
-    if job.on_gpu:
-        if config.attention == "sdpa":
-            fast_vision(model, job.device)
-        if models.dtype == "bfloat16":
-            half_activations(model)
-        if config.freeze_vision and models.dtype == "bfloat16" and not job.placement.sharded:
-            vision_to_bfloat16(model)  # TRL loads the reference in the type of the first weights, which are the tower's
+    make_fast(model, job)
     check_attention(model, config.attention)
     policy = make(processor, TransformersEngine.of(model, processor, batch_size=1).resize)
     screens, best, probe = policy.screens, policy.best, policy.probe
@@ -303,13 +298,7 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     compare_prompts(trainer)
     keep_float32_sums(trainer)
     if trainer.ref_model is not None:
-        reference = trainer.accelerator.unwrap_model(trainer.ref_model)
-        if config.freeze_vision and not job.placement.sharded:
-            reference.model.visual = model.model.visual  # the same weights: one tower encodes for both
-        else:
-            Tower(reference, shown, store)
-            if job.on_gpu and config.attention == "sdpa":
-                fast_vision(reference, job.device)
+        _make_reference_fast(trainer.accelerator.unwrap_model(trainer.ref_model), model, job, shown, store)
     checkpoints.train(trainer)
     monitor.end()
     chosen = best.restore(trainer.state, trainer.model) if best else {}
@@ -320,8 +309,6 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
     if is_main():
         trainer.write_rollouts(job.out / ROLLOUTS)
         write_log(trainer.state, job.out / "training_log.jsonl")
-    history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    tail = history[-max(1, len(history) // 5) :]
     return {
         "prompts": len(prompts),
         **checked,
@@ -331,6 +318,26 @@ def _train(job: GrpoJob | GrounderRlJob, make: Make, report: Report) -> dict[str
         **saved,
         "trained_parameters": trained,
         "warnings": [*monitor.warnings, *learned.get("warnings", ())],
+        **_monitored([entry for entry in trainer.state.log_history if "reward" in entry]),
+    }
+
+
+def _make_reference_fast(
+    reference: Any, model: Any, job: GrpoJob | GrounderRlJob, shown: Screenshots, store: VisualStore | None
+) -> None:
+    """Gives TRL's reference model the vision tower of the trained model where that is frozen, else a fast one of its own."""
+    if job.config.freeze_vision and not job.placement.sharded:
+        reference.model.visual = model.model.visual  # the same weights: one tower encodes for both
+        return
+    Tower(reference, shown, store)
+    if job.on_gpu and job.config.attention == "sdpa":
+        fast_vision(reference, job.device)
+
+
+def _monitored(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a run's monitors, from the log entries of its optimizer steps."""
+    tail = history[-max(1, len(history) // 5) :]
+    return {
         **difference(history),
         "kl_last": float(np.mean([entry["kl"] for entry in tail])) if tail and "kl" in tail[0] else None,
         "frac_reward_zero_std": float(np.mean([e["frac_reward_zero_std"] for e in history])) if history else None,

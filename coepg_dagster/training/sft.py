@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -12,11 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from coepg_dagster.artifacts import FOLD
-from coepg_dagster.inference.attention import fast_vision
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
@@ -31,6 +32,7 @@ from coepg_dagster.training.common import (
     device_settings,
     keep_float32_sums,
     load_for_training,
+    make_fast,
     write_log,
 )
 from coepg_dagster.training.curating import curated_rows
@@ -46,9 +48,7 @@ from coepg_dagster.training.speed import (
     check_attention,
     compile_layers,
     expect_right_padding,
-    half_activations,
     recompute,
-    vision_to_bfloat16,
 )
 from coepg_dagster.training.tracking import refuse_missing, tracker_callbacks, tracker_settings
 from coepg_dagster.training.verified import save_trained
@@ -196,32 +196,23 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
     model, processor = load_for_training(job.init, job.first_device, models.dtype, config)
     shown = Screenshots(processor)
     Tower(model, shown, None if job.placement.sharded else process_store())
+    make_fast(model, job)
     if job.on_gpu:
-        if config.attention == "sdpa":
-            fast_vision(model, job.device)
-            if not config.packing:  # packed rows need their mask
-                expect_right_padding(model)
-        if models.dtype == "bfloat16":
-            half_activations(model)
-            # sharded parameters of one unit have one type
-            if config.freeze_vision and not job.placement.sharded:
-                vision_to_bfloat16(model)
+        if config.attention == "sdpa" and not config.packing:  # packed rows need their mask
+            expect_right_padding(model)
         recompute(model, config.recompute)
         if config.compile:
             compile_layers(model)
     check_attention(model, config.attention)
     screens = Screens(steps, TransformersEngine.of(model, processor, batch_size=1).resize)
-    if job.role == "planner":
-        examples = planner_examples(dataset, steps, screens, models.prompts)
-    elif job.role == "end_to_end":
-        examples = end_to_end_examples(dataset, steps, screens, models.prompts, models.coordinates)
-    else:
-        examples = grounder_examples(dataset, screens, models.prompts, models.coordinates, config.target)
-    examples, checked = preflight(examples, processor, screens, config.max_tokens, job.out)
+    examples, checked = preflight(
+        _examples(job, dataset, steps, screens), processor, screens, config.max_tokens, job.out
+    )
     processes = job.placement.processes
     groups = Groups.of(examples.with_format(None)["step_id"], config, processes) if config.packing else None
     checkpoints = Checkpoints(job.scratch / "trainer", job.placement)
     monitor = TrainingMonitor(job.placement.on_anomaly, section_of(config))
+    passes = groups.passes if groups else accumulation(config.batch_size, config.micro_batch_size, processes)
     trainer = PlainTrainer(
         model=model,
         core=model,
@@ -230,37 +221,7 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
         processing_class=processor,
         train_dataset=examples,
         callbacks=[ReportProgress(report), checkpoints, monitor, Forget(shown), *tracker_callbacks(job)],
-        args=SFTConfig(
-            output_dir=str(checkpoints.folder),
-            num_train_epochs=config.epochs,
-            max_steps=config.max_steps or -1,
-            per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=groups.passes
-            if groups
-            else accumulation(config.batch_size, config.micro_batch_size, processes),
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=config.warmup_ratio,
-            weight_decay=config.weight_decay,
-            max_grad_norm=1.0,
-            max_length=None,  # TRL's default of 1024 would cut image tokens
-            completion_only_loss=True,
-            logging_steps=1,
-            logging_nan_inf_filter=False,  # TrainingMonitor checks for them
-            save_strategy="no",  # Checkpoints decides
-            save_total_limit=KEPT,
-            **tracker_settings(job),
-            remove_unused_columns=False,  # the examples find their images by step_id
-            disable_tqdm=True,
-            seed=job.seed,
-            data_seed=job.seed,
-            train_sampling_strategy="sequential" if ordered else "random",
-            ddp_find_unused_parameters=False,
-            dataloader_num_workers=LOADERS if job.on_gpu else 0,
-            dataloader_persistent_workers=job.on_gpu,
-            # `recompute` above chose the layers
-            **device_settings(job) | {"gradient_checkpointing": False},
-        ),
+        args=_arguments(job, checkpoints.folder, passes, ordered=ordered),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GradientsInBuckets(trainer))
@@ -288,3 +249,49 @@ def _train(job: SftJob, dataset: pa.Table, steps: pa.Table, report: Report, *, o
         "trained_parameters": trained,
         "warnings": monitor.warnings,
     }
+
+
+def _examples(job: SftJob, dataset: pa.Table, steps: pa.Table, screens: Screens) -> Dataset:
+    """Prompts and answers of the rows of D_{k-1} for the role that is trained."""
+    prompts, space = job.models.prompts, job.models.coordinates
+    match job.role:
+        case "planner":
+            return planner_examples(dataset, steps, screens, prompts)
+        case "grounder":
+            return grounder_examples(dataset, screens, prompts, space, job.config.target)
+        case "end_to_end":
+            return end_to_end_examples(dataset, steps, screens, prompts, space)
+
+
+def _arguments(job: SftJob, folder: Path, passes: int, *, ordered: bool) -> SFTConfig:
+    """TRL's settings: `passes` forward and backward passes for each optimizer step, checkpoints in `folder`."""
+    config = job.config
+    return SFTConfig(
+        output_dir=str(folder),
+        num_train_epochs=config.epochs,
+        max_steps=config.max_steps or -1,
+        per_device_train_batch_size=config.micro_batch_size,
+        gradient_accumulation_steps=passes,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=config.warmup_ratio,
+        weight_decay=config.weight_decay,
+        max_grad_norm=1.0,
+        max_length=None,  # TRL's default of 1024 would cut image tokens
+        completion_only_loss=True,
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # TrainingMonitor checks for them
+        save_strategy="no",  # Checkpoints decides
+        save_total_limit=KEPT,
+        **tracker_settings(job),
+        remove_unused_columns=False,  # the examples find their images by step_id
+        disable_tqdm=True,
+        seed=job.seed,
+        data_seed=job.seed,
+        train_sampling_strategy="sequential" if ordered else "random",
+        ddp_find_unused_parameters=False,
+        dataloader_num_workers=LOADERS if job.on_gpu else 0,
+        dataloader_persistent_workers=job.on_gpu,
+        # `recompute` chose the layers
+        **device_settings(job) | {"gradient_checkpointing": False},
+    )
