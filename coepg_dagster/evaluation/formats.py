@@ -560,8 +560,7 @@ def read_coepg(
             elif labels is not None and unanswered.pop(case.step_id, None) is None:
                 yield Unread(row.where, REPEATED, f"item {case.step_id} has a row already; only its first counts")
             else:
-                if not row.data.get("space"):
-                    readings.add(case)
+                readings.add(case, stated=bool(row.data.get("space")))
                 yield case
         if strange and len(strange) == predictions:
             raise strange[0]

@@ -248,8 +248,7 @@ class _Log:
             if raw is not None and lacks == NO_PREDICTION:
                 self.notice("rows without a prediction whose raw answer names a point", step_id)
             return case
-        if not stated:
-            self.readings.add(case, raw)
+        self.readings.add(case, raw, stated=stated)
         if raw is not None:
             self.answers.add(point, raw, case)
         if size is not None:

@@ -87,12 +87,22 @@ class Readings:
         self._thousandths = _Reading(Space.NORM_1000, "thousandths of the screen (0..1000)", 1000.0)
         self._unconverted, self._beyond = 0, 0
         self._raw, self._raw_beyond, self._raw_parts = 0, 0, 0
+        self._all, self._labels_in_parts = 0, 0
 
-    def add(self, case: Case, raw: Point | None = None) -> None:
-        """Takes a case whose points are read as pixels; `raw` is the point in the model's answer as it stands there."""
+    def add(self, case: Case, raw: Point | None = None, *, stated: bool = False) -> None:
+        """Takes a case whose points are read as pixels.
+
+        Args:
+            raw: the point in the model's answer as it stands there.
+            stated: whether the space of the prediction was stated, so that only its label's may be another.
+        """
         for point, boxes, labelled in _places(case):
             target = _far_corner(boxes) or labelled
             if point is None or target is None or min(point) < 0:
+                continue
+            self._all += 1
+            self._labels_in_parts += max(target) <= 1 < max(point) and any(0 < value < 1 for value in target)
+            if stated:
                 continue
             # labels in 0..1 share the space of such points, whatever it is called
             self._parts.add(max(point) <= 1 < max(target), point, case, boxes, labelled)
@@ -112,8 +122,13 @@ class Readings:
     def check(self, where: str, remedy: str) -> None:
         """Raises ScoringError where points fit two spaces and the readings differ, or raw answers are no thousandths.
 
-        It ends with the `remedy`.
+        It ends with the `remedy`. Also where labels are in 0..1 and predictions in pixels, which would all be wrong.
         """
+        if _nearly_all(self._labels_in_parts, self._all):
+            raise ScoringError(
+                f"{where}: {self._labels_in_parts} of {self._all} labels are in 0..1, and their predictions are beyond it: "
+                "convert the boxes and points of the labels to pixels of the stored screenshot"
+            )
         for n, place in ((self._raw_beyond, "beyond 1000"), (self._raw_parts, "in 0..1")):
             # a few of many are the model's fault
             if n and (n == self._raw or more_than_few(n, self._raw)):

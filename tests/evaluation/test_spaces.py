@@ -94,3 +94,21 @@ def test_points_in_pixels_are_scored(tmp_path: Path, board: tuple[str, str, tupl
     assert micro(tmp_path, [row(n, "original", *board, point=[9.0 + n, 7.0]) for n in range(40)], board[0]) < 50
     few = [row(n, "unit" if n < 4 else "original", *board) for n in range(len(TARGETS))]
     assert micro(tmp_path, few, board[0]) > 80 or "predicted box" in board[2]
+
+
+@pytest.mark.parametrize("board", [board for board in BOARDS if "actions" not in board[2]])
+@pytest.mark.parametrize("space", ["original", "unit", "norm_1000"])
+def test_labels_in_0_to_1_beside_points_in_pixels_are_refused(
+    tmp_path: Path, board: tuple[str, str, tuple[str, ...]], space: str
+) -> None:
+    rows = [row(n, space, *board) | {"space": space} for n in range(len(TARGETS))]
+    for each in rows:
+        label = each["label"]
+        if label["point"] is not None:
+            label["point"] = [label["point"][0] / SIZE[0], label["point"][1] / SIZE[1]]
+        if "boxes" in label:
+            label["boxes"] = [
+                [x1 / SIZE[0], y1 / SIZE[1], x2 / SIZE[0], y2 / SIZE[1]] for x1, y1, x2, y2 in label["boxes"]
+            ]
+    with pytest.raises(ScoringError, match=r"40 of 40 labels are in 0\.\.1, and their predictions are beyond it"):
+        micro(tmp_path, rows, board[0])
