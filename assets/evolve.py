@@ -357,13 +357,22 @@ def placed_machine(place: Place, machine: Machine | None = None) -> Machine:
 
 
 def _why(instance: dg.DagsterInstance, run_id: str, iteration: int | None) -> str:
-    """The first failed step of a run and its message; without one, why the run itself ended."""
+    """The first failed step of a run and its message, with what blocked; without one, why the run itself ended."""
     why = "failed before any step: see the run in `make ui`"
+    blocked: dict[str | None, str] = {}
     for entry in instance.all_logs(run_id):
-        if entry.dagster_event and entry.dagster_event.is_step_failure:
-            return f"run {run_id[:8]}, {entry.step_key}, iteration {iteration}: {why_failed(entry.dagster_event)}"
-        if entry.dagster_event and entry.dagster_event.event_type in _ENDS:
-            why = f"{_ENDS[entry.dagster_event.event_type]}: {entry.dagster_event.message}"
+        event = entry.dagster_event
+        if event is None:
+            continue
+        if event.event_type == dg.DagsterEventType.ASSET_CHECK_EVALUATION:
+            check = event.asset_check_evaluation_data
+            if check.blocking and not check.passed:
+                blocked[event.step_key] = blocked.get(event.step_key, "") + f"\n{check.check_name}: {check.description}"
+        elif event.is_step_failure:
+            reasons = blocked.get(event.step_key, "")
+            return f"run {run_id[:8]}, {event.step_key}, iteration {iteration}: {why_failed(event)}{reasons}"
+        elif event.event_type in _ENDS:
+            why = f"{_ENDS[event.event_type]}: {event.message}"
     return f"run {run_id[:8]} of iteration {iteration} {why}"
 
 

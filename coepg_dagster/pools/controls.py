@@ -117,7 +117,10 @@ def dataset_checks(rows: pa.Table, steps: pa.Table, train_split: str, config: Qu
     outside = sorted(s for s in covered if s not in about or about[s]["split"] != train_split)
     return {
         TRAIN_ONLY: f"{len(outside)} steps are not in the train split, e.g. {outside[0]}" if outside else None,
-        HAS_ROWS: None if rows.num_rows else "no candidate was verified: look at `decisions` and at `verdicts`",
+        HAS_ROWS: None
+        if rows.num_rows
+        else "no candidate was verified: name open models that know such screens; decisions.parquet of D_k has why each "
+        "was dropped",
         NO_LEAK: _leak(rows, steps, about, train_split, config),
         BOXES_INSIDE: _boxes_outside(rows, about, config),
         NOT_BLANK: _blank(covered, steps, config),

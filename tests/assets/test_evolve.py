@@ -159,6 +159,12 @@ def test_evolve_goes_on_after_a_failure(light: InProcess) -> None:
     assert light.loop.record(light.instance, Ref("candidate_plans", 0)) == kept
 
 
+def test_evolve_says_why_a_check_blocks(light: InProcess) -> None:
+    plant(light.project, "check", "light/s1", Ref("dataset", 0))
+    with pytest.raises(RunFailed, match=r"light__s1__dataset, iteration 0: (?s:.*)\nhas_rows: planted"):
+        evolve(light, 0)
+
+
 def test_evolve_refuses_an_iteration_that_another_run_writes(light: InProcess) -> None:
     light.run(None)
     job = light.defs.resolve_implicit_global_asset_job_def()
