@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from coepg_dagster.experiment.files import load_experiment
 from coepg_dagster.prompts import grounder_messages, planner_messages
 from tests.project import REPOSITORY, Forked, make_project, tell
 from tests.test_loop_formats import SIZE, screens
@@ -122,6 +123,15 @@ def test_the_families_that_the_page_names_are_those_that_are_known() -> None:
     source = (REPOSITORY / "coepg_dagster" / "inference" / "architecture.py").read_text()
     known = re.search(r"is not known here; known: ([\w, ]+)", source)
     assert known is not None and named == set(known[1].split(", "))
+
+
+def test_the_experiment_asks_grpo_about_its_own_few_steps(project: Path) -> None:
+    """Without the sandbox's `unseen`, which leaves none where all steps are in D_k; with 3B models too, less one setting."""
+    file = project / "experiments" / "mine.yaml"
+    assert load_experiment(file).grpo.prompts == "dataset"
+    shutil.copy(REPOSITORY / "experiments" / "web_3b.yaml", project / "experiments")
+    file.write_text(file.read_text().replace("sandbox", "web_3b").replace(", micro_batch_size: 64", ""))
+    assert load_experiment(file).models.base_planner.startswith("Qwen/")
 
 
 def test_7b_on_one_machine_and_the_reward_of_another_variant(project: Path) -> None:
