@@ -52,7 +52,7 @@ reproducible: setup  ## the sandbox twice with the same seed: the same data vers
 
 BENCHMARKS := scoring_cpu scoring_overlap grpo_rollouts_per_second grpo_vs_trl memory_slope screen_decode audit_page definitions_load
 
-bench: setup  ## the benchmarks that need no GPU; each writes benchmarks/baselines/NAME.json
+bench: setup  ## eight benchmarks that need no GPU; each writes benchmarks/baselines/NAME.json
 	for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 SECONDS ?= 60
