@@ -165,7 +165,8 @@ def add_mark(file: Path, said: Marking, iteration: int, step_id: str, plan: str 
             if mark.mark == "withdraw" and (before is None or before.mark == "withdraw"):
                 what = "the step" if mark.plan is None else "the plan"
                 raise NotMarked(
-                    f"{of}: {what} is neither vetoed nor flagged in D_{iteration}, so there is nothing to withdraw"
+                    f"{of}: {what} is neither vetoed nor flagged in D_{iteration}, so there is nothing to withdraw; numbers "
+                    "of rows change when D_k is made again: take the `row` that `coepg marks` shows"
                 )
             append_line(file, json.dumps(mark.model_dump(mode="json")).encode())
     except Timeout:

@@ -157,13 +157,13 @@ def marks(
     if as_json:
         echo(json.dumps({"marks": [mark.model_dump(mode="json") for mark in found]}))
         return
-    title, head = f"{owner}/s{seed}: marks that count", ("mark", "from", "step", "plan", "reason", "by", "on")
+    title, head = f"{owner}/s{seed}: marks that count", ("mark", "row", "from", "step", "plan", "reason", "by", "on")
     print_table(title, head, [_mark_row(mark) for mark in found])
 
 
 def _mark_row(mark: Mark) -> list[str]:
     plan = "the whole step" if mark.plan is None else json.dumps(mark.plan, ensure_ascii=False)[1:-1]  # on one line
-    return [mark.mark, f"D_{mark.iteration}", mark.step_id, plan, mark.reason, mark.by, f"{mark.at:%Y-%m-%d}"]
+    return [mark.mark, mark.of, f"D_{mark.iteration}", mark.step_id, plan, mark.reason, mark.by, f"{mark.at:%Y-%m-%d}"]
 
 
 @app.command()
