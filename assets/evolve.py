@@ -34,7 +34,7 @@ from coepg_dagster.assets.ledger import (
     end_dead_runs,
     living_run,
 )
-from coepg_dagster.assets.recovery import keep_records_of
+from coepg_dagster.assets.recovery import assert_not_lost, keep_records_of
 from coepg_dagster.resources.training import Processes, default_resources, resource_config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -92,6 +92,7 @@ def evolve_through(
 ) -> int:
     """Makes what is missing or stale in the iterations up to `through`, and the report; returns the number of runs."""
     assert_sound(instance)
+    assert_not_lost(instance, Project(loop.root).store, loop)
     for run_id in end_dead_runs(instance, Project(loop.root).store):
         print_line(console, f"run {run_id[:8]} was killed; what it had finished is used")
     records = loop.records(instance)

@@ -22,7 +22,7 @@ from coepg_dagster.assets.shown import shown
 from coepg_dagster import jsonlines
 from coepg_dagster.artifacts import append_line
 from coepg_dagster.project import Project
-from coepg_dagster.provenance import CROSSING, Record, Ref
+from coepg_dagster.provenance import CROSSING, NotUsable, Record, Ref
 from coepg_dagster.store import UNPARTITIONED
 
 RECORDS: Final = ".records"
@@ -47,6 +47,20 @@ def keep_records_of(store: Path, loop: Loop, records: Iterable[Record]) -> None:
 def _file(store: Path, key: dg.AssetKey, record: Record) -> Path:
     partition = UNPARTITIONED if record.iteration is None else str(record.iteration)
     return store.joinpath(RECORDS, *key.path, f"{partition}.jsonl")
+
+
+def assert_not_lost(instance: dg.DagsterInstance, store: Path, loop: Loop | None = None) -> None:
+    """Raises NotUsable where the event log knows nothing of `loop` (None: of anything), and the store has records of it.
+
+    All would be made again.
+    """
+    folder = store / RECORDS / (loop.name if loop is not None else "")
+    known = instance.all_asset_keys() if loop is None else loop.records(instance)
+    if not known and (files := sum(1 for _ in folder.rglob("*.jsonl"))):
+        raise NotUsable(
+            f"the event log in {instance.root_directory} knows nothing of what was made here, and {folder} has records of "
+            f"{files} artifacts: run `coepg recover`, or delete that folder to make all of it again"
+        )
 
 
 def recover(project: Project, instance: dg.DagsterInstance) -> tuple[int, list[str]]:

@@ -63,6 +63,10 @@ def test_a_lost_event_log_is_made_again_with_every_version(project: Project) -> 
     with open_instance(project) as instance:
         lineage = [record.data_version for record in archive(project, instance).records]
     shutil.move(project.dagster_home, project.root / "old")
+    with pytest.raises(NotUsable, match="run `coepg recover`"):
+        evolve(project, 0)
+    code, out, err = tell(project.root, "ui")
+    assert code == 1 and "run `coepg recover`" in err and len(steps_log(project)) == steps, "nothing was made again"
     code, out, err = tell(project.root, "recover")
     assert (code, err) == (0, "") and out == f"{len(before) + 1} artifacts are in the event log again\n"
     assert versions(project) == before
