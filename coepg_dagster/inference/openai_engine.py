@@ -34,7 +34,9 @@ _JITTER: Final = random.Random()
 """A generator for pauses alone: a retry must not change the random numbers of a training in this process."""
 LONGEST_PAUSE_SECONDS: Final = 120.0
 """A request whose server asks for a longer pause has failed."""
-MAY_PASS: Final = frozenset({429, 500, 502, 503, 504})
+_OF_THE_REQUEST: Final = frozenset({400, 413, 422})
+"""Errors of one prompt, such as one that is too long. Another status is the server's reason, also that of a key or a model that
+it knew when the work began: other requests get no answer either."""
 PROBE_AT_MOST: Final = 0.05
 """By how much the log-probability of one token may differ between two answers of the same weights."""
 _AGAIN: Final = "what it answered meanwhile is not used: run this again once it stays the same"
@@ -228,7 +230,7 @@ class OpenAIEngine:
                         f"{self._exit_report()}"
                     ) from None
             else:
-                if answer.status not in MAY_PASS:
+                if answer.status != 429 and answer.status < 500:
                     return answer
                 retry_after = _retry_after(answer)
                 if attempt == ATTEMPTS or (retry_after or 0) > LONGEST_PAUSE_SECONDS:
@@ -245,7 +247,8 @@ class OpenAIEngine:
         if isinstance(answer, Failure):
             return answer
         if answer.status != 200:
-            return Failure(f"status {answer.status}: {self._quote(answer)}")
+            reason = f"status {answer.status}: {self._quote(answer)}"
+            return Failure(reason, passing=answer.status not in _OF_THE_REQUEST)
         read = read_answer(answer.content)
         if isinstance(read, str):
             return Failure(f"malformed answer: {read}", passing=True)

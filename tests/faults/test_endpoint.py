@@ -95,6 +95,11 @@ def unwell(endpoint: Endpoint) -> None:
     endpoint.server.faults += [status(503)] * 1000
 
 
+def locked(endpoint: Endpoint) -> None:
+    """The key has expired."""
+    endpoint.server.faults += [status(401)] * 1000
+
+
 def slow(endpoint: Endpoint) -> None:
     endpoint.server.faults += [after(4)] * 12
 
@@ -140,6 +145,7 @@ LOST = r"verifier far: \d of 4 plans got no answer: .*what was finished is kept"
     [
         pytest.param(down, rf"(?s){LOST}", 1, id="down"),
         pytest.param(unwell, rf"(?s){LOST}", 1, id="unwell", marks=pytest.mark.long),
+        pytest.param(locked, rf"(?s){LOST}", 1, id="locked"),
         pytest.param(slow, rf"(?s){LOST}", 1, id="slow", marks=pytest.mark.long),
         pytest.param(garbage, rf"(?s){LOST}", 1, id="garbage", marks=pytest.mark.long),
         pytest.param(confused, rf"(?s){LOST}", 1, id="confused"),

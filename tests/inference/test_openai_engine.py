@@ -207,7 +207,7 @@ def test_the_weight_version_is_what_the_server_says_and_not_when(engine: OpenAIE
 # what may pass
 
 
-@pytest.mark.parametrize("faults", [[status(429)], [status(503)], [hang_up], [status(500), hang_up, status(429)]])
+@pytest.mark.parametrize("faults", [[status(429)], [status(529)], [hang_up], [status(500), hang_up, status(429)]])
 def test_a_request_is_sent_again_after_a_temporary_failure(
     engine: OpenAIEngine, server: OpenAIServer, faults: list[Any]
 ) -> None:
