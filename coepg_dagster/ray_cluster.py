@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from coepg_dagster.artifacts import write_table
 from coepg_dagster.jobs import ChunkedJob, Job, parse_job
 from coepg_dagster.progress import Report
 from coepg_dagster.refusal import Refusal
@@ -38,7 +37,7 @@ class StageFunction:
         self._chunked = chunked(parsed)
         self._member: str | None = None
         self._open = ExitStack()
-        self._make: Any = None
+        self._keep: Any = None
 
     def ready(self) -> None:
         """Answers once this worker runs."""
@@ -46,10 +45,15 @@ class StageFunction:
     def make(self, member: str, start: int) -> None:
         """Leaves the chunk's file in the job's scratch folder."""
         if member != self._member:
-            self._open.close()  # the model before it goes before the next one comes
-            self._member, self._open = member, ExitStack()
-            self._make = self._open.enter_context(self._chunked.open(member, self._chunked.job.device))
-        write_table(self._make(start), self._chunked.file_of(Chunk(member, start)))
+            self.end()  # the model before it goes before the next one comes
+            self._keep = self._open.enter_context(self._chunked.holding(member, self._chunked.job.device))
+            self._member = member
+        self._keep(Chunk(member, start))
+
+    def end(self) -> None:
+        """Closes what it holds. Raises EngineChanged where a model behind an endpoint was changed meanwhile."""
+        self._member = None
+        self._open.close()
 
 
 class Whole:
@@ -136,7 +140,7 @@ def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict
     An actor is given a chunk once it runs: Ray may have no place for it, least of all for the one that replaces a lost one.
     """
     chunks = work.chunks()
-    left = [chunk for chunk in chunks if not work.file_of(chunk).exists()]
+    left = work.missing(chunks)
     done, lost = len(chunks) - len(left), 0
     job = work.job.model_dump_json()
     maker = ray.remote(StageFunction).options(**resources)
@@ -182,6 +186,12 @@ def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict
             done += chunk is not None
             hand_out(actor)
         report(done, len(chunks), {})
+    ends = [
+        actor.end.remote() for actor, member in holds.items() if member is not None
+    ]  # the others may never have run
+    for end in ends:
+        with suppress(ray.exceptions.RayActorError):  # it was lost when everything was made
+            ray.get(end)
     for actor in holds:
         ray.kill(actor)
     return work.figures()

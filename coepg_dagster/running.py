@@ -152,12 +152,37 @@ class Chunked(ABC, Generic[J]):
         """Whether a chunk was finished, and is undamaged."""
         return intact(self.file_of(chunk))
 
-    def run(self, report: Report) -> dict[str, Any]:
-        """Makes the chunks that are missing or damaged, and returns the figures."""
-        chunks = self.chunks()
+    def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those of `chunks` that are to be made; what is there of them, damaged, is removed."""
         missing = [chunk for chunk in chunks if not self.is_there(chunk)]
         for chunk in missing:
             self.file_of(chunk).unlink(missing_ok=True)
+        return missing
+
+    @contextmanager
+    def holding(self, member: str, device: str) -> Iterator[Callable[[Chunk], None]]:
+        """A context with the models of `member` loaded; yields what makes the file of a chunk.
+
+        No chunk of the member is kept if its model is found to have changed meanwhile, which is asked at the end.
+        """
+        try:
+            with self.open(member, device) as make:
+
+                def keep(chunk: Chunk) -> None:
+                    write_table(make(chunk.start), self.file_of(chunk))
+                    seal(self.file_of(chunk))
+
+                yield keep
+        except EngineChanged:
+            for chunk in self.chunks():
+                if chunk.member == member:
+                    self.file_of(chunk).unlink(missing_ok=True)
+            raise
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """Makes the chunks that are missing or damaged, and returns the figures."""
+        chunks = self.chunks()
+        missing = self.missing(chunks)
         devices = self._devices()[: len(missing)]
         if len(devices) > 1:
             self._spread(missing, devices, chunks, report)
@@ -186,17 +211,10 @@ class Chunked(ABC, Generic[J]):
     def _make(self, chunks: list[Chunk], device: str, done: Callable[[], None] = lambda: None) -> None:
         # the models of one member are closed before those of the next are loaded
         for member, of_member in groupby(chunks, key=lambda chunk: chunk.member):
-            try:
-                with self.open(member, device) as make:
-                    for chunk in of_member:
-                        write_table(make(chunk.start), self.file_of(chunk))
-                        seal(self.file_of(chunk))
-                        done()
-            except EngineChanged:
-                for chunk in self.chunks():
-                    if chunk.member == member:
-                        self.file_of(chunk).unlink(missing_ok=True)
-                raise
+            with self.holding(member, device) as keep:
+                for chunk in of_member:
+                    keep(chunk)
+                    done()
 
     def _make_in_process(self, chunks: list[Chunk], device: str) -> None:
         """Runs `_make` in a new process."""

@@ -7,16 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from coepg_dagster.artifacts import CANDIDATES, write_table
-from coepg_dagster.experiment.models import Models
+from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.training import Sft
+from coepg_dagster.inference.engine import EngineChanged
+from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import ALONE, CandidatesJob, SftJob
 from coepg_dagster.ray_cluster import ClusterUnusable, run_on_cluster
 from coepg_dagster.running import run
+from tests.faults.damage import flip_a_bit
+from tests.inference.openai_server import OpenAIServer
 from tests.ray_nodes import head, node, pool_work
 
 ray = pytest.importorskip("ray", reason="ray is an extra: pip install 'coepg-dagster[ray]'")
@@ -107,3 +112,38 @@ ray.get([a.sleep.remote() for a in actors])
 def test_a_missing_cluster_is_named_by_its_address(candidates: Callable[[str], CandidatesJob], tmp_path: Path) -> None:
     with pytest.raises(ClusterUnusable, match=r"127\.0\.0\.1:1"):
         run_on_cluster(candidates("none"), tmp_path, "127.0.0.1:1", 1, lambda *_: None)
+
+
+def test_a_damaged_chunk_and_those_of_a_changed_model_are_made_again(
+    cluster: str,
+    candidates: Callable[[str], CandidatesJob],
+    random_checkpoint: Callable[[int], Path],
+    tmp_path: Path,
+) -> None:
+    served = random_checkpoint(3)
+    server = OpenAIServer(TransformersEngine(served, dtype="float32", device="cpu", batch_size=8)).start()
+    far = Member(model="tiny", engine="openai", base_url=server.url, processor=str(served))
+    job = candidates("there")
+    job = job.model_copy(update={"members": job.members | {"far": far}})
+    run_on_cluster(job, tmp_path, cluster, 1, lambda *_: None)
+    made, parts = (job.out / CANDIDATES).read_bytes(), sorted(job.scratch.glob("*.parquet"))
+    assert len(parts) == 3
+
+    flip_a_bit(job.scratch / "candidates-one-0.parquet")
+    run_on_cluster(job, tmp_path, cluster, 1, lambda *_: None)
+    assert (job.out / CANDIDATES).read_bytes() == made
+
+    def changed(answer: dict[str, Any]) -> dict[str, Any]:
+        for choice in answer["choices"]:
+            for token in choice["logprobs"]["content"]:
+                token["logprob"] *= 0.5
+        return answer
+
+    def other_weights(done: int, *_: Any) -> None:
+        server.change = changed if done == 3 else server.change
+
+    (job.scratch / "candidates-far-0.parquet").unlink()
+    with pytest.raises(EngineChanged, match="were its weights changed"):
+        run_on_cluster(job, tmp_path, cluster, 1, other_weights)
+    assert sorted(job.scratch.glob("*.parquet")) == [part for part in parts if "far" not in part.name]
+    server.stop()
