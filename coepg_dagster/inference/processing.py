@@ -52,10 +52,15 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes that a token of a byte-level BPE tokenizer stands for; empty for special tokens."""
+    """The bytes that a token of a byte-level BPE tokenizer stands for; empty for special tokens, and for ids without a token.
+
+    Models have more outputs than their tokenizers have tokens: Qwen2.5-VL-3B 271. Where much is sampled, one is drawn at times.
+    """
     if token_id in tokenizer.all_special_ids:
         return b""
-    token: str = tokenizer.convert_ids_to_tokens(token_id)
+    token: str | None = tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:
+        return b""
     if token_id in tokenizer.added_tokens_decoder:
         return token.encode()
     return bytes(_BYTES[character] for character in token)

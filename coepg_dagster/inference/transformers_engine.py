@@ -71,6 +71,8 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
             f"{path}: not finite: {', '.join(bad[:5])}; copy or download the checkpoint again. If it was trained here, "
             "training diverged: lower the learning rate"
         )
+    if model.generation_config.eos_token_id is None:  # of some merged checkpoints; vLLM takes the tokenizer's too
+        model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     return model.eval(), processor
 
 

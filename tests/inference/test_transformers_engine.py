@@ -181,6 +181,22 @@ def test_token_bytes_of_a_text_are_the_text(engine: TransformersEngine) -> None:
     assert token_bytes(tokenizer, tokenizer.eos_token_id) == b""
 
 
+def test_an_output_without_a_token_writes_nothing(random_checkpoint: Callable[[int], Path]) -> None:
+    """Models have more outputs than their tokenizers have tokens."""
+    model, processor = load_checkpoint(random_checkpoint(1), "float32", "cpu")
+    model.resize_token_embeddings(len(processor.tokenizer) + 2)
+    engine, forward = TransformersEngine.of(model, processor, batch_size=8), model.forward
+
+    def beyond(*args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        output.logits[..., -1] += 50
+        return output
+
+    model.forward = beyond
+    [[answer]] = generate(engine, requests()[:1], Sampling(3))
+    assert (answer.text, answer.pieces, answer.finish_reason) == ("", (b"",) * 3, "length")
+
+
 def test_a_repetition_penalty_of_the_checkpoint_is_not_ours(
     random_checkpoint: Callable[[int], Path], engine: TransformersEngine, tmp_path: Path
 ) -> None:
@@ -191,6 +207,15 @@ def test_a_repetition_penalty_of_the_checkpoint_is_not_ours(
     file.write_text(json.dumps(json.loads(file.read_text()) | chat))
     chatty = TransformersEngine(folder, dtype="float32", device="cpu", batch_size=4)
     assert generate(chatty, requests()[:2], Sampling(5)) == generate(engine, requests()[:2], Sampling(5))
+
+
+def test_without_a_stop_token_in_its_generation_config_the_tokenizers_is_one(
+    copy: Path, engine: TransformersEngine
+) -> None:
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps({"transformers_version": json.loads(file.read_text())["transformers_version"]}))
+    silent = TransformersEngine(copy, dtype="float32", device="cpu", batch_size=4)
+    assert generate(silent, requests()[:2], Sampling(5)) == generate(engine, requests()[:2], Sampling(5))
 
 
 # load_checkpoint
