@@ -187,5 +187,19 @@ def keep(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def visible(device: str) -> dict[str, str]:
+    """The environment variables that make `cuda:I` the only visible GPU; empty for `cpu`, and for `cuda`: any GPU.
+
+    If several processes train together, `cuda` is the GPU of this one.
+    """
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if not device.startswith("cuda:"):
+        return {}
+    index = int(device.removeprefix("cuda:"))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[index] if seen else str(index)}
+
+
 if __name__ == "__main__":
     sys.exit(keep(sys.argv[1:]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -59,7 +60,7 @@ from coepg_dagster.jobs import (
     SftJob,
     VerdictsJob,
 )
-from coepg_dagster.processes import ended, last_words
+from coepg_dagster.processes import ended, last_words, visible
 from coepg_dagster.progress import Ended, Report
 from coepg_dagster.readers.boards import SPLIT
 from coepg_dagster.steps import VERDICT_SCHEMA, fold_of
@@ -217,7 +218,9 @@ class Chunked(ABC, Generic[J]):
                     done()
 
     def _make_in_process(self, chunks: list[Chunk], device: str) -> None:
-        """Runs `_make` in a new process."""
+        """Runs `_make` in a new process, which sees one GPU: every vLLM that it opens, also beside another, looks for it anew."""
+        os.environ.update(visible(device))  # before a library counts the GPUs
+
         import torch
 
         from coepg_dagster.inference.visual import keep_in
@@ -226,7 +229,7 @@ class Chunked(ABC, Generic[J]):
         # after a fork torch replaces its thread pool at the first use; doing it here keeps threads from racing for it
         torch.set_num_threads(torch.get_num_threads())
         with last_words():
-            self._make(chunks, device)
+            self._make(chunks, device.partition(":")[0])
 
     def _spread(self, missing: list[Chunk], devices: list[str], chunks: list[Chunk], report: Report) -> None:
         # fork saves the import of torch, but CUDA cannot be used after a fork

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coepg_dagster.processes import is_alive
+import pytest
+
+from coepg_dagster.processes import is_alive, visible
 
 CHILD = """
 import os, sys, time
@@ -71,3 +73,17 @@ def test_a_command_takes_interrupts_also_where_a_script_has_them_ignored() -> No
     finally:
         signal.signal(signal.SIGINT, before)
     assert told == "taken\n"
+
+
+def test_one_gpu_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert (visible("cpu"), visible("cuda"), visible("cuda:1")) == ({}, {}, {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
+    monkeypatch.setenv("LOCAL_RANK", "1")  # one of the processes that train together
+    assert (visible("cpu"), visible("cuda"), visible("cuda:0")) == (
+        {},
+        {"CUDA_VISIBLE_DEVICES": "6"},
+        {"CUDA_VISIBLE_DEVICES": "4"},
+    )

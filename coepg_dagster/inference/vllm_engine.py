@@ -26,7 +26,8 @@ from coepg_dagster.inference.processing import (
     vision_token_ids,
 )
 from coepg_dagster.inference.screens import resize_of
-from coepg_dagster.inference.vllm_server import visible, vllm_settings
+from coepg_dagster.inference.vllm_server import vllm_settings
+from coepg_dagster.processes import visible
 
 
 class VllmEngine:
@@ -56,7 +57,9 @@ class VllmEngine:
         tokenizer = self._processor.tokenizer
         self._bias = dict.fromkeys(vision_token_ids(tokenizer), -100.0)
         self._pieces: dict[int, bytes] = {}
-        self._llm: Any = LLM(**vllm_settings(path, dtype, serving, share), **options)
+        settings = vllm_settings(path, dtype, serving, share)
+        self._longest: int = settings["max_model_len"]
+        self._llm: Any = LLM(**settings, **options)
         [[answer]] = self.generate([probe(self._processor)], Sampling(1))
         if isinstance(answer, Failure):
             self.close()
@@ -105,12 +108,22 @@ class VllmEngine:
             )
             for position in range(len(requests))
         ]
-        order = grouped(identities)
+        answers: list[list[Generation | Failure]] = [
+            [Failure(self._too_long(prompt.tokens, sampling))] * sampling.samples for prompt in prompts
+        ]
+        # vLLM refuses a whole batch for one prompt that is too long, and cuts an answer that does not fit
+        fits = [i for i, prompt in enumerate(prompts) if prompt.tokens + sampling.max_tokens <= self._longest]
+        order = [fits[place] for place in grouped([identities[i] for i in fits])]
         outputs = self._llm.generate([inputs[i] for i in order], [settings[i] for i in order], use_tqdm=False)
-        answers: list[list[Generation | Failure]] = [[] for _ in requests]
         for i, output in zip(order, outputs, strict=True):
             answers[i] = self._answers(output, prompts[i].tokens, sampling.samples)
         return answers
+
+    def _too_long(self, tokens: int, sampling: Sampling) -> str:
+        return (
+            f"a prompt of {tokens} tokens with an answer of {sampling.max_tokens} is longer than the {self._longest} that vLLM "
+            "takes: raise `vllm_context` of the resource `engines`, as far as the model has positions"
+        )
 
     def _answers(self, output: Any, tokens: int, samples: int) -> list[Generation | Failure]:
         seen = len(output.prompt_token_ids)

@@ -22,7 +22,7 @@ from coepg_dagster.inference.endpoint import Endpoint
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.openai_engine import OpenAIEngine
 from coepg_dagster.inference.processing import load_processor
-from coepg_dagster.processes import end_group, ended, first_error, tail
+from coepg_dagster.processes import end_group, ended, first_error, tail, visible
 from coepg_dagster.refusal import Refusal
 
 NAME: Final = "served"
@@ -174,17 +174,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def visible(device: str) -> dict[str, str]:
-    """The environment variables that make `cuda:I` the only visible GPU; empty for `cpu`, and for `cuda`: any GPU.
-
-    If several processes train together, `cuda` is the GPU of this one.
-    """
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-    if not device.startswith("cuda:"):
-        return {}
-    index = int(device.removeprefix("cuda:"))
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[index] if seen else str(index)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from coepg_dagster.inference import vllm_server
-from coepg_dagster.inference.vllm_server import ServerFailed, free_port, started, visible
+from coepg_dagster.inference.vllm_server import ServerFailed, free_port, started
 from coepg_dagster.processes import is_alive
 from tests.project import REPOSITORY
 
@@ -108,17 +108,3 @@ def test_the_settings_are_those_of_the_protocol(random_checkpoint: Callable[[int
     assert settings["logprobs_mode"] == "raw_logprobs" and settings["generation_config"] == "vllm"
     assert settings["gpu_memory_utilization"] == 0.3
     assert settings["max_model_len"] == vllm_server.longest(str(random_checkpoint(0))) < 16384
-
-
-def test_one_gpu_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert (visible("cpu"), visible("cuda"), visible("cuda:1")) == ({}, {}, {"CUDA_VISIBLE_DEVICES": "1"})
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
-    monkeypatch.setenv("LOCAL_RANK", "1")  # one of the processes that train together
-    assert (visible("cpu"), visible("cuda"), visible("cuda:0")) == (
-        {},
-        {"CUDA_VISIBLE_DEVICES": "6"},
-        {"CUDA_VISIBLE_DEVICES": "4"},
-    )
