@@ -84,6 +84,10 @@ def code_version(experiment: Experiment, asset: str) -> str:
     validation: list[tuple[Strict, set[str] | None]] = []
     if experiment.grpo.validate_every is not None:
         validation = [(experiment.benchmark, {"validation"})]
+    # answers of a batch are drawn from one generator; the default is left out where it was not counted from the beginning
+    at_once: list[tuple[Strict, set[str] | None]] = [(experiment, {"batch_size"})]
+    sampled = at_once if experiment.batch_size != Experiment.model_fields["batch_size"].default else []
+    asked = sampled if experiment.grpo.curation else []  # its pass rates are of sampled answers
     reads: dict[str, list[tuple[Strict, set[str] | None]]] = {
         "benchmark_steps": [
             (experiment.benchmark, {"reader", "path", "view", "level", "train", "validation"}),
@@ -99,6 +103,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (pools, {"max_point_tokens"}),
             (experiment.models, answers),
             *validation,
+            *asked,
         ],
         "candidate_plans": [
             (
@@ -107,7 +112,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
                 | {"value_mode", "hindsight_hint"},
             ),
             (experiment.benchmark, {"train", "max_train_steps"}),
-            (experiment, {"batch_size"}),  # the plans of a batch are drawn from one generator
+            *at_once,
             (experiment.models, answers),
         ],
         "verdicts": [
@@ -130,6 +135,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.models, answers),
             *([(experiment.models.without_places(), {"judge"})] if experiment.models.judge else []),
             *([(evaluation, None)] if evaluation != Evaluation() else []),
+            *(sampled if evaluation.attempts or evaluation.inference else []),
         ],
         "end_to_end": [
             (experiment.sft, None),
@@ -137,6 +143,7 @@ def code_version(experiment: Experiment, asset: str) -> str:
             (experiment.models, input_format),
             *validation,
             *init,
+            *asked,
         ],
         "evolution_report": [],
     }

@@ -136,6 +136,20 @@ def test_the_order_of_strategies_counts_where_they_are_applied_in_it() -> None:
         assert {asset for asset in one if one[asset] != other[asset]} == changed, section
 
 
+def test_the_size_of_a_batch_counts_wherever_answers_are_sampled() -> None:
+    """Answers of a batch are drawn from one generator."""
+    for more, changed in (
+        ({"evaluation": {"attempts": 2}}, {"evaluation"}),
+        ({"evaluation": {"inference": {"region_vote": {}}}}, {"evaluation"}),
+        ({"evaluation": {"base_planner": True}}, set()),
+        ({"grpo": {"curation": {"mixed_results": {}}}}, {"planner", "end_to_end"}),
+        ({"sft": {"curation": {"curriculum": {}}}}, set()),
+    ):
+        one, other, same = (versions(content(**more, **size)) for size in ({}, {"batch_size": 7}, {"batch_size": 64}))
+        assert {asset for asset in one if one[asset] != other[asset]} == changed | {"candidate_plans"}, more
+        assert same == one
+
+
 def test_how_browsers_are_run_changes_no_version() -> None:
     live = versions(content(grpo={"environment": {}}))
     for same in ({"processes": 2}, {"seconds": 5.0}, {"episodes": "recorded"}):
