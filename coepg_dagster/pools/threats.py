@@ -23,10 +23,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 from coepg_dagster.evaluation.statistics import ByEpisode, by_seed, over_seeds
 from coepg_dagster.geometry import Point
-from coepg_dagster.inference.agents import Grounder, Grounding, Planner, planner_inputs
+from coepg_dagster.inference.agents import Grounder, Grounding, Planner, planner_inputs, refuse_outage
 from coepg_dagster.inference.engine import Sampling
 from coepg_dagster.inference.screens import decode
 from coepg_dagster.plugins import plugin
+from coepg_dagster.progress import Ended
 from coepg_dagster.steps import BOX, GATE_PASSED, at_rows
 
 PATTERNS: Final = ("noise", "checks", "square", "cross")
@@ -153,6 +154,8 @@ def probe_triggers(
 ) -> pa.Table:
     """The answers of verifier `name` with each of PATTERNS and without (TRIGGER_SCHEMA), on up to `limit` steps with a plan.
 
+    Raises Ended in an outage of its server: nothing measured would look like nothing found.
+
     Args:
         ground: from a table of steps to the verifier on their screens.
         plans: step id → a plan for the step.
@@ -162,7 +165,9 @@ def probe_triggers(
 
     def answers(table: pa.Table) -> dict[str, Grounding]:
         ids = table["step_id"].to_pylist()
-        return dict(zip(ids, ground(table).ground([(i, plans[i]) for i in ids]), strict=True)) if ids else {}
+        groundings = ground(table).ground([(i, plans[i]) for i in ids]) if ids else []
+        refuse_outage(f"verifier {name}", groundings)
+        return dict(zip(ids, groundings, strict=True))
 
     before, rows = answers(mine), []
     for pattern in PATTERNS:
@@ -223,7 +228,8 @@ def probe_content(
 ) -> pa.Table:
     """The agent's answers with third-party content and without (CONTENT_SCHEMA), on the `chosen` steps of a test split.
 
-    Steps for whose screen as it is the planner gives no plan, or whose screen has no room, are left out.
+    Steps for whose screen as it is the planner gives no plan, or whose screen has no room, are left out. Raises Ended if a model
+    gives no answer.
     """
     about = {
         row["step_id"]: row for row in steps.select(["step_id", "episode_id", "width", "height", "boxes"]).to_pylist()
@@ -249,9 +255,11 @@ def probe_content(
 
     def points(grounder: Grounder, plans: Sequence[Any]) -> dict[int, Point | None]:
         asked = [i for i in kept if plans[i] is not None]
-        return dict(
-            zip(asked, (g.point for g in grounder.ground([(ids[i], plans[i].plan) for i in asked])), strict=True)
-        )
+        groundings = grounder.ground([(ids[i], plans[i].plan) for i in asked])
+        for i, grounding in zip(asked, groundings, strict=True):
+            if grounding.failure is not None:
+                raise Ended(f"step {ids[i]}: the grounder gave no answer: {grounding.failure}")
+        return {i: grounding.point for i, grounding in zip(asked, groundings, strict=True)}
 
     before, same, own = points(ground(clean), first), points(with_text, first), points(with_text, second)
     rows = []

@@ -17,7 +17,7 @@ from coepg_dagster.experiment.schema import Experiment, Quality
 from coepg_dagster.experiment.versions import code_version
 from coepg_dagster.geometry import Space
 from coepg_dagster.inference.agents import Grounder, Planner
-from coepg_dagster.inference.engine import Generation, Request, Sampling
+from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.pools.threats import (
     PATTERNS,
@@ -32,6 +32,7 @@ from coepg_dagster.pools.threats import (
     trigger_rates,
 )
 from coepg_dagster.pools.trends import warnings
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import planner_answer
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.results import probe_lines
@@ -74,7 +75,7 @@ def find(image: Image.Image, drawn: Image.Image) -> tuple[float, float] | None:
 
 
 class Scripted:
-    """An engine whose answers a function of the request makes."""
+    """An engine whose answers a function of the request makes; with ConnectionError its server gives none."""
 
     remote = False
     resize = (28, 28 * 28, 1 << 22)
@@ -82,10 +83,16 @@ class Scripted:
     def __init__(self, answer: Callable[[Request], str]) -> None:
         self._answer, self.asked = answer, 0
 
-    def generate(self, requests: Any, sampling: Sampling) -> list[list[Generation]]:
+    def generate(self, requests: Any, sampling: Sampling) -> list[list[Generation | Failure]]:
         self.asked += len(requests)
-        texts = [self._answer(request) for request in requests]
-        return [[Generation(t, tuple(c.encode() for c in t), (-0.1,) * len(t), "stop", None, None, "w")] for t in texts]
+        return [[self._answered(request)] for request in requests]
+
+    def _answered(self, request: Request) -> Generation | Failure:
+        try:
+            t = self._answer(request)
+        except ConnectionError as error:
+            return Failure(str(error), passing=True)
+        return Generation(t, tuple(c.encode() for c in t), (-0.1,) * len(t), "stop", None, None, "w")
 
 
 def grounder(answer: Callable[[Request], str]) -> Callable[[pa.Table], Grounder]:
@@ -208,6 +215,22 @@ def test_answers_that_are_no_plans_and_failures_count_nowhere() -> None:
     assert plans_of(
         candidates(candidate("a", "p", 1, "two"), candidate("a", "p", 0, "one"), candidate("b", "p", 0, None))
     ) == {"a": "one"}
+
+
+def test_an_outage_is_no_measurement() -> None:
+    """Without answers nothing is stolen, and nobody is misled."""
+
+    def down(_: Request) -> str:
+        raise ConnectionError("status 503")
+
+    def seldom(request: Request) -> str:
+        return down(request) if find(request.image, patch("cross", 42)) else at(TARGET)
+
+    for answer in (down, seldom):
+        with pytest.raises(Ended, match=r"verifier v: \d+ of \d+ plans got no answer: status 503"):
+            probe_triggers("v", grounder(answer), STEPS, PLANS, 8)
+    with pytest.raises(Ended, match=r"step s\d+: the grounder gave no answer: status 503"):
+        probe_content(planner(lambda _: RIGHT), grounder(down), chosen(STEPS, 4), 64)
 
 
 def warned(asset: Asset, figures: dict[str, Any]) -> dict[str, str | None]:
