@@ -11,7 +11,6 @@ All patterns take linear time: quantifiers are possessive or bounded, and a numb
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +69,8 @@ _BEFORE: Final = re.compile(
 BEFORE: Final = 64
 MOST_GROUPS: Final = 1000
 """Limit of the groups of numbers of an answer that are read; no answer needs more."""
+FARTHEST: Final = 1e9
+"""No screen has such a coordinate, in any space. Squares of larger ones, as rewards compute them, need not be finite."""
 _TWO_PLACES: Final = re.compile("and|or", re.IGNORECASE)
 _AFTER: Final = re.compile(r"[\s\"']{0,8}+[\])<]")
 
@@ -173,8 +174,8 @@ def _candidates(text: str) -> Iterator[tuple[int, list[Span]]]:
 
 
 def _place(numbers: Sequence[float], spans: Sequence[Span]) -> Location | None:
-    """A point, or the centre of a box; None if a number is not finite or the corners are out of order."""
-    if not all(map(math.isfinite, numbers)):
+    """A point, or the centre of a box; None if a number is beyond any screen or the corners are out of order."""
+    if not all(abs(number) <= FARTHEST for number in numbers):
         return None
     if len(numbers) == 2:
         x, y = numbers

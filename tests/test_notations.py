@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from coepg_dagster.characters import WITHOUT_WIDTH, normal_text
 from coepg_dagster.markdown import table
-from coepg_dagster.notations import locate
+from coepg_dagster.notations import FARTHEST, locate
 from coepg_dagster.prompts import coordinate_span, parse_grounder
 
 PLACE = re.compile(r"(?<![A-Z])(?:X1|Y1|X2|Y2|X|Y)(?![A-Z0-9])")
 NUMBERS = (
     st.integers(-99999, 99999).map(str)
     | st.floats(-1e6, 1e6).map(repr)
-    | st.floats(allow_nan=False, allow_infinity=False).map(repr)
+    | st.floats(-FARTHEST, FARTHEST).map(repr)
     | st.floats(0, 1).map("{:.4f}".format)
     | st.builds("{:.3e}".format, st.floats(-1e9, 1e9))
     | st.builds("{:+d}".format, st.integers(0, 999))
@@ -85,7 +85,7 @@ REFUSED = {
     '{"top_left": [12, 34], "bottom_right": [56, 78]}': "corners apart",
     "image_size: [1920, 1080]": "a size",
     "1920x1080": "a size",
-    "(1e999, 34)": "not finite",
+    "(1e99, 34)": "beyond any screen",
     "(1.2.3, 4)": "not a number",
     "١٢, ٣٤": "digits that are neither ASCII nor full-width",
 }

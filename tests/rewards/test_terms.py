@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coepg_dagster.geometry import Box, Point, Space
+from coepg_dagster.geometry import Box, Point, Size, Space, Viewport
+from coepg_dagster.notations import FARTHEST
 from coepg_dagster.plugins import Plugin, find, plugins
 from coepg_dagster.rewards import terms
 from coepg_dagster.rewards.answers import OF_PLACE, Answers
@@ -52,6 +53,21 @@ def test_a_score_of_places_is_from_0_to_1_and_best_on_the_box_itself(
     assert ((scores >= 0) & (scores <= 1)).all()
     perfect = targets[:1] if "areas" in reward.inputs else at((targets[:1, :2] + targets[:1, 2:]) / 2)
     assert scored(reward, perfect, targets)[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("reward", PLACE_SCORES, ids=lambda one: one.name)
+@given(
+    corners=st.lists(st.floats(-FARTHEST, FARTHEST), min_size=4, max_size=4),
+    size=st.tuples(*[st.integers(1, 50_000)] * 2),
+    targets=boxes(),
+)
+def test_every_place_that_an_answer_can_name_has_a_score(
+    reward: Plugin, corners: list[float], size: tuple[int, int], targets: Floats
+) -> None:
+    """An answer of thousands of digits must not end a training."""
+    (x1, x2), (y1, y2) = sorted(corners[::2]), sorted(corners[1::2])
+    seen = Viewport(Size(*size), Size(28, 28)).box(Box(x1, y1, x2, y2, Space.RESIZED), Space.ORIGINAL)
+    assert 0 <= scored(reward, np.array([[seen.x1, seen.y1, seen.x2, seen.y2]]), targets)[0] <= 1
 
 
 @pytest.mark.parametrize("name", DENSE)
