@@ -233,7 +233,7 @@ def parse_planner(text: str) -> PlannerAnswer | None:
     Reasoning is cut (`notations`); other text around the object, also braces and code fences, is skipped. Never evaluates
     anything, and never raises.
     """
-    answer = _object(text, "plan", "action_type")
+    answer = json_object(text, "plan", "action_type")
     plan = answer.get("plan") if answer else None
     action = _action(answer) if answer else None
     if action is None or not (isinstance(plan, str) and plan.strip() and _can_be_kept(plan)):
@@ -246,7 +246,7 @@ def parse_end_to_end(text: str) -> EndToEndAnswer | None:
 
     Its `point` is read as a grounder's answer is.
     """
-    answer = _object(text, "action_type")
+    answer = json_object(text, "action_type")
     action = _action(answer) if answer else None
     if answer is None or action is None:
         return None
@@ -254,8 +254,11 @@ def parse_end_to_end(text: str) -> EndToEndAnswer | None:
     return EndToEndAnswer(*action, parse_grounder(point if isinstance(point, str) else json.dumps(point)))
 
 
-def _object(text: str, *keys: str) -> dict[str, Any] | None:
-    """The first JSON object in a text that has all of `keys`, also within another object; None if there is none."""
+def json_object(text: str, *keys: str) -> dict[str, Any] | None:
+    """The first JSON object in a text that has all of `keys`, also within another object; None if there is none.
+
+    Reasoning is cut, as for `parse_planner`.
+    """
     start = after_reasoning(text)
     if start is None:
         return None

@@ -6,18 +6,17 @@ greedy as ever. A way is a function of Agent, which asks the models; its keyword
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import numpy as np
 from pydantic import Field
 
 from coepg_dagster.geometry import Box, Point, Size, Space
 from coepg_dagster.plugins import plugin
-from coepg_dagster.prompts import PlannerAnswer
+from coepg_dagster.prompts import PlannerAnswer, json_object
 from coepg_dagster.strategies.curation import square
 
 Positive = Annotated[float, Field(gt=0)]
@@ -221,7 +220,7 @@ def judged(text: str, options: int) -> int | None:
     >>> judged('The second: {"index": 2}', 3), judged('{"index": 9}', 3), judged("none", 3)
     (1, None, None)
     """
-    index = _object(text).get("index")
+    index = (json_object(text, "index") or {}).get("index")
     return index - 1 if isinstance(index, int) and not isinstance(index, bool) and 1 <= index <= options else None
 
 
@@ -277,13 +276,4 @@ def refuses(text: str) -> bool:
     >>> refuses('{"consistent": false}'), refuses('{"consistent": true}'), refuses("perhaps")
     (True, False, False)
     """
-    return _object(text).get("consistent") is False
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The JSON object at the first brace of an answer; empty if there is none."""
-    try:
-        answer = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
-    except (ValueError, RecursionError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
+    return (json_object(text, "consistent") or {}).get("consistent") is False

@@ -14,7 +14,7 @@ from coepg_dagster.geometry import Box, Point, Size, Space
 from coepg_dagster.plugins import find
 from coepg_dagster.prompts import PlannerAnswer
 from coepg_dagster.strategies.curation import square
-from coepg_dagster.strategies.inference import Answered, consensus, majority
+from coepg_dagster.strategies.inference import Answered, consensus, judged, majority, refuses
 
 
 def at(x: float, y: float) -> Point:
@@ -132,3 +132,12 @@ def test_a_plan_that_is_refused_is_planned_again() -> None:
     answered = run("consistency_check", Picky(steps, {"a": [at(1, 1)], "b": [at(2, 2)]}))
     assert [one.text for one in answered] == ["b", "a", "b", "?"]
     assert [one.point for one in answered] == [at(2, 2), at(1, 1), at(2, 2), None]
+
+
+def test_what_a_judge_answers_follows_its_reasoning() -> None:
+    thought = '<think>Is it {"index": 1, "consistent": false}? No.</think>'
+    assert judged(f'{thought}{{"index": 2}}', 2) == 2 - 1
+    assert judged('Of {1, 2} the second: {"index": 2}', 2) == 1
+    assert not refuses(f'{thought}{{"consistent": true}}')
+    assert refuses('{plan} says another thing.\n{"why": "the\nbutton", "consistent": false}')
+    assert judged('<think>{"index": 1}', 2) is None
