@@ -173,13 +173,18 @@ PASSING_AT_MOST: Final = 0.01
 """The share of queries that a server may leave unanswered; two always may be."""
 
 
+def is_outage(failed: int, of: int) -> bool:
+    """Whether so many of `of` queries got no answer that it is no chance."""
+    return failed > max(2, PASSING_AT_MOST * of)
+
+
 def refuse_outage(name: str, groundings: Sequence[Grounding]) -> None:
     """Raises Ended if the server of a grounder left more queries unanswered than chance does: the rest would be votes without it.
 
     A few are counted as failures, so that one request that a server cannot answer does not stop the loop for ever.
     """
     failed = [grounding.failure for grounding in groundings if grounding.passing]
-    if len(failed) > max(2, PASSING_AT_MOST * len(groundings)):
+    if is_outage(len(failed), len(groundings)):
         raise Ended(
             f"{name}: {len(failed)} of {len(groundings)} plans got no answer: {failed[0]}. "
             "Check its server and run again: what was finished is kept"

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.geometry import Box, Point, Space
+from coepg_dagster.inference.agents import is_outage
 from coepg_dagster.rewards.cdrem import NoVerdict
 from coepg_dagster.steps import DATASET_SCHEMA, DECISION_SCHEMA, GATE_PASSED, row_id, rows_in_batches, short_hash
 
@@ -49,7 +50,8 @@ def select(
     id; the first `max_plans_per_step` are kept. Rows of `previous` (D_{k-1}) join them as `carry_over` says. Plans of a step
     that an auditor `vetoed` are neither kept nor carried over.
 
-    Raises NoVerdict if all verifiers failed on a plan: an outage must not look like a wrong plan.
+    A plan on which all verifiers failed is not verified. Raises NoVerdict if these are more than chance leaves (`is_outage`), or
+    if a plan was given to none: an outage must not look like wrong plans.
     """
     labels = {row["step_id"]: row for row in steps.select(["step_id", "action_type", "value", "boxes"]).to_pylist()}
     votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -57,6 +59,7 @@ def select(
         votes[verdict["candidate_id"]].append(verdict)
     decisions: dict[str, str] = {}
     verified: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    judged, unanswered = 0, []
     of_plan = ("candidate_id", "step_id", "planner", "plan", "gate", "duplicate_of")
     for row in rows_in_batches(candidates, of_plan):
         candidate, label = row["candidate_id"], labels[row["step_id"]]
@@ -67,10 +70,21 @@ def select(
         elif vetoed(row["step_id"], row["plan"]):
             decisions[candidate] = VETOED
         else:
+            if label["boxes"]:
+                judged += 1
+                if all(vote["failure"] is not None for vote in votes[candidate]):
+                    unanswered.append(candidate)
             kept = _verify(row, label, votes[candidate], config, iteration)
             decisions[candidate] = KEPT if kept else NOT_VERIFIED
             if kept:
                 verified[row["step_id"]].append(kept)
+    missing = [candidate for candidate in unanswered if not votes[candidate]]
+    if missing or is_outage(len(unanswered), judged):
+        first = (missing or unanswered)[0]
+        raise NoVerdict(
+            f"candidate {first}: no verifier answered ({len(votes[first])} failed), as for {len(unanswered)} of {judged} plans; "
+            "see `verdicts`, and materialize it again once its servers are well"
+        )
     old: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in previous.to_pylist() if previous is not None else []:
         if not vetoed(row["step_id"], row["plan"]):
@@ -108,11 +122,7 @@ def _verify(
     hitting = [vote for vote in answered if vote["hit"]]
     score, box = 1.0, None
     if boxes:
-        if not answered:
-            raise NoVerdict(
-                f"candidate {row['candidate_id']}: no verifier answered ({len(votes)} failed); see `verdicts`"
-            )
-        if not is_verified(len(hitting), len(answered), config):
+        if not answered or not is_verified(len(hitting), len(answered), config):
             return None
         score = len(hitting) / len(answered) + _confidence(hitting) / 1000
         box = _most_hit(boxes, hitting)

@@ -157,10 +157,25 @@ def test_a_failed_verifier_has_no_vote() -> None:
     assert [(r["hits"], r["answered"]) for r in rows.to_pylist()] == [(1, 1)]
 
 
-@pytest.mark.parametrize("votes", [[verdict("s#p#0", "v", None), verdict("s#p#0", "w", None)], []])
-def test_an_outage_is_not_a_wrong_plan(votes: list[dict[str, Any]]) -> None:
-    with pytest.raises(NoVerdict, match=r"s#p#0.*no verifier answered"):
-        select(STEPS, candidates(candidate("s", "p", 0, "x")), verdicts(*votes), Regeneration(), 0, None)
+def test_an_outage_is_not_a_wrong_plan() -> None:
+    plans = candidates(*(candidate("s", "p", i, f"plan {'abc'[i]}") for i in range(3)))
+    nobody = [verdict(f"s#p#{i}", name, None) for i in range(3) for name in "vw"]
+    with pytest.raises(
+        NoVerdict, match=r"s#p#0: no verifier answered \(2 failed\).* 3 of 3 plans.*materialize it again"
+    ):
+        select(STEPS, plans, verdicts(*nobody), Regeneration(), 0, None)
+    with pytest.raises(NoVerdict, match=r"s#p#1: no verifier answered \(0 failed\)"):
+        select(STEPS, plans, verdicts(verdict("s#p#0", "v", True)), Regeneration(), 0, None)
+
+
+@pytest.mark.parametrize("rule", ["any", "majority", "all"])
+def test_a_plan_that_the_only_verifier_could_not_answer_stops_no_loop(rule: Any) -> None:
+    """Nothing can be done about it: verdicts made again would lack the same answer."""
+    plans = candidates(candidate("s", "p", 0, "one"), candidate("s", "p", 1, "another"))
+    votes = verdicts(verdict("s#p#0", "v", None), verdict("s#p#1", "v", True))
+    rows, decisions = select(STEPS, plans, votes, Regeneration(rule=rule), 0, None)
+    assert decisions_of(decisions) == {"s#p#0": "not_verified", "s#p#1": "kept"}
+    assert rows["candidate_id"].to_pylist() == ["s#p#1"]
 
 
 def test_a_step_without_a_target_needs_no_verdict() -> None:
