@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 import httpx
@@ -19,6 +21,14 @@ from coepg_dagster.refusal import without_credentials
 SECRET_LENGTH = 12  # characters of the shortest key that is looked for in a server's text
 MAX_BYTES: Final = 1 << 26
 """Of an answer; a long one with all its log-probabilities has a thousandth of it."""
+
+ATTEMPTS: Final = 5
+PAUSE_SECONDS: Final = 1.0
+"""Before the second attempt; doubles with each further one. Up to half of it is left out at random, to spread retries."""
+_JITTER: Final = random.Random()
+"""A generator for pauses alone: a retry must not change the random numbers of a training in this process."""
+LONGEST_PAUSE_SECONDS: Final = 120.0
+"""A request whose server asks for a longer pause has failed."""
 
 
 class AnswerTooLarge(httpx.HTTPError):
@@ -37,6 +47,28 @@ class Answer:
     def text(self) -> str:
         """The content as UTF-8, whatever the server calls it: a charset may name any codec of Python."""
         return self.content.decode(errors="replace")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it is an error for which the same request is sent again."""
+        return self.status == 429 or self.status >= 500
+
+    @property
+    def retry_after(self) -> float:
+        """The pause, in seconds, that the server asks for in the header Retry-After; 0: none that can be read."""
+        value = self.headers.get("Retry-After", "")
+        try:
+            if value.isascii() and value.replace(".", "", 1).isdigit():
+                return float(value)
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except (ValueError, OverflowError, OSError):  # a year that no clock can show
+            return 0.0
+
+
+def pause(attempt: int, answer: Answer | None) -> float:
+    """Seconds between an attempt, counted from 1, and the next one; `answer` is the error that it got, if any."""
+    growing = PAUSE_SECONDS * 2.0 ** (attempt - 1) * _JITTER.uniform(0.5, 1)
+    return max(growing, answer.retry_after) if answer else growing
 
 
 @dataclass(frozen=True)
@@ -103,12 +135,21 @@ def served_model(endpoint: Endpoint) -> dict[str, Any]:
     Raises EngineRefused if it cannot be reached, or does not serve the model.
     """
     with endpoint.client() as client:
-        try:
-            answer = endpoint.ask(client, "GET", "models")
-        except httpx.HTTPError as error:
-            raise EngineRefused(
-                f"{endpoint.base_url} cannot be reached ({short(error)}): start the server, or correct `base_url`"
-            ) from None
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                answer = endpoint.ask(client, "GET", "models")
+            except httpx.HTTPError as error:
+                raise EngineRefused(
+                    f"{endpoint.base_url} cannot be reached ({short(error)}): start the server, or correct `base_url`"
+                ) from None
+            if not answer.may_pass:
+                break
+            if attempt == ATTEMPTS or answer.retry_after > LONGEST_PAUSE_SECONDS:
+                raise EngineRefused(
+                    f"{endpoint.base_url}/models answered with status {answer.status} after {attempt} attempts: the server is "
+                    "not well, or busy: run this again when it is well"
+                )
+            time.sleep(pause(attempt, answer))
     if answer.status in (401, 403):
         raise EngineRefused(
             f"{endpoint.base_url} refused the key (status {answer.status}): set `api_key_env` to the name of the "

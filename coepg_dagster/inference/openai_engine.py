@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import base64
 import io
-import random
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, Final
 
 import httpx
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coepg_dagster.inference.endpoint import Answer, AnswerTooLarge, Endpoint, served_model, served_version, short
+from coepg_dagster.inference.endpoint import (
+    ATTEMPTS,
+    LONGEST_PAUSE_SECONDS,
+    Answer,
+    AnswerTooLarge,
+    Endpoint,
+    pause,
+    served_model,
+    served_version,
+    short,
+)
 from coepg_dagster.inference.engine import EngineChanged, EngineRefused, Failure, Generation, Request, Sampling, Usage
 from coepg_dagster.inference.order import grouped
 from coepg_dagster.inference.processing import probe, prompt_of, vision_token_ids
 from coepg_dagster.inference.screens import resize_of
 
-ATTEMPTS: Final = 5
-PAUSE_SECONDS: Final = 1.0
-"""Before the second attempt; doubles with each further one. Up to half of it is left out at random, to spread retries."""
-_JITTER: Final = random.Random()
-"""A generator for pauses alone: a retry must not change the random numbers of a training in this process."""
-LONGEST_PAUSE_SECONDS: Final = 120.0
-"""A request whose server asks for a longer pause has failed."""
 _OF_THE_REQUEST: Final = frozenset({400, 413, 422})
 """Errors of one prompt, such as one that is too long. Another status is the server's reason, also that of a key or a model that
 it knew when the work began: other requests get no answer either."""
@@ -211,7 +211,7 @@ class OpenAIEngine:
         for attempt in range(1, ATTEMPTS + 1):
             if self._closed.is_set():
                 return Failure("the engine was closed")
-            pause = PAUSE_SECONDS * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1)
+            answer = None
             try:
                 answer = self._endpoint.ask(self._client, "POST", "chat/completions", body)
             except httpx.PoolTimeout:
@@ -230,14 +230,13 @@ class OpenAIEngine:
                         f"{self._exit_report()}"
                     ) from None
             else:
-                if answer.status != 429 and answer.status < 500:
+                if not answer.may_pass:
                     return answer
-                retry_after = _retry_after(answer)
-                if attempt == ATTEMPTS or (retry_after or 0) > LONGEST_PAUSE_SECONDS:
-                    tried = f"after {attempt} attempts" + (f", wait {retry_after:g} s" if retry_after else "")
+                wait = answer.retry_after
+                if attempt == ATTEMPTS or wait > LONGEST_PAUSE_SECONDS:
+                    tried = f"after {attempt} attempts" + (f", wait {wait:g} s" if wait else "")
                     return Failure(f"status {answer.status} {tried}: {self._quote(answer)}", passing=True)
-                pause = max(pause, retry_after or 0)
-            self._wait(pause)
+            self._wait(pause(attempt, answer))
         raise AssertionError("every attempt returns, raises or is followed by another")
 
     def _wait(self, seconds: float) -> None:
@@ -312,17 +311,6 @@ def read_answer(content: bytes) -> _Answer | str:
 
 def _ascii(text: bytes) -> bytes:
     return bytes(byte for byte in text if byte < 128)
-
-
-def _retry_after(answer: Answer) -> float | None:
-    """The pause, in seconds, that the server asks for in the header Retry-After."""
-    value = answer.headers.get("Retry-After", "")
-    try:
-        if value.isascii() and value.replace(".", "", 1).isdigit():
-            return float(value)
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError, OSError):  # a year that no clock can show
-        return None
 
 
 def _with_picture(request: Request, pictures: _Pictures) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from coepg_dagster import running
 from coepg_dagster.artifacts import VERDICTS, write_steps
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.schema import Regeneration
-from coepg_dagster.inference import openai_engine
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.transformers_engine import TransformersEngine
 from coepg_dagster.jobs import CandidatesJob, VerdictsJob
@@ -78,7 +77,7 @@ def endpoint(
     made = Endpoint(server, job)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "CHUNK", 4)
-        patch.setattr(openai_engine, "PAUSE_SECONDS", 0.01)
+        patch.setattr("coepg_dagster.inference.endpoint.PAUSE_SECONDS", 0.01)
         server.change = lambda answer: made.answers.append(answer) or answer
         running.run(job(root / "undisturbed"), quiet)
         made.undisturbed, made.requests = (root / "undisturbed/out" / VERDICTS).read_bytes(), len(server.requests)

@@ -32,6 +32,7 @@ class OpenAIServer:
         self.faults: list[Fault] = []
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
         self.reports: dict[str, Any] = {}  # more of what it says of its model
+        self.unwell: list[int] = []  # the status of the next listings of its models
         self.requests: list[dict[str, Any]] = []
         self.busiest = 0
         self._busy, self._key, self._engine = 0, key, engine
@@ -49,6 +50,8 @@ class OpenAIServer:
                     reply(self, 200, {})
                 elif outer.refused(self):
                     reply(self, 401, {"error": "no key"})
+                elif outer.unwell:
+                    reply(self, outer.unwell.pop(0), {"error": "not now"})
                 else:
                     reply(
                         self,

@@ -56,7 +56,7 @@ def running(direct: TransformersEngine) -> Iterator[OpenAIServer]:
 
 @pytest.fixture
 def server(running: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> OpenAIServer:
-    monkeypatch.setattr(openai_engine, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("coepg_dagster.inference.endpoint.PAUSE_SECONDS", 0.01)
     running.faults, running.requests, running.busiest = [], [], 0
     running.change = lambda answer: answer
     return running
@@ -383,7 +383,7 @@ def test_no_reason_holds_the_key(engine: OpenAIEngine, server: OpenAIServer) -> 
 def test_without_a_connection_the_rest_fails_at_once(
     direct: TransformersEngine, trained: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_engine, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("coepg_dagster.inference.endpoint.PAUSE_SECONDS", 0.01)
     server = OpenAIServer(direct).start()
     exit_report = lambda: "; it ended with code 9"  # noqa: E731
     processor = load_processor(str(trained("grounder", 0)))
@@ -516,6 +516,19 @@ def test_what_is_wrong_with_an_endpoint_is_reported(server: OpenAIServer, monkey
         endpoint_of(member)
     monkeypatch.setenv("COEPG_TEST_KEY", KEY)
     assert served_model(endpoint_of(member))["id"] == "tiny"
+
+
+def test_a_server_that_is_unwell_for_a_moment_is_asked_again_what_it_serves(server: OpenAIServer) -> None:
+    """A step begins and ends with that question."""
+    server.unwell = [503, 429, 500]
+    assert served_model(Endpoint(server.url, "tiny", KEY))["id"] == "tiny"
+    server.unwell = [529] * 9
+    with pytest.raises(
+        EngineRefused, match="answered with status 529 after 5 attempts: the server is not well, or busy"
+    ):
+        served_model(Endpoint(server.url, "tiny", KEY))
+    assert len(server.unwell) == 4
+    server.unwell = []
 
 
 # prompts

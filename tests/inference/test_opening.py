@@ -17,7 +17,6 @@ from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.geometry import Space
-from coepg_dagster.inference import openai_engine
 from coepg_dagster.inference.agents import Grounder, GrounderPool
 from coepg_dagster.inference.engine import EngineRefused
 from coepg_dagster.inference.opening import opened
@@ -36,7 +35,7 @@ def served(
     trained: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str], tuple[OpenAIServer, Member]]]:
     """A server of the trained planner or grounder, and the member that names it."""
-    monkeypatch.setattr(openai_engine, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("coepg_dagster.inference.endpoint.PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("COEPG_TEST_KEY", "k")
     servers = []
 
