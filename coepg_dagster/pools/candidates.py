@@ -91,9 +91,13 @@ def mark_duplicates(candidates: pa.Table, similar: float) -> pa.Table:
 def pool_members(open_members: Mapping[str, Member], trained: Mapping[str, Member]) -> dict[str, Member]:
     """The members of a pool by name: open models, then trained ones, newest first.
 
-    Raises ExperimentError if two members have the same name.
+    Raises ExperimentError if two members have the same name, or there is none.
     """
     both = set(open_members) & set(trained)
     if both:
         raise ExperimentError(f"pool members need different names: {', '.join(sorted(both))}")
+    if not open_members and not trained:
+        raise ExperimentError(
+            "the pool has no member: in iteration 0 only open models are in it, so `verifiers` must name at least one of them"
+        )
     return {**open_members, **trained}

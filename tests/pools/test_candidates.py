@@ -105,3 +105,6 @@ def test_pool_members_keep_their_order_and_names() -> None:
     ]
     with pytest.raises(ValueError, match="different names: a"):
         pool_members({"a": "1"}, {"a": "2"})
+    assert list(pool_members({}, {"grounder_1": "1"})) == ["grounder_1"]
+    with pytest.raises(ValueError, match=r"no member.*`verifiers` must name at least one"):
+        pool_members({}, {})
