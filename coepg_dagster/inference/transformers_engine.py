@@ -25,6 +25,7 @@ from coepg_dagster.inference.processing import (
 from coepg_dagster.inference.screens import resize_of
 from coepg_dagster.inference.visual import Screenshots, Tower, process_store
 from coepg_dagster.inference.weights import local_folder, local_version
+from coepg_dagster.progress import Ended
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -75,6 +76,11 @@ def load_checkpoint(path: str | Path, dtype: Dtype, device: str, attention: str 
         model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     return model.eval(), processor
 
+
+OVERFLOWS: Final = (
+    "computes numbers that are infinite or none at all, though its weights are finite: its answers would say nothing. Use "
+    "another `models.dtype` or another checkpoint; if it was trained here, training diverged: lower the learning rate"
+)
 
 LIKELY: Final = 1024
 """So many of the likeliest tokens contain the nucleus of almost every distribution of a trained model."""
@@ -195,6 +201,8 @@ class TransformersEngine:
         ended = torch.zeros(len(suffixes), dtype=torch.bool, device=device)
         for _ in range(sampling.max_tokens):
             logits = decode(self._model, self._model, cache, ids, mask, position).float()
+            if not tokens and not is_finite(logits):
+                raise Ended(f"{self._path or 'the model in training'} {OVERFLOWS}")
             token = self._choose(logits, sampling, generator)
             tokens.append(token)
             logprobs.append(torch.log_softmax(logits, -1).gather(-1, token[:, None])[:, 0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -141,6 +142,10 @@ class VllmEngine:
             return Failure(f"the answer ended with {answer.finish_reason!r}")
         ids = list(answer.token_ids)
         logprobs = [step[token].logprob for token, step in zip(ids, answer.logprobs, strict=True)]
+        if any(map(math.isnan, logprobs)):
+            return Failure(
+                "a log-probability is no number: the model overflows; use another `models.dtype` or checkpoint", True
+            )
         usage, stop = Usage(prompt, cached, len(ids)), None
         if answer.finish_reason == "stop":
             ids.pop()

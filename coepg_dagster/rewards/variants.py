@@ -81,8 +81,8 @@ class Weighing:
         mask = np.array(answered, dtype=bool)
         if not self.ensemble:
             mask[1:] = False
-        # min(): float32 log-probabilities of sure tokens can be a hair above 0
-        logprobs = [min(0.0, logprob) if has else 0.0 for logprob, has in zip(mean_logprobs, answered, strict=True)]
+        # min(): float32 log-probabilities of sure tokens can be a hair above 0; in this order what is no number stays so
+        logprobs = [min(logprob, 0.0) if has else 0.0 for logprob, has in zip(mean_logprobs, answered, strict=True)]
         c = confidences(logprobs, self.confidence)
         return c, ensemble_weights(np.array(self.priors), c, mask, self.confidence_temperature)
 

@@ -24,6 +24,7 @@ from coepg_dagster.inference.transformers_engine import (
     nucleus,
 )
 from coepg_dagster.inference.weights import local_version
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import grounder_messages, planner_messages
 from tests.inference.test_files import KINDS
 
@@ -274,6 +275,20 @@ def test_weights_that_are_not_finite_are_refused(copy: Path) -> None:
     change_weights(copy, lambda weights: weights[some_weight(weights)].view(-1)[0].fill_(float("nan")))
     with pytest.raises(IncompleteCheckpoint, match=r"not finite.*lower the learning rate"):
         load_checkpoint(copy, "float32", "cpu")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(4), Sampling(4, temperature=1.0, samples=2)])
+def test_a_model_that_overflows_answers_nothing(copy: Path, sampling: Sampling) -> None:
+    """Its weights are finite, its attention is not; a NaN would have the highest confidence."""
+
+    def overflow(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weights[name] *= 1e25
+
+    change_weights(copy, overflow)
+    with pytest.raises(Ended, match="copy computes numbers that are infinite or none at all"):
+        TransformersEngine(copy, dtype="float32", device="cpu", batch_size=4).generate(requests()[:1], sampling)
 
 
 def test_pickled_weights_are_not_opened(copy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment.models import Models, Serving
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference import vllm_server
-from coepg_dagster.inference.engine import Failure, Generation, Request, Sampling
+from coepg_dagster.inference.engine import EngineRefused, Failure, Generation, Request, Sampling
 from coepg_dagster.inference.processing import load_processor, probe
 from coepg_dagster.inference.vllm_engine import VllmEngine
 from coepg_dagster.jobs import CandidatesJob
@@ -28,6 +29,7 @@ class LLM:
     """Ends every answer at once; as vLLM, refuses all prompts where one of them is too long."""
 
     gpus: list[str | None] = []
+    logprob = -0.5
 
     def __init__(self, model: str, max_model_len: int, **_: Any) -> None:
         self._processor, self._longest = load_processor(model), max_model_len
@@ -42,7 +44,7 @@ class LLM:
             if len(ids) >= self._longest:
                 raise ValueError(f"The decoder prompt (length {len(ids)}) is longer than the maximum model length")
             answer = SimpleNamespace(index=0, finish_reason="stop", token_ids=[stop])
-            answer.logprobs = [{stop: SimpleNamespace(logprob=-0.5)}]
+            answer.logprobs = [{stop: SimpleNamespace(logprob=self.logprob)}]
             made.append(SimpleNamespace(prompt_token_ids=ids, num_cached_tokens=0, outputs=[answer]))
         return made
 
@@ -70,6 +72,14 @@ def test_a_prompt_that_is_too_long_costs_itself(
     # an answer that might not fit would be cut, by a setting that is to change no answer
     [[cut]] = engine(random_checkpoint(0)).generate(requests[:1], Sampling(280))
     assert isinstance(cut, Failure)
+
+
+def test_a_model_that_overflows_answers_nothing(
+    random_checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "logprob", math.nan)
+    with pytest.raises(EngineRefused, match="a log-probability is no number: the model overflows"):
+        engine(random_checkpoint(0))
 
 
 def test_all_models_of_a_process_are_on_its_gpu(

@@ -210,6 +210,13 @@ def test_temperature_goes_from_one_vote_over_eq_5_to_equal_votes(logprobs: list[
     assert colder == sorted(colder)
 
 
+@pytest.mark.parametrize("confidence", ["probability", "log_probability"])
+def test_what_is_no_number_is_no_confidence(confidence: Any) -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        Weighing((2.0, 1.0), confidence)([math.nan, -0.1], [True, True])
+    assert Weighing((2.0, 1.0), confidence)([math.nan, -0.1], [False, True])[1].tolist() == [0, 1]
+
+
 def test_the_variants_are_those_of_the_ablations() -> None:
     assert set(VARIANTS) == set(get_args(Variant))
     default = Grpo()
