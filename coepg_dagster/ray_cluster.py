@@ -27,12 +27,21 @@ class ClusterUnusable(Refusal, RuntimeError):
     """No Ray, no cluster at the address, or nothing on it for this job; the message says what to do."""
 
 
+def _job_here(job: str, root: str) -> Job:
+    """A job that this process of a worker does, in the project's folder, with the embeddings that its jobs share."""
+    from coepg_dagster.inference.visual import keep_in
+
+    os.chdir(root)
+    parsed = parse_job(job)
+    keep_in(parsed.visual)
+    return parsed
+
+
 class StageFunction:
     """One worker of pool work: holds one member at a time, and makes the chunks that it is given."""
 
     def __init__(self, job: str, root: str) -> None:
-        os.chdir(root)
-        parsed = parse_job(job)
+        parsed = _job_here(job, root)
         assert isinstance(parsed, ChunkedJob)  # run_on_cluster starts makers for nothing else
         self._chunked = chunked(parsed)
         self._member: str | None = None
@@ -60,8 +69,7 @@ class Whole:
     """One worker that does a job as it is, and says how far it is when it is asked."""
 
     def __init__(self, job: str, root: str) -> None:
-        os.chdir(root)
-        self._job = parse_job(job)
+        self._job = _job_here(job, root)
         self._state: tuple[int, int, dict[str, float]] = (0, 1, {})
 
     def run(self) -> tuple[dict[str, Any], str]:

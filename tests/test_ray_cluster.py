@@ -124,8 +124,9 @@ def test_a_damaged_chunk_and_those_of_a_changed_model_are_made_again(
     server = OpenAIServer(TransformersEngine(served, dtype="float32", device="cpu", batch_size=8)).start()
     far = Member(model="tiny", engine="openai", base_url=server.url, processor=str(served))
     job = candidates("there")
-    job = job.model_copy(update={"members": job.members | {"far": far}})
+    job = job.model_copy(update={"members": job.members | {"far": far}, "visual": tmp_path / "visual"})
     run_on_cluster(job, tmp_path, cluster, 1, lambda *_: None)
+    assert list(job.visual.rglob("*.safetensors")), "workers share the embeddings of screenshots"
     made, parts = (job.out / CANDIDATES).read_bytes(), sorted(job.scratch.glob("*.parquet"))
     assert len(parts) == 3
 
