@@ -154,17 +154,25 @@ class Chunked(ABC, Generic[J]):
         return intact(self.file_of(chunk))
 
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Those of `chunks` that are to be made; what is there of them, damaged, is removed."""
-        missing = [chunk for chunk in chunks if not self.is_there(chunk)]
+        """Those of `chunks` that are to be made; what is there of them, damaged or of a changed model, is removed."""
+        changed = [member for member in {chunk.member for chunk in chunks} if self._changed(member).exists()]
+        missing = [chunk for chunk in chunks if chunk.member in changed or not self.is_there(chunk)]
         for chunk in missing:
             self.file_of(chunk).unlink(missing_ok=True)
+        for member in changed:
+            self._changed(member).unlink()
         return missing
+
+    def _changed(self, member: str) -> Path:
+        """The file that says that a member's model was changed while it worked."""
+        return self.job.scratch / f"{self.job.kind}-{member}-changed"
 
     @contextmanager
     def holding(self, member: str, device: str) -> Iterator[Callable[[Chunk], None]]:
         """A context with the models of `member` loaded; yields what makes the file of a chunk.
 
-        No chunk of the member is kept if its model is found to have changed meanwhile, which is asked at the end.
+        No chunk of the member is used if its model is found to have changed meanwhile, which is asked at the end. The next run
+        removes them: until this one has ended, other processes may finish more.
         """
         try:
             with self.open(member, device) as make:
@@ -175,9 +183,7 @@ class Chunked(ABC, Generic[J]):
 
                 yield keep
         except EngineChanged:
-            for chunk in self.chunks():
-                if chunk.member == member:
-                    self.file_of(chunk).unlink(missing_ok=True)
+            self._changed(member).touch()
             raise
 
     def run(self, report: Report) -> dict[str, Any]:
