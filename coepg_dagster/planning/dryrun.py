@@ -8,7 +8,7 @@ table of known benchmarks. The report names its assumptions (`ASSUMED`).
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -70,8 +70,19 @@ ASSUMED: Final = (
 CPU: Final = Card("CPU", 0.0, 0.1e12, 20e9)
 """Roughly two cores."""
 CORES: Final = 2
-SECTIONS: Final = {"planner_sft": "sft", "grounder": "sft", "grounder_rl": "grounder_rl", "planner": "grpo"}
-"""Trained asset → its section of the experiment file."""
+ONE_MODEL_SFT, ONE_MODEL_GRPO = "end_to_end, SFT", "end_to_end, GRPO"
+"""The two stages in which `end_to_end` is trained."""
+SECTIONS: Final = {
+    "planner_sft": "sft",
+    "grounder": "sft",
+    "grounder_rl": "grounder_rl",
+    "planner": "grpo",
+    ONE_MODEL_SFT: "sft",
+    ONE_MODEL_GRPO: "grpo",
+}
+"""Stage that trains → its section of the experiment file."""
+BY_SFT: Final = ("planner_sft", "grounder")
+"""The stages that the resource `sft` runs; `grpo_cdrem` runs the others that train, both of `end_to_end` too."""
 SCREENS: Final[dict[str, tuple[int, int]]] = {"web": (1288, 1008), "mobile": (1092, 2408), "compact": (168, 224)}
 """Typical screenshots as models see them, (width, height) px: a block of a web page, a phone, a MiniWoB++ page."""
 
@@ -98,14 +109,15 @@ class Hardware:
             return Spread(placement.strategy)
         return Spread(placement.strategy, placement.processes, self.card.memory)
 
+    def placement(self, asset: str) -> Placement:
+        """Where a stage that trains runs."""
+        return self.sft if asset in BY_SFT else self.grpo
+
     def processes(self, asset: str) -> int:
-        """The GPUs that work on an asset at a time; on a CPU its time is that of two cores, however many processes."""
+        """The GPUs that work on a stage at a time; on a CPU its time is that of two cores, however many processes."""
         if self.card is None:
             return 1
-        placement = {"planner_sft": self.sft, "grounder": self.sft, "grounder_rl": self.grpo, "planner": self.grpo}.get(
-            asset
-        )
-        return placement.processes if placement else self.gpus
+        return self.placement(asset).processes if asset in SECTIONS else self.gpus
 
     def browsers(self, experiment: Experiment) -> int:
         """How many browsers work at a time: a GPU's machine has a core for each."""
@@ -241,7 +253,10 @@ class DryRun:
         }
 
     def stages(self, hardware: Hardware, rates: Rates, experiment: Experiment | None = None) -> list[StageEstimate]:
-        """The estimate of each heavy asset of an iteration k ≥ 1; `experiment`: one with changed settings."""
+        """The estimate of each heavy stage of an iteration k ≥ 1 that the experiment makes itself, in order.
+
+        What it takes from its parent costs nothing. `experiment`: one with changed settings.
+        """
         changed = experiment or self.experiment
         planner, grounder = (self.models[name].architecture for name in self._loaded(changed))
         plan, point = examples_of(changed)
@@ -249,9 +264,13 @@ class DryRun:
         planners, verifiers = self._pool(models.planners), self._pool(models.verifiers)
         planners |= {f"planner_k{i}": planner for i in range(pools.trained_members)}
         verifiers |= {f"grounder_k{i}": grounder for i in range(pools.trained_members)}
-        covered = round(COVERED * self.train_steps)
-        rows = covered * self._rows_per_step(changed)
+        rows = round(COVERED * self.train_steps) * self._rows_per_step(changed)
         verified = self.train_steps * max(1, round(KEPT * self._written(changed)))
+        if changed.agent == "end_to_end":
+            stages = [self._sft(ONE_MODEL_SFT, planner, plan, rows, changed, hardware, rates)]
+            if changed.grpo.enabled:
+                stages.append(self._grpo(ONE_MODEL_GRPO, planner, [], [], changed, hardware, rates))
+            return [*stages, self._evaluation(changed, hardware, rates)]
         stages = [
             self._sft("planner_sft", planner, plan, rows, changed, hardware, rates),
             self._sft("grounder", grounder, point, rows, changed, hardware, rates),
@@ -261,50 +280,55 @@ class DryRun:
         if changed.grpo.enabled:
             alone = not changed.grpo.ensemble or changed.grpo.plays is not None
             graders = [grounder, *(() if alone else self._pool(models.verifiers).values())]
-            seen_by, grpo = self.exposure(changed), by_steps(changed.grpo)
-            steps, answers = seen_by.steps, steps_played(changed.grpo)
-            prompts = round(steps * grpo.prompts_per_step * answers)
-            validated = min(self.validation_steps, changed.grpo.validation_steps)
-            seen = validations(changed.grpo, steps)
-            judge = Graders([grounder], point, changed.batch_size)
-            stages.append(
-                StageEstimate(
-                    "planner",
-                    grpo_memory(
-                        planner,
-                        graders,
-                        grpo,
-                        plan,
-                        hardware.spread(hardware.grpo),
-                        bytes_each=stored_bytes(changed),
-                        serving=hardware.serving,
-                    ),
-                    host=hardware.processes("planner") * 4.0 * planner.parameters,
-                    disk=2.0 * planner.parameters,
-                    steps=steps,
-                    tokens=float((prompts * grpo.group_size + seen * validated) * plan.tokens(planner)),
-                    gpu_seconds=grpo_seconds(
-                        planner, Graders(graders, point, changed.batch_size), grpo, plan, prompts, rates
-                    )
-                    + self.page_seconds(changed) / hardware.browsers(changed)
-                    + seen * look_seconds(planner, judge, changed.grpo, plan, validated, rates)
-                    + probe_seconds(
-                        planner,
-                        replace(judge, batch=changed.grpo.micro_batch_size),
-                        plan,
-                        self._probed(changed.grpo.probe_steps),
-                        2 * (2 + changed.grpo.probe_between),  # greedy and sampled
-                        rates,
-                    ),
-                )
-            )
+            stages.append(self._grpo("planner", planner, graders, [grounder], changed, hardware, rates))
         stages.append(
             self._pool_stage("candidate_plans", planners, plan, pools.plans_per_planner, changed, hardware, rates)
         )
         per_screen = max(1, verified // max(1, self.train_steps))
         stages.append(self._pool_stage("verdicts", verifiers, point, per_screen, changed, hardware, rates))
         stages.append(self._evaluation(changed, hardware, rates))
-        return stages
+        return [stage for stage in stages if stage.asset in changed.made]
+
+    def _grpo(
+        self,
+        asset: str,
+        model: Architecture,
+        graders: Sequence[Architecture],
+        judge: Sequence[Architecture],
+        experiment: Experiment,
+        hardware: Hardware,
+        rates: Rates,
+    ) -> StageEstimate:
+        """GRPO of π; `graders` reward it, and `judge` tells how good it is before, meanwhile and after."""
+        plan, point = examples_of(experiment)
+        seen_by, config = self.exposure(experiment), experiment.grpo
+        grpo, steps, batch = by_steps(config), seen_by.steps, experiment.batch_size
+        prompts = round(steps * grpo.prompts_per_step * steps_played(config))
+        validated = min(self.validation_steps, config.validation_steps)
+        seen, looks = validations(config, steps), Graders(judge, point, batch)
+        memory = grpo_memory(
+            model,
+            graders,
+            grpo,
+            plan,
+            hardware.spread(hardware.grpo),
+            bytes_each=stored_bytes(experiment),
+            serving=hardware.serving,
+        )
+        seconds = grpo_seconds(model, Graders(graders, point, batch), grpo, plan, prompts, rates)
+        seconds += self.page_seconds(experiment) / hardware.browsers(experiment)
+        seconds += seen * look_seconds(model, looks, config, plan, validated, rates)
+        probed, asked = self._probed(config.probe_steps), 2 * (2 + config.probe_between)  # greedy and sampled
+        seconds += probe_seconds(model, replace(looks, batch=config.micro_batch_size), plan, probed, asked, rates)
+        return StageEstimate(
+            asset,
+            memory,
+            host=hardware.processes(asset) * 4.0 * model.parameters,
+            disk=float(stored_bytes(experiment) * model.parameters),
+            steps=steps,
+            tokens=float((prompts * grpo.group_size + seen * validated) * plan.tokens(model)),
+            gpu_seconds=seconds,
+        )
 
     @staticmethod
     def _written(experiment: Experiment) -> int:
@@ -338,7 +362,7 @@ class DryRun:
                 model, [], config, example, spread, bytes_each=stored_bytes(experiment), serving=hardware.serving
             ),
             host=hardware.processes("grounder_rl") * 4.0 * model.parameters,
-            disk=2.0 * model.parameters,
+            disk=float(stored_bytes(experiment) * model.parameters),
             steps=steps,
             tokens=float(prompts * config.group_size * example.tokens(model)),
             gpu_seconds=grpo_seconds(model, nobody, config, example, prompts, rates),
@@ -374,16 +398,18 @@ class DryRun:
         # a grounder's plan is in its prompt
         own = example.prompt if asset == "grounder" else 1
         row, together = sft_row(config, example, self._rows_per_step(experiment), own)
-        spread, bytes_each = hardware.spread(hardware.sft), stored_bytes(experiment)
+        spread, bytes_each = hardware.spread(hardware.placement(asset)), stored_bytes(experiment)
+        probed = 0 if asset == ONE_MODEL_SFT else self._probed(config.probe_steps)
+        kept = not (asset == ONE_MODEL_SFT and experiment.grpo.enabled)  # GRPO's model takes its place
         return StageEstimate(
             asset,
             sft_memory(model, config, row, spread, bytes_each=bytes_each, together=together),
             host=hardware.processes(asset) * 4.0 * model.parameters,
-            disk=times * 2.0 * model.parameters,
+            disk=float(kept * times * bytes_each * model.parameters),
             steps=times * steps,
             tokens=times * seen / together * row.tokens(model),
             gpu_seconds=times * sft_seconds(model, config, row, seen, rates, together=together)
-            + probe_seconds(model, answers, example, self._probed(config.probe_steps), 2, rates),
+            + probe_seconds(model, answers, example, probed, 2, rates),
         )
 
     def _pool_stage(
@@ -413,25 +439,31 @@ class DryRun:
         )
 
     def _evaluation(self, experiment: Experiment, hardware: Hardware, rates: Rates) -> StageEstimate:
-        """Planner, grounder and judge in one process; then the other pairs of `evaluation`, on validation; then boards."""
+        """Planner, grounder and judge in one process; then the other pairs of `evaluation`, on validation; then boards.
+
+        An end-to-end agent answers alone.
+        """
         planner, grounder = (self.models[name].architecture for name in self._loaded(experiment))
-        judges = list(self._pool({"judge": experiment.models.judge} if experiment.models.judge else {}).values())
+        decoupled, evaluated = experiment.agent == "decoupled", experiment.evaluation
+        judge = {"judge": experiment.models.judge} if decoupled and experiment.models.judge else {}
+        pointing = [grounder, *self._pool(judge).values()] if decoupled else []
         plan, point = examples_of(experiment)
         batch, steps, bytes_each = experiment.batch_size, self.eval_steps, stored_bytes(experiment)
         validation = min(self.validation_steps, experiment.benchmark.max_eval_steps or self.validation_steps)
-        work = [(planner, plan, 1, steps), *((one, point, 1, steps) for one in (grounder, *judges))]
-        if experiment.evaluation.base_planner:
-            work += [(planner, plan, 1, validation), (grounder, point, 1, validation)]
-        if n := experiment.evaluation.attempts:
-            work += [(planner, plan, n, validation), (grounder, point, n, validation)]
-        for settings in experiment.evaluation.inference.values():  # about: a way may ask more than once
-            asked = max(2, settings.get("samples", 1), settings.get("plans", 1), 1 + settings.get("retries", 0))
-            work += [
-                (planner, plan, asked if "samples" not in settings else 1, validation),
-                (grounder, point, asked, validation),
-            ]
-        if experiment.oracle_plan:
-            work += [(grounder, point, 1, validation)]
+        work = [(planner, plan, 1, steps), *((one, point, 1, steps) for one in pointing)]
+        if decoupled:
+            if evaluated.base_planner:
+                work += [(planner, plan, 1, validation), (grounder, point, 1, validation)]
+            if n := evaluated.attempts:
+                work += [(planner, plan, n, validation), (grounder, point, n, validation)]
+            for settings in evaluated.inference.values():  # about: a way may ask more than once
+                asked = max(2, settings.get("samples", 1), settings.get("plans", 1), 1 + settings.get("retries", 0))
+                work += [
+                    (planner, plan, asked if "samples" not in settings else 1, validation),
+                    (grounder, point, asked, validation),
+                ]
+            if experiment.oracle_plan:
+                work += [(grounder, point, 1, validation)]
         for board in self.boards.values():
             work.append((grounder, replace(point, image=board.screen or point.image), 1, board.items))
         memory = [
@@ -441,7 +473,7 @@ class DryRun:
         return StageEstimate(
             "evaluation",
             Memory(
-                sum(of.weights for of in memory[: 2 + len(judges)]),
+                sum(of.weights for of in memory[: 1 + len(pointing)]),
                 activations=max(of.activations for of in memory),
                 cache=max(of.cache for of in memory),
             ),
@@ -473,28 +505,27 @@ class DryRun:
             part = getattr(experiment, section).model_copy(update=values)
             return lambda: (experiment.model_copy(update={section: part}), hardware)
 
-        if asset in ("planner_sft", "grounder"):
+        part = SECTIONS.get(asset)
+        if part == "sft":
             changes["sft.freeze_vision: true"] = with_("sft", freeze_vision=True)
             changes["sft.recompute: 1"] = with_("sft", recompute=1.0)
             changes["sft.micro_batch_size: 1"] = with_("sft", micro_batch_size=1)
             changes["sft.lora: {rank: 64}"] = with_("sft", lora=Lora())
-        if asset in ("planner", "grounder_rl"):
-            part = SECTIONS[asset]
+        elif part is not None:
             changes[f"{part}.kl_beta: 0 (no reference policy in memory)"] = with_(part, kl_beta=0.0)
             changes[f"{part}.micro_batch_size: 1"] = with_(part, micro_batch_size=1)
             changes[f"{part}.lora: {{rank: 64}}"] = with_(part, lora=Lora())
             changes[f"{part}.prompts_per_step: 8"] = with_(part, prompts_per_step=8)
         if asset == "planner":
             changes["grpo.ensemble: false (ϕ_k rewards alone)"] = with_("grpo", ensemble=False)
-        if asset in SECTIONS:
-            part = SECTIONS[asset]
+        if part is not None:
             config: Sft | PolicyTraining = getattr(experiment, part)
             # as many of eight as can share a batch
             wide = (Placement(processes=n, strategy="zero3") for n in range(max(8, hardware.gpus), 0, -1))
             placed = next((one for one in wide if not refusals(config, one, "")), None)
             if placed is not None and placed.processes > 1:
                 cards = replace(hardware, gpus=max(hardware.gpus, placed.processes))
-                more = replace(cards, sft=placed) if part == "sft" else replace(cards, grpo=placed)
+                more = replace(cards, sft=placed) if asset in BY_SFT else replace(cards, grpo=placed)
                 changes[f"strategy zero3 over {placed.processes} GPUs"] = lambda: (experiment, more)
         else:
             changes["batch_size: 8"] = lambda: (experiment.model_copy(update={"batch_size": 8}), hardware)
@@ -513,10 +544,9 @@ class DryRun:
         needs = []
         for text, change in changes.items():
             other, place = change()
-            if asset in SECTIONS:
-                placement = place.sft if SECTIONS[asset] == "sft" else place.grpo
-                if refusals(getattr(other, SECTIONS[asset]), placement, ""):  # a remedy that would itself be refused
-                    continue
+            # a remedy that would itself be refused
+            if part is not None and refusals(getattr(other, part), place.placement(asset), ""):
+                continue
             stage = next(s for s in self.stages(place, rates, other) if s.asset == asset)
             needs.append((text, stage.memory.total))
         now = next(s for s in self.stages(hardware, rates) if s.asset == asset).memory.total
@@ -532,7 +562,7 @@ class DryRun:
         if hardware.card is None or not self.train_steps:
             return []
         values: dict[str, bool | int] = {"compile": True, "recompute": 0, "packing": True}
-        if hardware.sft.sharded:
+        if hardware.placement("planner_sft" if experiment.agent == "decoupled" else ONE_MODEL_SFT).sharded:
             del values["compile"]  # was not measured
         if sft.attention == "flash_attention_2":
             del values["packing"]  # it takes no mask

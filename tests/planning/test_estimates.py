@@ -52,6 +52,7 @@ from coepg_dagster.planning.estimates import (
     vllm_seconds,
 )
 from coepg_dagster.planning.machine import EndpointSettings, Machine
+from coepg_dagster.project import Project
 from coepg_dagster.readers.boards import BOARDS
 from coepg_dagster.readers.images import Resize
 from coepg_dagster.refusal import Refusal
@@ -516,3 +517,44 @@ def test_sft_takes_its_number_of_steps_also_beyond_its_epochs() -> None:
 
     assert steps(epochs=2.0) == pytest.approx(2 * steps(epochs=1.0), abs=1)
     assert steps(max_steps=7) == 7 and steps(max_steps=10_000) == 10_000
+
+
+@pytest.mark.parametrize(
+    "name", ["sandbox_no_cdrem", "sandbox_end_to_end", "sandbox_init_base", "web_7b_no_cdrem", "web_7b_no_grpo"]
+)
+def test_only_what_an_experiment_makes_itself_takes_time_and_room(name: str) -> None:
+    experiment = Project(ROOT).experiment(name)
+    dry, hardware = DryRun(experiment, ROOT), Hardware(H100)
+    stages = {stage.asset: stage for stage in dry.stages(hardware, RATES)}
+    assert {asset.partition(",")[0] for asset in stages} <= set(experiment.made)
+    alone = experiment.model_copy(update={"take": [], "agent": "decoupled"})
+    whole = sum(stage.gpu_seconds for stage in dry.stages(hardware, RATES, alone))
+    assert sum(stage.gpu_seconds for stage in stages.values()) <= whole
+    for asset, stage in stages.items() if experiment.take and experiment.agent == "decoupled" else ():
+        assert stage == next(one for one in dry.stages(hardware, RATES, alone) if one.asset == asset)
+
+
+@pytest.mark.parametrize("grpo", [True, False])
+def test_an_end_to_end_agent_is_one_model_where_grpo_runs(grpo: bool) -> None:
+    web = load_experiment(ROOT / "experiments" / "web_7b.yaml")
+    one = web.model_copy(update={"agent": "end_to_end", "grpo": web.grpo.model_copy(update={"enabled": grpo})})
+    dry, card = DryRun(one, ROOT), Hardware(CARDS["A100-40GB"])
+    stages = {stage.asset: stage for stage in dry.stages(card, RATES)}
+    assert list(stages) == ["end_to_end, SFT", *(["end_to_end, GRPO"] if grpo else []), "evaluation"]
+    size = 2.0 * dry.models[one.models.base_planner].architecture.parameters
+    assert sum(stage.disk for stage in stages.values()) == stages["evaluation"].memory.weights == size
+    for asset in list(stages)[:-1]:  # it does not fit: what helps is said of the stage's own settings and processes
+        helps = dict(dry.remedies(asset, card, RATES))
+        assert helps["strategy zero3 over 8 GPUs" if asset.endswith("SFT") else "strategy zero3 over 7 GPUs"]
+    wide = replace(card, gpus=8, grpo=Placement(processes=8, strategy="zero3"))
+    assert dry.stages(wide, RATES)[0].memory.total < stages["end_to_end, SFT"].memory.total
+    assert (
+        dry.stages(replace(wide, grpo=Placement(), sft=wide.grpo), RATES)[0].memory == stages["end_to_end, SFT"].memory
+    )
+
+
+def test_weights_take_the_disk_of_their_numbers() -> None:
+    web = load_experiment(ROOT / "experiments" / "web_3b.yaml")
+    full = web.model_copy(update={"models": web.models.model_copy(update={"dtype": "float32"})})
+    half, whole = (sum(s.disk for s in DryRun(of, ROOT).stages(Hardware(H100), RATES)) for of in (web, full))
+    assert whole == 2 * half > 0
