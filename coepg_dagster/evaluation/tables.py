@@ -102,6 +102,9 @@ def one_protocol(metric: str, protocols: Iterable[str]) -> str:
 Triple = tuple[str | None, str | None, str | None]
 MIND2WEB_SPLITS: Final = {"test_task": "Cross-Task", "test_website": "Cross-Website", "test_domain": "Cross-Domain"}
 MIND2WEB_METRICS: Final = {"ele_acc": "Ele.Acc", "op_f1": "Op.F1", "step_sr": "Step SR"}
+ANDROID_CONTROL_METRICS: Final = {"type_acc": "type", "grounding_acc": "grounding", "step_acc": "step accuracy"}
+METRICS_OF: Final = {"step_sr": MIND2WEB_METRICS, "step_acc": ANDROID_CONTROL_METRICS}
+"""Headline of a protocol → its metrics, with their names in tables."""
 TABLE_1: Final[Mapping[str, tuple[Triple, Triple, Triple, str | None]]] = {
     "GPT-4 + Choice": (("46.4", "73.4", "40.2"), ("38.0", "67.8", "32.4"), ("42.4", "69.3", "36.8"), "36.5"),
     "GPT-4 + SoM": (("29.6", None, "20.3"), ("20.1", None, "13.9"), ("27.0", None, "23.7"), "19.3"),

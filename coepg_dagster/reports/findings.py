@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from coepg_dagster.evaluation.statistics import LEVEL, Estimate, over_seeds, weighted_sum
 from coepg_dagster.provenance import Asset, Ref
 from coepg_dagster.reports.paper import command_of
-from coepg_dagster.reports.study import BY_JUDGE, MEASURES, STEP_SR, Run, Side, Study, played_by
+from coepg_dagster.reports.study import BY_JUDGE, STEP_SR, Run, Side, Study, played_by
 from coepg_dagster.results import FULL, QUALITY
 
 Verdict = Literal["confirmed", "holds for one seed", "not confirmed", "not testable"]
@@ -151,8 +151,8 @@ def _difference(
     estimates = {measure: study.difference(one, other, seeds, measure=measure) for measure in measures}
     measure, *others = measures
     beside = {name: estimates[name] for name in others}
-    unit = f"points of mean {MEASURES[measure]}"
-    words += "".join(f"; {MEASURES[name]}: {estimate.signed}" for name, estimate in beside.items())
+    unit = f"points of mean {study.words(measure)}"
+    words += "".join(f"; {study.words(name)}: {estimate.signed}" for name, estimate in beside.items())
     finding = _verdict(claim, estimates[measure], words, unit, stale, test)
     return replace(finding, measure=measure, beside=beside)
 
@@ -311,7 +311,7 @@ def _steadier(study: Study, about: About) -> Finding:
     wide = ci95[1] / ci95[0] > 100
     verdict: Verdict = "confirmed" if ci95[0] > 1 else "not testable" if wide else "not confirmed"
     text = (
-        f"Standard deviation over {len(seeds)} seeds of {MEASURES[measure]}: {spread[1]:.2f} with a single grounder, "
+        f"Standard deviation over {len(seeds)} seeds of {study.words(measure)}: {spread[1]:.2f} with a single grounder, "
         f"{spread[0]:.2f} with the ensemble; ratio of variances {ratio:.2f} [{ci95[0]:.2f}, {ci95[1]:.1f}], at k = {k}."
         f"{_staleness(stale)}"
     )

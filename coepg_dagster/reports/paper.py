@@ -47,21 +47,24 @@ def _models(experiment: str, iterations: int) -> list[tuple[int, str]]:
     return [(k, f"{experiment} M_{k}") for k in range(iterations + 1)]
 
 
-def table_1(cells: Cells, through: Mapping[str, int]) -> Table:
+def table_1(
+    cells: Cells, through: Mapping[str, int], metrics: Mapping[str, str] = MIND2WEB_METRICS, headline: str = "step_sr"
+) -> Table:
     """Ele.Acc, Op.F1 and Step SR on each test split, for the base pair M_0 and M_1 to M_K; `through`: experiment → K.
 
-    On the paper's splits its printed rows come first; on others they are not comparable, see `paper_table_1`.
+    On the paper's splits its printed rows come first; on others they are not comparable, see `paper_table_1`. `metrics` and
+    `headline`: those of another protocol.
     """
     names = MIND2WEB_SPLITS if set(cells.splits) == set(MIND2WEB_SPLITS) else {s: s for s in cells.splits}
     header = ["Planner + grounder", PROTOCOL]
-    header += [f"{names[split]} {metric}" for split in cells.splits for metric in MIND2WEB_METRICS.values()]
+    header += [f"{names[split]} {metric}" for split in cells.splits for metric in metrics.values()]
     rows: list[Sequence[str | Cell | None]] = list(_printed_table_1() if names is MIND2WEB_SPLITS else ())
     for experiment, iterations in through.items():
         for k, name in _models(experiment, iterations):
-            wanted = [(split, metric) for split in cells.splits for metric in MIND2WEB_METRICS]
-            values = [cells.cell(experiment, FULL, k, *of) for of in [*wanted, (AVERAGE, "step_sr")]]
+            wanted = [(split, metric) for split in cells.splits for metric in metrics]
+            values = [cells.cell(experiment, FULL, k, *of) for of in [*wanted, (AVERAGE, headline)]]
             rows.append((name + (" (base pair)" if k == 0 else ""), _protocol(values, experiment, k), *values))
-    title = "Table 1: per cent, with 95 % intervals; Avg is the mean of the Step SR of the test splits"
+    title = f"Table 1: per cent, with 95 % intervals; Avg is the mean of the {metrics[headline]} of the test splits"
     return table_of(title, (*header, "Avg"), rows)
 
 

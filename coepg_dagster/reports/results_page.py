@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from coepg_dagster.evaluation.tables import MISSING, Cell, Table, table_of
+from coepg_dagster.evaluation.tables import METRICS_OF, MISSING, Cell, Table, table_of
 from coepg_dagster.reports import paper
 from coepg_dagster.reports.figures import save
 from coepg_dagster.reports.findings import Finding
 from coepg_dagster.reports.html import render
-from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, MEASURES, STEP_SR, Side, Study, played_by
-from coepg_dagster.results import AVERAGE, FULL, TRAIN, Cells, tables_of_boards
+from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, STEP_SR, Side, Study, played_by
+from coepg_dagster.results import AVERAGE, FULL, HEADLINES, TRAIN, Cells, tables_of_boards
 from coepg_dagster.training.learned import FEW_ROLLOUTS
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def write_page(
     seen = [
         int(row.value) for run in study.runs for row in run.rows if row.metric == "rollouts" and row.value is not None
     ]
+    paper_s = study.metric == STEP_SR  # Mind2Web's, on which the paper's tables and its Figures 2 and 4 are
     page = out / "results.md"
     page.write_text(
         render(
@@ -98,14 +99,15 @@ def write_page(
             seen=seen,
             few=[rollouts for rollouts in seen if rollouts < FEW_ROLLOUTS],
             enough=FEW_ROLLOUTS,
-            table_1=paper.table_1(cells, in_table_1),
-            table_3=paper.table_3(cells, root, reached),
-            table_4=paper.table_4(cells, root, reached),
+            measures=[study.words(measure) for measure in (BY_JUDGE, STEP_SR)],
+            table_1=paper.table_1(cells, in_table_1, METRICS_OF[study.metric], study.metric),
+            table_3=paper.table_3(cells, root, reached) if paper_s else NOTHING,
+            table_4=paper.table_4(cells, root, reached) if paper_s else NOTHING,
             seeds=sorted(study.find(root)),
             figures=_figures(study, cells, reached, out),
             plays=_plays(study),
             boards=tables_of_boards(root, cells, root, _boards(study)),
-            cost=_cost(cells, root, study.last),
+            cost=_cost(cells, study),
             mechanism=_mechanism(cells, root, study.last),
             missing=_by_experiment(missing),
             left_out=left_out,
@@ -136,16 +138,16 @@ def _judged(study: Study, cells: Cells) -> Table:
     rows: list[list[str | Cell | None]] = []
     for experiment, variant in sorted({(run.experiment, run.variant) for run in study.runs}):
         for k in range(study.last + 1):
-            if (by_judge := cells.cell(experiment, variant, k, AVERAGE, BY_JUDGE)) is not None:
+            if (by_judge := cells.cell(experiment, variant, k, AVERAGE, study.named(BY_JUDGE))) is not None:
                 name = experiment if variant == FULL else f"{experiment} {variant}"
-                rows.append([f"{name} M_{k}", by_judge, cells.cell(experiment, variant, k, AVERAGE, STEP_SR)])
-    title = "Mean Step SR of the test splits by the judge, the primary measure, and by ϕ_k; per cent"
-    return table_of(title, ("agent", MEASURES[BY_JUDGE], MEASURES[STEP_SR]), rows)
+                rows.append([f"{name} M_{k}", by_judge, cells.cell(experiment, variant, k, AVERAGE, study.metric)])
+    title = f"Mean {HEADLINES[study.metric]} of the test splits by the judge, the primary measure, and by ϕ_k; per cent"
+    return table_of(title, ("agent", study.words(BY_JUDGE), study.words(STEP_SR)), rows)
 
 
 def _validation(study: Study) -> str | None:
     """The split that pairs of models are scored on and claims are not about."""
-    measures = {metric for _, _, metric, _ in PARTS}
+    measures = {study.named(metric) for _, _, metric, _ in PARTS}
     scored = (row.split for run in study.runs for row in run.rows if row.metric in measures)
     return next((split for split in scored if split not in study.splits), None)
 
@@ -157,10 +159,10 @@ def _parts(study: Study, cells: Cells) -> Table:
     later, rows = range(1, study.last + 1), list[list[str | Cell | None]]()
     for name, variant, metric, at_0 in PARTS:
         at_0_and_later = [(FULL, 0, at_0), *((variant, k, metric) for k in later)]
-        values = [cells.cell(study.root, of, k, split, measured) for of, k, measured in at_0_and_later]
+        values = [cells.cell(study.root, of, k, split, study.named(measured)) for of, k, measured in at_0_and_later]
         if any(values[1:]):
             rows.append([name, *values])
-    title = "Step SR on validation of pairs of models, per cent; over the seeds that reached k"
+    title = f"{HEADLINES[study.metric]} on validation of pairs of models, per cent; over the seeds that reached k"
     return table_of(title, ("pair", "k = 0", *(f"k = {k}" for k in later)), rows)
 
 
@@ -176,7 +178,7 @@ def _gains(study: Study) -> Table:
             row.append(_signed(study, one, other, split, measure) or MISSING)
         if any(text != MISSING for text in row):
             rows.append([name, *row])
-    title = "What each step of iteration k adds on validation, points of Step SR; paired by seeds and episodes"
+    title = f"What each step of iteration k adds on validation, points of {HEADLINES[study.metric]}; paired by seeds and episodes"
     return Table(title, ("step", *(f"k = {k}" for k in iterations)), tuple(map(tuple, rows)))
 
 
@@ -185,12 +187,14 @@ def _domain(study: Study, cells: Cells) -> Table:
     iterations, rows = range(study.last + 1), list[list[str | Cell | None]]()
     for split in (split + DOMAIN for split in study.splits):
         for measure in (BY_JUDGE, STEP_SR):
-            values = [cells.cell(study.root, FULL, k, split, measure) for k in iterations]
+            values = [cells.cell(study.root, FULL, k, split, study.named(measure)) for k in iterations]
             if any(values):
                 pairs = [[(study.root, FULL, k) for k in pair] for pair in ((1, 0), (study.last, 1))]
                 gains = [_signed(study, one, other, split, measure) for one, other in pairs]
-                rows.append([f"{split}, {MEASURES[measure]}", *values, *gains])
-    title = "Families that the base pair was never pretrained on: Step SR, per cent, and gains in points"
+                rows.append([f"{split}, {study.words(measure)}", *values, *gains])
+    title = (
+        f"Families that the base pair was never pretrained on: {HEADLINES[study.metric]}, per cent, and gains in points"
+    )
     return table_of(title, ("split", *(f"M_{k}" for k in iterations), "M_1 - M_0", f"M_{study.last} - M_1"), rows)
 
 
@@ -209,11 +213,19 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
     scored = [{k for k, _ in cells.series(name, FULL, AVERAGE, STEP_SR)} for name in there.values()]
     by_all = max(set.intersection(*scored), default=last)
     drawn: list[tuple[str, str, Figure]] = [
-        ("figure-2", "Figure 2: with and without GRPO over iterations", paper.figure_2(cells, sizes)),
-        ("figure-4", f"Figure 4: Step SR at k = {by_all} against labelled steps", paper.figure_4(cells, there, by_all)),
         ("figure-6", "Figure 6: purity, coverage and diversity of D_k", paper.figure_6(cells, root)),
-        ("figure-7", "Figure 7: each test split over the iterations", paper.figure_7(cells, sizes)),
+        (
+            "figure-7",
+            "Figure 7: each test split over the iterations",
+            paper.figure_7(cells, sizes, study.metric, f"{HEADLINES[study.metric]}, %"),
+        ),
     ]
+    if study.metric == STEP_SR:
+        by_share = paper.figure_4(cells, there, by_all)
+        drawn[:0] = [
+            ("figure-2", "Figure 2: with and without GRPO over iterations", paper.figure_2(cells, sizes)),
+            ("figure-4", f"Figure 4: Step SR at k = {by_all} against labelled steps", by_share),
+        ]
     curves = {
         words: [run.curves[last] for run in study.find(root, variant).values() if last in run.curves]
         for variant, words in ((FULL, "C-DREM"), ("no_cdrem", "single grounder"))
@@ -223,7 +235,7 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
             f"Figure 5: success of GRPO's rollouts on training steps at k = {last}, judged by ϕ_{last} for both rewards (not "
             "Step SR on a test split: see the analysis plan); bands are smallest to largest of the seeds"
         )
-        drawn.insert(2, ("figure-5", title, paper.figure_5(curves)))
+        drawn.insert(-2, ("figure-5", title, paper.figure_5(curves)))
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for file, _, picture in drawn:
         save(picture, out / FIGURES / f"{file}.png")
@@ -285,13 +297,13 @@ def _solved(rates: Mapping[str, Any] | None) -> str | None:
     return None if rates is None else f"{rates['solved']}/{rates['episodes']}"
 
 
-def _cost(cells: Cells, root: str, last: int) -> Table:
-    """Seconds and model calls of each iteration, per point of Step SR that it gained."""
+def _cost(cells: Cells, study: Study) -> Table:
+    """Seconds and model calls of each iteration, per point that it gained."""
     rows = []
     before: float | None = None
-    for k in range(last + 1):
-        score = cells.cell(root, FULL, k, AVERAGE, "step_sr")
-        seconds, calls = (cells.cell(root, FULL, k, TRAIN, name) for name in ("seconds", "model_calls"))
+    for k in range(study.last + 1):
+        score = cells.cell(study.root, FULL, k, AVERAGE, study.metric)
+        seconds, calls = (cells.cell(study.root, FULL, k, TRAIN, name) for name in ("seconds", "model_calls"))
         if score is None or seconds is None or calls is None:
             continue
         gained = None if before is None else score.value - before

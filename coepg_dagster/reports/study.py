@@ -21,11 +21,11 @@ from coepg_dagster.experiment.strict import Strict
 from coepg_dagster.experiment.training import Environment, GrounderRl, Grpo, Sft
 from coepg_dagster.experiment.versions import ONLY_MEASURED
 from coepg_dagster.provenance import Asset, Record, Ref
-from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row
+from coepg_dagster.results import AVERAGE, FULL, HEADLINES, QUALITY, TRAIN, Row, headline_of
 
 STEP_SR, BY_JUDGE = "step_sr", "step_sr_judge"
-"""π'_k with ϕ_k, which rewarded it; and with the judge, an independent grounder."""
-MEASURES: Final = {STEP_SR: "Step SR by ϕ_k", BY_JUDGE: "Step SR by the judge"}
+"""π'_k with ϕ_k, which rewarded it; and with the judge, an independent grounder. See `Study.named`."""
+MEASURES: Final = {STEP_SR: "by ϕ_k", BY_JUDGE: "by the judge"}
 DOMAIN: Final = "/domain"
 """Ends the name of the part of a test split whose families the base pair was not pretrained on."""
 Side = tuple[str, str, int]
@@ -152,11 +152,21 @@ class Study:
         self.runs, self.root, self.splits, self.last = list(runs), root, tuple(splits), iterations
         self.embedded = embedded
         self._of = {(run.experiment, run.variant, run.seed): run for run in runs}
-        scored = [(row.protocol.partition(" (")[0], run) for run in runs for row in run.rows if row.metric in HEADLINES]
-        by = {protocol: run.reference for protocol, run in reversed(scored)}
+        # those of grounding boards are of other protocols, and stand in tables of their own
+        scored = [(row, run) for run in runs for row in run.rows if row.split in splits and row.metric in HEADLINES]
+        self.metric = headline_of(row for row, _ in scored)  # the protocol's name of success: step_sr, or step_acc
+        by = {row.protocol.partition(" (")[0]: run.reference for row, run in reversed(scored)}
         if len(by) > 1:
             protocols = ", ".join(f"{name} by {protocol}" for protocol, name in sorted(by.items()))
             raise ScoringError(f"a study compares numbers of one protocol, but {protocols}: score them again by one")
+
+    def named(self, measure: str) -> str:
+        """The metric of a measure in rows and tables: `step_acc_judge`, where success is `step_acc`."""
+        return self.metric + measure.removeprefix(STEP_SR)
+
+    def words(self, measure: str) -> str:
+        """A measure for people: `Step SR by the judge`."""
+        return f"{HEADLINES[self.metric]} {MEASURES[measure]}"
 
     def find(self, experiment: str, variant: str = FULL) -> dict[int, Run]:
         """Seed → run."""
@@ -273,7 +283,8 @@ class Study:
                 for split, measure in (*of_tests, *sorted(places)):
                     if self.seeds_with(side, split, measure) == seeds:
                         estimate = over_seeds(self.success(side, seeds, split, measure))
-                        add(side, split or AVERAGE, measure, estimate, protocols[*side, measure])
+                        metric = self.named(measure)
+                        add(side, split or AVERAGE, metric, estimate, protocols[*side, metric])
                 for metric, figure in QUALITY.items() if variant == FULL else ():
                     if with_data := [seed for seed in seeds if self.has_data(experiment, seed, k, figure)]:
                         estimate = over_seeds(self.data(experiment, k, with_data, figure))

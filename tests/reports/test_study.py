@@ -53,6 +53,28 @@ def test_a_study_of_two_protocols_is_refused() -> None:
         study(run(FULL, 1, {0: 0.2, 1: 0.5}), other)
 
 
+def test_boards_have_protocols_of_their_own(tmp_path: Path) -> None:
+    one = run(FULL, 1, {0: 0.2, 1: 0.5})
+    by = {"protocol": "screenspot/uground, macro"}
+    one.rows += [measured_row(one, 1, "screenspot", metric, 50.0, **by) for metric in ("acc", "acc_micro")]
+    assert "## Grounding boards" in _page(study(one), tmp_path)
+
+
+def test_a_study_of_step_accuracy_has_a_page_too(tmp_path: Path) -> None:
+    runs = [
+        judge(run(FULL, seed, {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.6}), {0: 0.3, 1: 0.6, 2: 0.6, 3: 0.7}) for seed in (1, 2)
+    ]
+    for one in runs:
+        by = {"protocol": "android_control/gui_r1, macro"}
+        renamed = [row.model_copy(update=by | {"metric": row.metric.replace("sr", "acc", 1)}) for row in one.rows]
+        one.rows = [*renamed, *(measured_row(one, 1, split, "type_acc", 77.7, **by) for split in ("test_a", "test_b"))]
+    page, of = _page(study(*runs), tmp_path), study(*runs)
+    assert {row.metric for row in of.joint_rows()} == {"step_acc", "step_acc_judge"}
+    assert "Step SR" not in page and "points of mean step accuracy by the judge, 2 seeds" in page
+    assert "test_a type | test_a grounding | test_a step accuracy" in page and "| 77.7 | – |" in page
+    assert "Table 3" not in page and "figure-2" not in page and "figure-7" in page
+
+
 def test_the_page_names_what_is_missing_and_the_command_of_every_row(tmp_path: Path) -> None:
     one = study(run(FULL, 1, {0: 0.2, 1: 0.5}))
     why = "code or configuration changed (1 → 2)"
