@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -446,34 +446,42 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
             if of_pairs := ONE_ANSWER & evaluation.figures.get(PAIRS, {}).keys():
                 pairs = pq.read_table(folder(evaluation) / PAIR_PREDICTIONS)
                 answers |= {f"{STEP_SR}_{pair}": pairs.filter(pc.equal(pairs["pair"], pair)) for pair in of_pairs}
-            for split in (benchmark.validation, *benchmark.test):
-                steps = steps_of(steps_file, split, benchmark.max_eval_steps)
-                ids, metric = steps["step_id"].combine_chunks(), headline(evaluation.figures[split]["metrics"])
-                new = ids.filter(pc.invert(pc.is_in(steps["family"].combine_chunks(), known)))
-                mixed = split in benchmark.test and 0 < len(new) < len(ids)
+            # by the steps and the protocol of then: the file of a stale evaluation may name others now
+            for split in (name for name in (benchmark.validation, *benchmark.test) if name in evaluation.figures):
+                steps = steps_of(steps_file, split).drop_columns(["screenshot"])
+                metric = headline(evaluation.figures[split]["metrics"])
                 for measure, of_all in answers.items():
+                    asked = steps.filter(pc.is_in(steps["step_id"], of_all["step_id"].combine_chunks()))
+                    ids = asked["step_id"].combine_chunks()
+                    if not len(ids):
+                        continue
                     of_split = of_all.filter(pc.is_in(of_all["step_id"], ids))
-                    if of_split.num_rows:
-                        judged = score_steps(benchmark.protocol, steps, of_split).steps
-                        run.success[k, split, measure] = success_by_episode(judged, metric)
-                        if mixed:
-                            of_new = judged.filter(pc.is_in(judged["step_id"], new))
-                            run.success[k, split + DOMAIN, measure] = success_by_episode(of_new, metric)
+                    judged = score_steps(evaluation.config["protocol"], asked, of_split).steps
+                    run.success[k, split, measure] = success_by_episode(judged, metric)
+                    new = ids.filter(pc.invert(pc.is_in(asked["family"].combine_chunks(), known)))
+                    if split in benchmark.test and 0 < len(new) < len(ids):
+                        of_new = judged.filter(pc.is_in(judged["step_id"], new))
+                        run.success[k, split + DOMAIN, measure] = success_by_episode(of_new, metric)
             calls = _calls(made, folder, predictions.num_rows)
             run.rows.append(Row(**of, metric="model_calls", value=calls, protocol="samples and answers"))
         if {"verdicts", "candidate_plans", "dataset"} <= set(made):
-            verdicts = made["verdicts"]
+            verdicts, candidates = made["verdicts"], pq.read_table(folder(made["candidate_plans"]) / CANDIDATES)
+            # the steps that had candidates, and the open models of then, for the same reason
             steps_file = project.store / verdicts.input("benchmark_steps").folder / STEPS
-            run.data[k] = by_episode(
-                Regenerated(
-                    steps_of(steps_file, benchmark.train, benchmark.max_train_steps),
-                    pq.read_table(folder(made["candidate_plans"]) / CANDIDATES),
-                    pq.read_table(folder(verdicts) / VERDICTS),
-                    pq.read_table(folder(made["dataset"]) / DATASET),
-                    Regeneration.model_validate(made["dataset"].config),
-                    frozenset(experiment.models.verifiers),
+            steps = steps_of(steps_file, benchmark.train).drop_columns(["screenshot"])
+            steps = steps.filter(pc.is_in(steps["step_id"], candidates["step_id"].combine_chunks()))
+            with suppress(NotFound):  # then the recorded number has no interval, and a finding says why
+                open_models = versions.made_by(verdicts.input("open_models"))
+                run.data[k] = by_episode(
+                    Regenerated(
+                        steps,
+                        candidates,
+                        pq.read_table(folder(verdicts) / VERDICTS),
+                        pq.read_table(folder(made["dataset"]) / DATASET),
+                        Regeneration.model_validate(made["dataset"].config),
+                        frozenset(open_models.config["verifiers"]),
+                    )
                 )
-            )
         planner = made.get("planner")
         if planner is not None and (folder(planner) / ROLLOUTS).exists():
             rollouts = pq.read_table(folder(planner) / ROLLOUTS)

@@ -179,6 +179,26 @@ def test_a_changed_configuration_is_stale_with_all_that_follows(projects: list[P
     assert set(stale[1]["stale"]) == set(stale[1]["seconds"])
 
 
+def test_stale_results_are_shown_as_they_were_measured(projects: list[Path]) -> None:
+    project = projects[1]
+    file, measured = project / "experiments" / "tiny.yaml", json.loads((project / "docs" / "results.json").read_text())
+    before = text = file.read_text()
+    for was, now in (
+        ("max_train_steps: 24", "max_train_steps: 8"),
+        ("max_eval_steps: 12", "max_eval_steps: 40"),
+        (", verifier_b: models/verifier-b}", "}"),
+    ):
+        assert was in text
+        text = text.replace(was, now)
+    file.write_text(text)
+    try:
+        run(project, "reproduce", "tiny", "--collect", "--out", str(project / "stale"))
+    finally:
+        file.write_text(before)
+    shown = json.loads((project / "stale" / "results.json").read_text())
+    assert shown["rows"] == measured["rows"] and shown["findings"] != measured["findings"]
+
+
 def test_rewards_are_explained_without_a_model(projects: list[Path], tmp_path: Path) -> None:
     again = json.loads(run(projects[0], "rewards", "recompute", "tiny@1", "--variant", "probability", "--json"))
     assert (again["same_reward"], again["same_advantage"], again["largest_difference"]) == (100, 100, 0)

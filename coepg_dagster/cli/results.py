@@ -196,7 +196,8 @@ def _results_of(name: str, apart: bool) -> dict[str, Result]:
     steps = all_steps(project.store / record.input("benchmark_steps").folder / STEPS)
     steps = steps.filter(pc.is_in(steps["step_id"], predictions["step_id"].combine_chunks()))
     tests = experiment.benchmark.test
-    parts = {split: [split] for split in tests} if apart else {ALL_STEPS: tests}
+    there = set(steps["split"].unique().to_pylist())  # an evaluation may be older than a split of the file
+    parts = {split: [split] for split in tests if split in there} if apart else {ALL_STEPS: tests}
     results = {}
     for part, splits in parts.items():
         of_part = steps.filter(pc.is_in(steps["split"], pa.array(splits, pa.string())))
