@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 import numpy as np
@@ -60,19 +61,21 @@ class BySeed:
 def by_seed(measured: Sequence[ByEpisode]) -> BySeed:
     """The mean of each seed, linearised: an episode's part is (above − mean · below) / Σ below, times √(n / (n − 1)).
 
-    An episode that a seed lacks adds nothing to it. From a single episode the parts are not known. Raises ValueError if
-    nothing was counted.
+    An episode that a seed lacks adds nothing to it; one that counts for no seed is none, as its number decides how wide the
+    interval is. From a single episode the parts are not known. Raises ValueError if nothing was counted.
     """
-    episodes = tuple(dict.fromkeys(name for one in measured for name in one.episodes))
+    counts = [one.below != 0 for one in measured]
+    counted = (name for one, of in zip(measured, counts, strict=True) for name in compress(one.episodes, of))
+    episodes = tuple(dict.fromkeys(counted))
     place = {name: i for i, name in enumerate(episodes)}
     values, parts = np.zeros(len(measured)), np.zeros((len(measured), len(episodes)))
-    for seed, one in enumerate(measured):
+    for seed, (one, of) in enumerate(zip(measured, counts, strict=True)):
         if one.value is None:
             raise ValueError("a mean over seeds needs a value of every seed; of one, nothing was counted")
-        n, values[seed] = int(np.count_nonzero(one.below)), one.value
+        n, values[seed] = int(np.count_nonzero(of)), one.value
         unbiased = np.sqrt(n / (n - 1)) if n > 1 else np.nan
-        columns = [place[name] for name in one.episodes]
-        parts[seed, columns] = unbiased * (one.above - one.value * one.below) / one.below.sum()
+        columns = [place[name] for name in compress(one.episodes, of)]
+        parts[seed, columns] = unbiased * (one.above - one.value * one.below)[of] / one.below.sum()
     return BySeed(values, episodes, parts)
 
 

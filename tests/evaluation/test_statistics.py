@@ -109,3 +109,17 @@ def test_a_ratio_is_linearised() -> None:
     assert np.sqrt((part**2).sum()) == pytest.approx(resampled, rel=0.1)
     with pytest.raises(ValueError, match="nothing was counted"):
         by_seed([ByEpisode(("a",), np.zeros(1), np.zeros(1))])
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8),
+    st.integers(0, 50),
+)
+def test_episodes_that_do_not_count_change_nothing(seeds: int, sums: list[tuple[int, int]], more: int) -> None:
+    names = tuple(f"e{i}" for i in range(len(sums)))
+    above, below = np.array(sums, float).T
+    counted = [ByEpisode(names, above + seed, below) for seed in range(seeds)]
+    others, nothing = tuple(f"other {i}" for i in range(more)), np.zeros(more)
+    longer = [ByEpisode(names + others, np.append(a.above, nothing), np.append(a.below, nothing)) for a in counted]
+    assert over_seeds(by_seed(longer)) == over_seeds(by_seed(counted))
