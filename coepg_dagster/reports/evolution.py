@@ -232,17 +232,22 @@ def case_study(
 
     The first such step, by id, of each family, for the first `count` families that have one. Each case has `step` (what is
     shown of it) and `attempts`, one per iteration from M_1 on: k, plan, action, value, point, right. Empty where no step
-    qualifies. `predictions`: iteration → table of the evaluation.
+    qualifies. `predictions`: iteration → table of the evaluation; only steps count that all of them have, since the file's
+    limit may have changed between two.
     """
     known = sorted(k for k in predictions if k > 0)
     if len(known) < 2:
         return []
-    tests = steps.filter(pc.is_in(steps["split"], pa.array(splits, pa.string())))
+    tests = steps.drop_columns(["screenshot"])  # those stay on the disk
+    tests = tests.filter(pc.is_in(tests["split"], pa.array(splits, pa.string())))
+    for k in known:
+        tests = tests.filter(pc.is_in(tests["step_id"], predictions[k]["step_id"].combine_chunks()))
+    if not tests.num_rows:
+        return []
     right: dict[int, set[str]] = {}
     for k in known:
         scored = predictions[k].filter(pc.is_in(predictions[k]["step_id"], tests["step_id"]))
-        judged = tests.filter(pc.is_in(tests["step_id"], scored["step_id"]))
-        result = score_steps(protocol, judged, scored)
+        result = score_steps(protocol, tests, scored)
         success = result.steps[headline(result.metrics)].to_pylist()
         right[k] = {s for s, value in zip(result.steps["step_id"].to_pylist(), success, strict=True) if value == 1}
     family = dict(zip(tests["step_id"].to_pylist(), tests["family"].to_pylist(), strict=True))
@@ -250,7 +255,7 @@ def case_study(
     for step_id in sorted(right[known[-1]] - right[known[0]]):
         chosen.setdefault(family[step_id], step_id)
     wanted = [chosen[name] for name in sorted(chosen)][:count]
-    shown = {step["id"]: step for step in shown_steps(tests, wanted, _Inside())}
+    shown = {step["id"]: step for step in shown_steps(steps, wanted, _Inside())}
     answers = {k: {row["step_id"]: row for row in _rows(predictions[k], wanted)} for k in known}
     return [
         {

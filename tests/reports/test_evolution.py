@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from coepg_dagster.artifacts import BOARDS, PAIRS
@@ -66,6 +67,12 @@ def test_cases_are_the_first_step_of_each_family_that_failed_first_and_succeeds_
     assert cases[0]["attempts"][0]["plan"] == "plan of a1" and cases[0]["attempts"][2]["x"] == 15
     assert [case["step"]["id"] for case in case_study("miniwob/point", STEPS, made, ["test_seed"], count=1)] == ["a1"]
     assert case_study("miniwob/point", STEPS, {0: made[0], 1: made[3]}, ["test_seed"]) == []
+    # M_1 was not asked a1, and M_2 not b1: that is no failure
+    some = made | {1: made[1].filter(pc.not_equal(made[1]["step_id"], "a1"))}
+    assert [case["step"]["id"] for case in case_study("miniwob/point", STEPS, some, ["test_seed"])] == ["a2", "b1"]
+    some |= {2: made[2].filter(pc.not_equal(made[2]["step_id"], "b1"))}
+    assert [case["step"]["id"] for case in case_study("miniwob/point", STEPS, some, ["test_seed"])] == ["a2"]
+    assert case_study("miniwob/point", STEPS, made | {3: made[3].slice(0, 0)}, ["test_seed"]) == []
 
 
 def record(asset: Any, k: int, figures: dict[str, Any]) -> Record:
