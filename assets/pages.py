@@ -124,10 +124,13 @@ def _made(experiments: list[Experiment], loop: Loop, instance: dg.DagsterInstanc
     ]
 
 
-def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path) -> list[Path]:
-    """Writes every page of a loop into `folder`, as files that need no server."""
-    site = site_of(project, loop, instance, folder)
-    return [site.make(page) for page in site.pages()]
+def write_pages(project: Project, loop: Loop, instance: dg.DagsterInstance, folder: Path) -> tuple[Path, list[str]]:
+    """Writes every page of a loop into `folder`, as files that need no server.
+
+    Returns the index, and a line for each page that cannot be made.
+    """
+    left_out = site_of(project, loop, instance, folder).make_all()
+    return folder / INDEX, left_out
 
 
 def lineage_of(loop: Loop, instance: dg.DagsterInstance, dagster: str | None = None) -> str:

@@ -171,6 +171,9 @@ def _pairs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _distance(archive: Archive, a: Record, b: Record) -> float | None:
+    """`weights_distance`; None too where the weights are not in the store."""
+    if not all((archive.store / record.folder).is_dir() for record in (a, b)):
+        return None
     try:
         return weights_distance(_checkpoint(archive, a), _checkpoint(archive, b))
     except SafetensorError as error:

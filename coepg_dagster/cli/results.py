@@ -20,6 +20,7 @@ from coepg_dagster.cli.common import (
     print_table,
     refuse,
     refuse_lost,
+    say,
     two_decimals,
 )
 from coepg_dagster.geometry import Space
@@ -89,6 +90,7 @@ def report(
 
     The lineage map, the evolution report, an audit page for each D_k and a page for each model. They need no server and no
     network. What is there and current is not written again. `coepg ui` serves the same pages, and the trace of each row.
+    Ends with code 1 where a page cannot be made since files are gone; it says which.
     """
     project, experiment, seed = open_experiment(reference)
     from coepg_dagster.assets.ledger import Loop, open_instance
@@ -96,7 +98,11 @@ def report(
     instance = open_instance(project)
     from coepg_dagster.assets.pages import write_pages
 
-    echo(str(write_pages(project, Loop(experiment, seed, project.root), instance, out)[0]))
+    index, left_out = write_pages(project, Loop(experiment, seed, project.root), instance, out)
+    for line in left_out:
+        say(f"left out: {line}", "yellow")
+    echo(str(index))
+    raise typer.Exit(1 if left_out else 0)
 
 
 @app.command()

@@ -118,6 +118,19 @@ class Site:
             write_marks(self.folder, page.removesuffix(".html"), self.marks(dataset), self._live)
         return file
 
+    def make_all(self) -> list[str]:
+        """Makes every page. Returns a line for each that cannot be made, as in a store without weights; it says so itself."""
+        left_out = []
+        for page, title in self.pages().items():
+            try:
+                self.make(page)
+            except NotFound as why:
+                left_out.append(f"{page}: {why}")
+                text = render("left_out.html", title=f"{self.view.name}: {title}", why=why, crumbs=self._crumbs())
+                self._text(page, text)
+                (self.folder / ".made" / page).unlink(missing_ok=True)  # so that it is tried again
+        return left_out
+
     def marks(self, dataset: Record) -> list[dict[str, Any]]:
         """The marks that concern a D_k, see `shown_marks`."""
         file = self.archive.store / loop_of(dataset) / MARKS
@@ -248,6 +261,11 @@ class Site:
         with readable(self.archive, record, file):
             return pq.read_table(folder / file)
 
+    def _steps(self, benchmark: Record) -> pa.Table:
+        """Mapped memory."""
+        with readable(self.archive, benchmark, STEPS):
+            return all_steps(self.archive.folder(benchmark) / STEPS)
+
     def _audit(self, dataset: Record) -> None:
         archive = self.archive
         verdicts = archive.made_by(dataset.input("verdicts"))
@@ -284,7 +302,7 @@ class Site:
                 crumbs=self._crumbs(),
                 trace=trace_address if self._live else None,
             ),
-            all_steps(archive.folder(benchmark) / STEPS),
+            self._steps(benchmark),
             plans,
             votes,
             self._table(dataset, DECISIONS),
@@ -313,7 +331,7 @@ class Site:
                 notes=[*training_notes(record.figures), *(board_notes(tested) if tested else [])],
             ),
             log,
-            all_steps(self.archive.folder(benchmark) / STEPS) if benchmark else STEP_SCHEMA.empty_table(),
+            self._steps(benchmark) if benchmark else STEP_SCHEMA.empty_table(),
             rollouts,
             self._votes_of(record) if record.asset == "grounder" else None,
         )

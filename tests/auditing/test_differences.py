@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,15 @@ def test_weights_that_cannot_be_read_any_more_are_named(hand: Hand) -> None:
     (hand.store.root / hand.newest[Ref("planner", 1)].folder / "model.safetensors").write_text("other")
     with pytest.raises(NotFound, match=r"cannot be read.*planner\[1\].*model.safetensors has other content"):
         differences(hand.archive, side(0), side(1))
+
+
+def test_without_the_weights_of_a_model_the_rest_is_compared(hand: Hand) -> None:
+    evaluated(hand, 0, ["s"])
+    evaluated(hand, 1, ["s", "u"])
+    known = differences(hand.archive, side(0), side(1))
+    shutil.rmtree(hand.store.root / hand.newest[Ref("planner", 1)].folder)
+    planner = known["models"]["planner"] | {"distance": None}
+    assert differences(hand.archive, side(0), side(1)) == known | {"models": known["models"] | {"planner": planner}}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

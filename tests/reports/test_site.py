@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 
-from coepg_dagster.artifacts import CANDIDATES
+from coepg_dagster.artifacts import CANDIDATES, STEPS
 from coepg_dagster.auditing.archive import NotFound
 from coepg_dagster.auditing.marks import MARKS, add_mark, marking
 from coepg_dagster.auditing.trace import what_to_mark
@@ -70,6 +71,26 @@ def test_a_page_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="has other content than when it was made"):
         site.make("audit-1.html")
     assert not (tmp_path / "out" / ".made" / "audit-1.html").exists()
+
+
+def test_where_files_are_gone_all_other_pages_are_made(tmp_path: Path) -> None:
+    hand, out = trained(tmp_path), tmp_path / "out"
+    weights = hand.store.root / hand.newest[Ref("grounder", 1)].folder
+    aside = weights.rename(tmp_path / "aside")
+    [line] = site_of(hand, out).make_all()
+    assert line.startswith("grounder-1.html: grounder[1] ") and "is not in the store any more" in line
+    assert all((out / page).exists() for page in site_of(hand, out).pages())
+    assert "is not in the store any more" in (out / "grounder-1.html").read_text()
+    aside.rename(weights)
+    assert site_of(hand, out).make_all() == []
+    assert "is not in the store any more" not in (out / "grounder-1.html").read_text()
+    (hand.store.root / hand.newest[Ref("benchmark_steps")].folder / STEPS).unlink()
+    shutil.rmtree(out)
+    assert {line.partition("-1.html: ")[0] for line in site_of(hand, out).make_all()} >= {
+        "audit",
+        "grounder",
+        "planner",
+    }
 
 
 def test_the_audit_page_names_members_and_versions(site: Site, hand: Hand) -> None:
