@@ -21,7 +21,7 @@ from coepg_dagster.artifacts import CANDIDATES, CURATION, DATASET, DECISIONS, ST
 from coepg_dagster.auditing.archive import MODELS, Archive, NotFound, loop_of
 from coepg_dagster.auditing.marks import MARKS, VETOES, read_marks, same_plan, shown_marks
 from coepg_dagster.pools.selection import KEPT
-from coepg_dagster.provenance import Asset, Input, Record, Ref
+from coepg_dagster.provenance import Asset, Input, Record
 from coepg_dagster.steps import short_hash
 
 ROW_ID: Final = re.compile(r"r[0-9a-f]{16}")
@@ -302,7 +302,9 @@ def member(archive: Archive, name: str, reader: Record, models: Record) -> dict[
     """The model behind a pool member when `reader` (candidate_plans or verdicts) was made: its iteration and weights."""
     trained = _MEMBER.fullmatch(name)
     if trained:
-        used = next(u for u in reader.inputs if u.ref == Ref(trained[1], int(trained[2])))  # type: ignore[arg-type]
+        # a verifier is ϕ_k, after GRPO too where that is trained
+        assets = ("planner",) if trained[1] == "planner" else ("grounder", "grounder_rl")
+        used = next(u for u in reader.inputs if u.asset in assets and u.iteration == int(trained[2]))
         return {"name": name, "model": f"{used.ref}", "iteration": used.iteration, "weights": used.data_version}
     role = "planners" if reader.asset == "candidate_plans" else "verifiers"
     entry = json.loads((archive.folder(models) / MODELS).read_text())[f"{role}/{name}"]

@@ -333,7 +333,7 @@ class Site:
             log,
             self._steps(benchmark) if benchmark else STEP_SCHEMA.empty_table(),
             rollouts,
-            self._votes_of(record) if record.asset == "grounder" else None,
+            self._votes_of(record) if record.asset == self.view.experiment.phi else None,
         )
 
     def _votes_of(self, grounder: Record) -> Votes | None:

@@ -16,7 +16,7 @@ from coepg_dagster.auditing.archive import MODELS, Archive
 from coepg_dagster.auditing.marks import MARKS, read_marks, vetoes
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.pools.selection import VETOED, select
-from coepg_dagster.provenance import Asset, Record, Ref, inputs_of
+from coepg_dagster.provenance import Asset, Phi, Record, Ref, inputs_of
 from coepg_dagster.store import UNPARTITIONED, Store, digests
 from tests.conftest import png, step, step_table
 from tests.pools.tables import candidate, candidates, verdict, verdicts
@@ -55,8 +55,8 @@ CONFIG = Regeneration()
 class Hand:
     """The loop in a folder; `make` adds one version of one artifact, made from the newest versions of its inputs."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store = root, Store(root / "store")
+    def __init__(self, root: Path, phi: Phi = "grounder") -> None:
+        self.root, self.store, self.phi = root, Store(root / "store"), phi
         self.records: list[Record] = []
         self.newest: dict[Ref, Record] = {}
         self.runs = 0
@@ -82,7 +82,7 @@ class Hand:
             data_version=made.version,
             run_id=f"run-{self.runs}",
             folder=str(made.folder.relative_to(self.store.root)),
-            inputs=[self.newest[used].as_input() for used in inputs_of(ref)],
+            inputs=[self.newest[used].as_input() for used in inputs_of(ref, phi=self.phi)],
             code_version="1",
             config=config or {},
             seed=1,
@@ -147,10 +147,16 @@ class Hand:
 
         self.make("benchmark_steps", None, steps)
         self.make("open_models", None, models, {"prompts": "compact"})
-        for asset in ("planner_sft", "grounder", "planner"):
+        models_of_loop: list[Asset] = [
+            "planner_sft",
+            "grounder",
+            *([] if self.phi == "grounder" else [self.phi]),
+            "planner",
+        ]
+        for asset in models_of_loop:
             self.model(asset, 0, "base")
         self.data(0)
-        for asset in ("planner_sft", "grounder", "planner"):
+        for asset in models_of_loop:
             self.model(asset, 1, f"trained {asset}")
         self.data(1)
         return self

@@ -76,7 +76,8 @@ def trained(root: Path) -> Hand:
 
 def experiment_of(hand: Hand) -> Experiment:
     file = hand.root / "hand.yaml"
-    file.write_text(EXPERIMENT.replace("iterations: 2", "iterations: 1"))
+    more = "" if hand.phi == "grounder" else f"{hand.phi}: {{enabled: true}}\n"
+    file.write_text(EXPERIMENT.replace("iterations: 2", "iterations: 1") + more)
     return load_experiment(file)
 
 

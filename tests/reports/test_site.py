@@ -73,6 +73,17 @@ def test_a_page_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / ".made" / "audit-1.html").exists()
 
 
+def test_pages_and_traces_know_a_grounder_that_learnt_by_grpo_as_a_verifier(tmp_path: Path) -> None:
+    hand = Hand(tmp_path, "grounder_rl").whole()
+    assert site_of(hand, tmp_path / "out").make_all() == []
+    version = hand.newest[Ref("grounder_rl", 1)].data_version
+    assert version in (tmp_path / "out" / "audit-1.html").read_text()
+    assert "grounder_rl[1]" in trace_page(hand.archive, "hand/s1", 1, "0")
+    # its answers are on its own page, not on that of the grounder before
+    judged = [(tmp_path / "out" / page).read_text() for page in ("grounder_rl-1.html", "grounder-1.html")]
+    assert ["one more" in page for page in judged] == [True, False]
+
+
 def test_where_files_are_gone_all_other_pages_are_made(tmp_path: Path) -> None:
     hand, out = trained(tmp_path), tmp_path / "out"
     weights = hand.store.root / hand.newest[Ref("grounder", 1)].folder
