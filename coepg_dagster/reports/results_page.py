@@ -185,17 +185,20 @@ def _gains(study: Study) -> Table:
 def _domain(study: Study, cells: Cells) -> Table:
     """Step SR of M_k in those families of the test splits that the base pair was not pretrained on."""
     iterations, rows = range(study.last + 1), list[list[str | Cell | None]]()
+    pairs = [(1, 0), *([(study.last, 1)] if study.last > 1 else [])]
     for split in (split + DOMAIN for split in study.splits):
         for measure in (BY_JUDGE, STEP_SR):
             values = [cells.cell(study.root, FULL, k, split, study.named(measure)) for k in iterations]
             if any(values):
-                pairs = [[(study.root, FULL, k) for k in pair] for pair in ((1, 0), (study.last, 1))]
-                gains = [_signed(study, one, other, split, measure) for one, other in pairs]
+                sides = [[(study.root, FULL, k) for k in pair] for pair in pairs]
+                gains = [_signed(study, one, other, split, measure) for one, other in sides]
                 rows.append([f"{split}, {study.words(measure)}", *values, *gains])
     title = (
         f"Families that the base pair was never pretrained on: {HEADLINES[study.metric]}, per cent, and gains in points"
     )
-    return table_of(title, ("split", *(f"M_{k}" for k in iterations), "M_1 - M_0", f"M_{study.last} - M_1"), rows)
+    return table_of(
+        title, ("split", *(f"M_{k}" for k in iterations), *(f"M_{k} - M_{before}" for k, before in pairs)), rows
+    )
 
 
 def _signed(study: Study, one: Side, other: Side, split: str, measure: str) -> str | None:

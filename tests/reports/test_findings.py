@@ -9,9 +9,9 @@ import pytest
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.findings import NON_INFERIORITY, findings
 from coepg_dagster.reports.results_page import write_page
-from coepg_dagster.reports.study import BY_JUDGE, MadeFrom, Run, made_from
+from coepg_dagster.reports.study import BY_JUDGE, DOMAIN, STEP_SR, MadeFrom, Run, Study, made_from
 from coepg_dagster.results import FULL
-from tests.reports.runs import by_claim, judge, made_with, measured, measured_row, played, run, study
+from tests.reports.runs import SPLITS, by_claim, judge, made_with, measured, measured_row, played, run, study
 
 
 def test_claims_are_confirmed_where_the_interval_excludes_nothing() -> None:
@@ -205,3 +205,14 @@ def test_the_settings_are_those_that_were_used_and_defaults_where_a_record_has_n
     assert made.settings["benchmark.max_train_steps"] == {"300"} and "grpo.probe_steps" not in made.settings
     assert made.settings["models"] == {"m"} and made.settings["benchmark_steps"] == {"s"}
     assert "grpo.checkpoint" not in made.settings and made.versions[Ref("planner", 1)] == "p"
+
+
+def test_a_study_of_one_iteration_does_not_compare_it_with_itself(tmp_path: Path) -> None:
+    runs = [run(FULL, seed, {0: 0.2, 1: 0.6}) for seed in (1, 2)]
+    for one in runs:
+        one.success |= {(k, "test_a" + DOMAIN, STEP_SR): measured(rate, one.seed) for k, rate in ((0, 0.1), (1, 0.7))}
+    short = Study(runs, "box", SPLITS, 1)
+    claims = [one.claim for one in findings(short)]
+    assert claims[0] == "M_1 - M_0" and claims[-1] == "live play M_1 - M_0" and len(claims) == len(set(claims))
+    page = write_page(short, findings(short), [], {}, tmp_path).read_text()
+    assert "M_1 - M_0" in page and "M_1 - M_1" not in page
