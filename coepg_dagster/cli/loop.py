@@ -167,7 +167,7 @@ def plan(
     if resolved:
         echo(yaml_files.dump(experiment.model_dump(mode="json")))
         return
-    machine = _planned_machine(project, experiment, on, gpu, gpus, strategy)
+    machine, there = _planned_machine(project, experiment, on, gpu, gpus, strategy)
     from coepg_dagster.assets.automation import failed_inputs
     from coepg_dagster.assets.ledger import Loop, open_instance
     from coepg_dagster.benchmark import is_to_be_fetched
@@ -180,7 +180,7 @@ def plan(
     records = loop.records(instance)
     stale = loop.stale(records)
     why = [*_bad_steps(loop, records, stale), *failed_inputs(instance, loop)]
-    why += [*machine.refusals(experiment), *dryrun.broken(experiment.models, project.root)]
+    why += [*machine.refusals(experiment, there), *dryrun.broken(experiment.models, project.root)]
     if probe and not why:
         why += _silent_endpoints(experiment, machine)
     would_run = _would_run(loop, records, stale, loop.report_is_current(instance, records))
@@ -216,9 +216,12 @@ def plan(
 
 def _planned_machine(
     project: Project, experiment: Experiment, on: str | None, gpu: str | None, gpus: int | None, strategy: Strategy
-) -> Machine:
-    """The machine to plan for: a profile, a card without one, or what `coepg evolve` would use here."""
-    from coepg_dagster.planning.dryrun import detect_card
+) -> tuple[Machine, int | None]:
+    """The machine to plan for: a profile, a card without one, or what `coepg evolve` would use here.
+
+    With it the GPUs that there are, where it cannot say: their card is not known.
+    """
+    from coepg_dagster.planning.dryrun import find_gpus
 
     if gpu is None and gpus is not None:
         refuse("--gpus counts cards of a kind: add --gpu, e.g. --gpu H100-80GB, or name a profile with --on")
@@ -228,20 +231,27 @@ def _planned_machine(
         if gpu not in CARDS:
             refuse(f"--gpu {gpu} is not known; known: {', '.join(CARDS)}")
         spread = TrainingSettings(training_processes=gpus or 1, strategy=strategy if (gpus or 1) > 1 else "ddp")
-        return Machine(name="this_machine", card=gpu, gpus=gpus or 1, sft=spread, grpo_cdrem=spread)
+        return Machine(name="this_machine", card=gpu, gpus=gpus or 1, sft=spread, grpo_cdrem=spread), None
     if (machine := machine_named(project.root, on)) is not None:
-        return machine
-    here = detect_card()
+        return machine, None
+    here = find_gpus()
     if here is None and experiment.pool != "cpu":
         say("no GPU was found here: --on NAME plans for another machine, see machines/", "yellow")
     if here is None:
-        return Machine(name="this_machine")
-    if here[1] > 1:
+        return Machine(name="this_machine"), None
+    if here.card is None:
         say(
-            f"training takes one of {here[1]} GPUs: a profile with --on NAME spreads it over several, see machines/",
+            f"{here.name} with {here.memory / 2**30:.0f} GiB is not known here, so this is the plan for CPUs: name the nearest "
+            f"card with --gpu ({', '.join(CARDS)})",
             "yellow",
         )
-    return Machine(name="this_machine", card=here[0].name, gpus=here[1])
+        return Machine(name="this_machine"), here.number
+    if here.number > 1:
+        say(
+            f"training takes one of {here.number} GPUs: a profile with --on NAME spreads it over several, see machines/",
+            "yellow",
+        )
+    return Machine(name="this_machine", card=here.card.name, gpus=here.number), None
 
 
 def _would_run(loop: Loop, records: Records, stale: Mapping[Ref, Stale], reported: bool) -> list[str]:

@@ -140,8 +140,24 @@ class Sized:
     source: str
 
 
-def detect_card() -> tuple[Card, int] | None:
-    """(card, number) of this machine's GPUs, from nvidia-smi; None without GPUs, or for a card that is not in CARDS."""
+@dataclass(frozen=True)
+class FoundGpus:
+    """The GPUs of this machine as nvidia-smi names them; `memory`: bytes of each."""
+
+    name: str
+    memory: float
+    number: int
+
+    @property
+    def card(self) -> Card | None:
+        """What they are in CARDS; None for others, and for one of less memory under the same name, as in a laptop."""
+        kinds = [card for card in CARDS.values() if card.name.rsplit("-", 1)[0].replace("-", " ") in self.name]
+        nearest = min(kinds, key=lambda card: abs(card.memory - self.memory), default=None)
+        return nearest if nearest and abs(nearest.memory - self.memory) < 0.2 * nearest.memory else None
+
+
+def find_gpus() -> FoundGpus | None:
+    """This machine's GPUs, from nvidia-smi; None without GPUs."""
     try:
         out = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
@@ -152,12 +168,14 @@ def detect_card() -> tuple[Card, int] | None:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = [line.rsplit(",", 1) for line in out.splitlines() if "," in line]
-    for name, memory in lines[:1]:
-        kinds = [card for card in CARDS.values() if card.name.rsplit("-", 1)[0].replace("-", " ") in name]
-        if kinds:
-            return min(kinds, key=lambda card: abs(card.memory - float(memory) * 2**20)), len(lines)
-    return None
+    lines = [line.rpartition(",") for line in out.splitlines() if line.rpartition(",")[2].strip().isdecimal()]
+    return FoundGpus(lines[0][0].strip(), float(lines[0][2]) * 2**20, len(lines)) if lines else None
+
+
+def detect_card() -> tuple[Card, int] | None:
+    """(card, number) of this machine's GPUs; None without GPUs, or for a card that is not in CARDS."""
+    found = find_gpus()
+    return (found.card, found.number) if found and found.card else None
 
 
 def size_of(model: str, root: Path) -> Sized:

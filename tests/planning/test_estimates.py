@@ -314,6 +314,34 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
 
 
+@pytest.mark.parametrize(
+    ("found", "plan"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559", "(1 × H100-80GB): does not fit"),
+        ("NVIDIA A100-SXM4-40GB, 40960", "(1 × A100-40GB): does not fit"),
+        ("NVIDIA H200, 143771", "(1 × H200-141GB): can run and fits"),
+        ("NVIDIA RTX A6000, 49140", "NVIDIA RTX A6000 with 48 GiB is not known here, so this is the plan for CPUs"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376", "Laptop GPU with 16 GiB is not known here"),
+        ("No devices were found", "no GPU was found here"),
+    ],
+)
+def test_the_cards_of_this_machine_are_known_or_it_is_said(
+    found: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\necho '{found}'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(ROOT)
+    vllm = load_experiment(ROOT / "experiments" / "web_3b.yaml")
+    vllm = vllm.model_copy(update={"grpo": vllm.grpo.model_copy(update={"rollouts": "vllm"})})
+    told = CliRunner().invoke(app, ["plan", "web_3b"])
+    assert plan in " ".join((told.stdout + told.stderr).split()), told.stderr
+    # what needs a GPU is refused only where there is none
+    monkeypatch.setattr("coepg_dagster.cli.loop.open_experiment", lambda _: (Project(ROOT), vllm, 13))
+    assert CliRunner().invoke(app, ["plan", "web_3b"]).exit_code == (1 if "No devices" in found else told.exit_code)
+
+
 def test_endpoints_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with socket.create_server(("127.0.0.1", 0)) as closed:
