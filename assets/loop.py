@@ -46,7 +46,7 @@ from coepg_dagster.artifacts import (
     steps_of,
     write_table,
 )
-from coepg_dagster.auditing.archive import MODELS
+from coepg_dagster.auditing.archive import MODELS, selected_by
 from coepg_dagster.auditing.marks import read_marks, vetoes
 from coepg_dagster.benchmark import read_board, reference_plans, refuse_prompts
 from coepg_dagster.experiment.models import Member
@@ -289,7 +289,7 @@ def data_quality(work: StageContext) -> Outcome:
         pq.read_table(work.read_by("verdicts", "candidate_plans") / CANDIDATES),
         pq.read_table(work.folder("verdicts") / VERDICTS),
         pq.read_table(work.folder("dataset") / DATASET),
-        config.model_validate(work.record("dataset").config),  # its rule, which verdicts do not depend on
+        selected_by(work.record("dataset")),  # its rule, which verdicts do not depend on
         frozenset(experiment.models.verifiers),
     )
     figures = measure_quality(

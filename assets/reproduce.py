@@ -40,11 +40,11 @@ from coepg_dagster.artifacts import (
     VERDICTS,
     steps_of,
 )
-from coepg_dagster.auditing.archive import Archive, NotFound
+from coepg_dagster.auditing.archive import Archive, NotFound, selected_by
 from coepg_dagster.characters import print_line
 from coepg_dagster.evaluation.score import score_steps
 from coepg_dagster.experiment.files import ABLATIONS
-from coepg_dagster.experiment.schema import Experiment, Regeneration
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.strict import ExperimentError
 from coepg_dagster.inference.weights import is_local
 from coepg_dagster.planning.machine import Machine
@@ -478,7 +478,7 @@ def _measured(project: Project, instance: dg.DagsterInstance, versions: Archive,
                         candidates,
                         pq.read_table(folder(verdicts) / VERDICTS),
                         pq.read_table(folder(made["dataset"]) / DATASET),
-                        Regeneration.model_validate(made["dataset"].config),
+                        selected_by(made["dataset"]),
                         frozenset(open_models.config["verifiers"]),
                     )
                 )

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.provenance import ORDER, Asset, Input, Record, Ref
 from coepg_dagster.refusal import Refusal
 from coepg_dagster.store import changes
@@ -149,6 +152,21 @@ def place_of(record: Record) -> str:
 def loop_of(record: Record) -> str:
     """EXPERIMENT/sSEED of a partitioned artifact, EXPERIMENT of a shared one."""
     return record.folder.rsplit("/", 3)[0]
+
+
+def selected_by(dataset: Record) -> Regeneration:
+    """The settings by which a version of D_k was selected.
+
+    Raises NotFound where another version of this project wrote them: numbers by half of them would be others.
+    """
+    try:
+        return Regeneration.model_validate(dataset.config)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        raise NotFound(
+            f"the settings of {dataset.ref} {dataset.data_version} cannot be read ({'.'.join(map(str, wrong['loc']))}: "
+            f"{wrong['msg']}): another version of coepg-dagster made it: use that one, or materialize {dataset.ref} again"
+        ) from None
 
 
 def _distance(record: Record) -> tuple[int, int, str]:

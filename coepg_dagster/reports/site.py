@@ -27,10 +27,10 @@ from coepg_dagster.artifacts import (
     all_steps,
 )
 from coepg_dagster.auditing.archive import MODELS as OPEN_MODELS
-from coepg_dagster.auditing.archive import Archive, NotFound, loop_of
+from coepg_dagster.auditing.archive import Archive, NotFound, loop_of, selected_by
 from coepg_dagster.auditing.marks import MARKS, VETOES, read_marks, shown_marks
 from coepg_dagster.auditing.trace import member, readable
-from coepg_dagster.experiment.schema import Experiment, Regeneration
+from coepg_dagster.experiment.schema import Experiment
 from coepg_dagster.experiment.strict import fingerprint
 from coepg_dagster.provenance import Asset, Record, Ref
 from coepg_dagster.reports.audit import AuditOf, PoolMember, write_audit, write_marks
@@ -288,7 +288,7 @@ class Site:
             AuditOf(
                 loop=self.view.name,
                 iteration=dataset.iteration,
-                config=Regeneration.model_validate(dataset.config),
+                config=selected_by(dataset),
                 made_from=[
                     *(
                         (f"vetoes, {read['lines']} lines of {loop_of(dataset)}/{MARKS}", read["version"], "")

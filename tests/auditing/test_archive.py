@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coepg_dagster.auditing.archive import Archive, NotFound
-from coepg_dagster.provenance import Asset
-from tests.auditing.loop import LOOP_NAME, Hand
+from coepg_dagster.auditing.archive import Archive, NotFound, selected_by
+from coepg_dagster.provenance import Asset, Ref
+from tests.auditing.loop import CONFIG, LOOP_NAME, Hand
 
 
 def of_another_run(hand: Hand, asset: Asset) -> Archive:
@@ -29,3 +29,13 @@ def test_what_a_loop_made_is_known_by_its_run(hand: Hand) -> None:
     archive = of_another_run(hand, "verdicts")
     with pytest.raises(NotFound, match=r"the record of verdicts\[1\] .* is not in the event log"):
         archive.lineage(archive.newest(LOOP_NAME, "dataset", 1))
+
+
+def test_settings_that_another_version_wrote_are_not_guessed_at(hand: Hand) -> None:
+    dataset = hand.newest[Ref("dataset", 1)]
+    assert selected_by(dataset) == CONFIG
+    later = dataset.model_copy(update={"config": dataset.config | {"later": 1}})
+    with pytest.raises(
+        NotFound, match=r"settings of dataset\[1\] .* \(later: Extra .* another version of coepg-dagster"
+    ):
+        selected_by(later)

@@ -84,6 +84,14 @@ def test_pages_and_traces_know_a_grounder_that_learnt_by_grpo_as_a_verifier(tmp_
     assert ["one more" in page for page in judged] == [True, False]
 
 
+def test_an_audit_page_of_another_versions_settings_says_so(tmp_path: Path) -> None:
+    hand = trained(tmp_path)
+    dataset = hand.newest[Ref("dataset", 1)]
+    hand.newest[dataset.ref] = dataset.model_copy(update={"config": dataset.config | {"later": 1}})
+    [line] = site_of(hand, tmp_path / "out").make_all()
+    assert line.startswith("audit-1.html: the settings of dataset[1]")
+
+
 def test_where_files_are_gone_all_other_pages_are_made(tmp_path: Path) -> None:
     hand, out = trained(tmp_path), tmp_path / "out"
     weights = hand.store.root / hand.newest[Ref("grounder", 1)].folder
