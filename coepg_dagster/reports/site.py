@@ -44,7 +44,7 @@ from coepg_dagster.steps import STEP_SCHEMA
 from coepg_dagster.strategies.curation import curation_text
 
 INDEX, LINEAGE, EVOLUTION = "index.html", "lineage.html", "evolution.html"
-LAYOUT: Final = 5
+LAYOUT: Final = 6
 """Version of the pages; raise it when they change, so that existing pages are made again."""
 MODELS: Final[dict[Asset, str]] = {
     "planner_sft": "The planner after supervised fine-tuning on D of the iteration before (Eq. 1).",
