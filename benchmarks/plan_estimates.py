@@ -33,7 +33,7 @@ from coepg_dagster.artifacts import write_steps
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.experiment.training import Grpo, Sft
 from coepg_dagster.jobs import VerdictsJob
-from coepg_dagster.planning.dryrun import detect_card
+from coepg_dagster.planning.dryrun import find_gpus
 from coepg_dagster.planning.estimates import (
     CARDS,
     Example,
@@ -358,14 +358,14 @@ def main() -> None:
         estimate_again()
         return
     name = name_of(options.size)
-    here = detect_card()
+    here = found.card if (found := find_gpus()) else None
     if here is None and not options.quick:
         reason = f"no GPU here of a kind that `coepg plan` knows ({', '.join(CARDS)}); `--quick` proves the code path on a CPU"
         write_none(name, "×", reason)
         raise SystemExit(reason)
     if options.quick:
         options.size = "qwen3-tiny" if options.size.startswith("qwen3") else "tiny"
-    cuda, card = torch.cuda.is_available(), here[0].name if here else "H200-141GB"
+    cuda, card = torch.cuda.is_available(), here.name if here else "H200-141GB"
     say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
     say(f"{card}, rates: {rates_of(CARDS[card], FOLDER).basis}")
     size: sized.Size = options.size

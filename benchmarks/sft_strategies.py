@@ -27,7 +27,7 @@ from benchmarks.scaling import need_gpus
 from benchmarks.sft_mfu import line_of, measure
 from coepg_dagster.experiment.training import Sft
 from coepg_dagster.jobs import Placement
-from coepg_dagster.planning.dryrun import detect_card
+from coepg_dagster.planning.dryrun import find_gpus
 from coepg_dagster.planning.estimates import CARDS, Example, Rates, Spread, rates_of, sft_memory, sft_seconds
 from coepg_dagster.training.launch import accelerate_config
 
@@ -125,8 +125,8 @@ def main() -> None:
     if not options.quick:
         need_gpus(name, UNIT, options.gpus, "on a CPU")
     say = Log(name, Path(tempfile.mkdtemp(prefix="quick-"))) if options.quick else Log(name)
-    card = detect_card()
-    rates = rates_of(card[0] if card else CARDS["H200-141GB"], FOLDER)
+    found = find_gpus()
+    rates = rates_of((found and found.card) or CARDS["H200-141GB"], FOLDER)
     # several processes would get one thread each, and a single one all threads
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1" if options.quick else "4")
     runs: dict[str, dict[str, Any]] = {}

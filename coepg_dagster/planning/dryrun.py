@@ -172,12 +172,6 @@ def find_gpus() -> FoundGpus | None:
     return FoundGpus(lines[0][0].strip(), float(lines[0][2]) * 2**20, len(lines)) if lines else None
 
 
-def detect_card() -> tuple[Card, int] | None:
-    """(card, number) of this machine's GPUs; None without GPUs, or for a card that is not in CARDS."""
-    found = find_gpus()
-    return (found.card, found.number) if found and found.card else None
-
-
 def size_of(model: str, root: Path) -> Sized:
     """The size of a checkpoint. Raises UnknownModel with what to do."""
     if is_local(root, model):
