@@ -78,14 +78,15 @@ class WarmServer:
             return self._codes.get(pid, -signal.SIGKILL if self._gone else None)
 
     def _listen(self) -> None:
-        for line in self._lines:
-            kind, pid, code = json.loads(line)
-            with self._changed:
-                if kind == "started":
-                    self._started.append(pid)
-                else:
-                    self._codes[pid] = code
-                self._changed.notify_all()
+        with contextlib.suppress(ConnectionResetError):  # killed with a job unread, as while it imported
+            for line in self._lines:
+                kind, pid, code = json.loads(line)
+                with self._changed:
+                    if kind == "started":
+                        self._started.append(pid)
+                    else:
+                        self._codes[pid] = code
+                    self._changed.notify_all()
         with self._changed:  # wakes up all that wait
             self._gone = True
             self._changed.notify_all()

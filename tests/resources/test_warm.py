@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -86,6 +87,26 @@ def test_a_killed_server_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Run this again"):
         start(tmp_path, "0")
     os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_server_that_is_killed_before_it_reads_its_job_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kills_itself.py").write_text(
+        "import os, select, sys\nselect.select([int(sys.argv[1])], [], [])\nos.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setattr(warm, "IMPORTED", ["kills_itself"])  # as when memory is full while it imports
+    failed: list[BaseException] = []
+
+    def starting() -> None:
+        with pytest.raises(RuntimeError, match="Run this again") as raised:
+            start(tmp_path, "0")
+        failed.append(raised.value)
+
+    thread = threading.Thread(target=starting, daemon=True)  # a hang must not last for ever
+    thread.start()
+    thread.join(60)
+    assert failed
 
 
 def test_a_job_that_starts_jobs_has_a_server_with_what_ours_imported(tmp_path: Path) -> None:
