@@ -35,7 +35,7 @@ from dagster._core.launcher import LaunchRunContext as LaunchRunContext
 from dagster._core.launcher import WorkerStatus as WorkerStatus
 from dagster._core.origin import DEFAULT_DAGSTER_ENTRY_POINT, JobPythonOrigin, RepositoryPythonOrigin
 from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
-from dagster._core.run_coordinator import SubmitRunContext
+from dagster._core.run_coordinator import SubmitRunContext as SubmitRunContext
 from dagster._core.storage.asset_check_execution_record import (
     AssetCheckExecutionRecord,
     AssetCheckExecutionRecordStatus,

@@ -19,7 +19,7 @@ from typing import Final
 
 import dagster as dg
 from coepg_dagster.assets.internals import claim_slots_in_one_statement, json_metadata
-from coepg_dagster.assets.run_launcher import HOST_TAG, is_gone
+from coepg_dagster.assets.run_launcher import BACKFILL_TAG, HOST_TAG, is_gone
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from yaml import YAMLError
@@ -48,7 +48,6 @@ from coepg_dagster.provenance import (
 from coepg_dagster.refusal import machine_trouble
 from coepg_dagster.store import CLAIMS, Store, changes
 
-BACKFILL_TAG = "dagster/backfill"
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
 """Tags of every run."""
 EVOLVE_TAG = "coepg/evolve"

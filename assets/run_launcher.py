@@ -1,7 +1,10 @@
-"""Dagster's launcher of local runs, which also knows runs whose code server is gone; dagster.yaml names it.
+"""Dagster's launcher of local runs, which also knows runs whose code server is gone, and its queue, which keeps iterations in
+order; dagster.yaml names both.
 
 Dagster cancels a run, and sees that its process has ended, through the code server that started it. Where that was killed, a
 cancelled run would go on while its slots are given away, and a run whose process has ended would count as started for ever.
+Dagster puts the runs of a backfill into the queue by their partitions as texts: iteration 10 before 2, so that it would lack
+its inputs.
 """
 
 from __future__ import annotations
@@ -15,11 +18,24 @@ from coepg_dagster.assets.internals import (
     CheckRunHealthResult,
     DagsterUserCodeUnreachableError,
     LaunchRunContext,
+    SubmitRunContext,
     WorkerStatus,
 )
 
+BACKFILL_TAG, PRIORITY_TAG = "dagster/backfill", "dagster/priority"
 HOST_TAG = "coepg/host"
 """Tag with the machine of a run."""
+
+
+class RunCoordinator(dg.QueuedRunCoordinator):
+    """Queues runs as Dagster does; those of a backfill leave the queue by their iterations."""
+
+    def submit_run(self, context: SubmitRunContext) -> dg.DagsterRun:
+        run = context.dagster_run
+        iteration = run.tags.get("dagster/partition", "")
+        if BACKFILL_TAG in run.tags and iteration.isdecimal():
+            self._instance.add_run_tags(run.run_id, {PRIORITY_TAG: f"-{iteration}"})
+        return super().submit_run(context)
 
 
 class RunLauncher(dg.DefaultRunLauncher):
@@ -53,13 +69,15 @@ class RunLauncher(dg.DefaultRunLauncher):
 
 
 def what_it_lacks(instance: dg.DagsterInstance) -> str | None:
-    """What the launcher of an instance cannot do that RunLauncher can, as where its dagster.yaml is older; None: nothing."""
-    if type(instance.run_launcher) is not dg.DefaultRunLauncher:
+    """What an instance cannot do that RunLauncher and RunCoordinator can, as where its dagster.yaml is older; None: nothing."""
+    if {type(instance.run_launcher), type(instance.run_coordinator)}.isdisjoint(
+        (dg.DefaultRunLauncher, dg.QueuedRunCoordinator)
+    ):
         return None
     return (
-        f"{instance.root_directory}/dagster.yaml does not name the project's launcher of runs: a run whose code server was "
-        "killed cannot be cancelled, and its end is not seen: copy `run_launcher` and `run_queue` from the dagster.yaml of "
-        "the project"
+        f"{instance.root_directory}/dagster.yaml does not name the project's launcher and queue of runs: a run whose code "
+        "server was killed cannot be cancelled, and its end is not seen; a backfill makes iteration 10 before 2: copy "
+        "`run_launcher` and `run_coordinator` (in place of `run_queue`) from the dagster.yaml of the project"
     )
 
 

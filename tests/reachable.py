@@ -18,7 +18,7 @@ ENTRIES = (
     "coepg_dagster.training.launch",
 )
 """Modules that something else starts: the shell, Dagster, accelerate, a pool of environments."""
-ENTRY_NAMES = ("defs", "app", "RunLauncher")
+ENTRY_NAMES = ("defs", "app", "RunLauncher", "RunCoordinator")
 """Names that Dagster, its dagster.yaml or the console script takes from a module."""
 Definition = tuple[str, str]
 """(module, name at its top); the name is empty for what runs when the module is imported."""

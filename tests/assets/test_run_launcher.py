@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
 import pytest
+from coepg_dagster.assets.internals import create_run, submit
 from coepg_dagster.assets.run_launcher import HOST_TAG, RunLauncher, is_gone, what_it_lacks
 from dagster._core.events import EngineEventData
 from dagster._core.launcher import WorkerStatus
 from dagster._core.storage.tags import GRPC_INFO_TAG
+from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import QueuedRunCoordinatorDaemon
 
 from tests.assets.conftest import InProcess
 from tests.project import REPOSITORY
@@ -77,12 +80,39 @@ def test_no_other_process_is_interrupted(
         other.kill()
 
 
+SETTINGS = (REPOSITORY / "dagster.yaml").read_text()
+
+
+def test_runs_of_a_backfill_leave_the_queue_in_the_order_of_their_iterations(light: InProcess, tmp_path: Path) -> None:
+    (tmp_path / "dagster.yaml").write_text(SETTINGS)
+    daemon, job = QueuedRunCoordinatorDaemon(interval_seconds=1), light.defs.resolve_implicit_global_asset_job_def()
+    place = ("coepg", "coepg_dagster.definitions", light.project.root)
+    made = frozenset({light.loop.key("dataset")})
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        of_backfill = [
+            {"dagster/backfill": "b", "dagster/partition": k} for k in ("0", "1", "10", "2")
+        ]  # as Dagster does
+        for tags in (*of_backfill, {"dagster/partition": "7"}):
+            submit(instance, create_run(instance, job, made, place, str(uuid.uuid4()), {}, tags))
+        left = []
+        while runs := daemon._get_runs_to_dequeue(instance, instance.get_concurrency_config(), None):
+            left.append([run.tags["dagster/partition"] for run in runs])
+            for run in runs:
+                instance.report_run_canceled(run)
+    assert left == [["0", "7"], ["1"], ["2"], ["10"]]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [("", True), ("telemetry: {enabled: false}\n", True), ((REPOSITORY / "dagster.yaml").read_text(), False)],
-    ids=["none", "of another", "of this project"],
+    [
+        ("", True),
+        ("telemetry: {enabled: false}\n", True),
+        ("run_launcher:\n  module: coepg_dagster.assets.run_launcher\n  class: RunLauncher\n", True),
+        (SETTINGS, False),
+    ],
+    ids=["none", "of another", "with the queue of dagster", "of this project"],
 )
-def test_a_home_with_the_launcher_of_dagster_is_told_of(settings: str, said: bool, tmp_path: Path) -> None:
+def test_a_home_with_the_launcher_or_the_queue_of_dagster_is_told_of(settings: str, said: bool, tmp_path: Path) -> None:
     (tmp_path / "dagster.yaml").write_text(settings)
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
         lacks = what_it_lacks(instance)
