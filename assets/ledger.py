@@ -121,6 +121,22 @@ def assert_sound(instance: dg.DagsterInstance) -> None:
                 raise NotUsable(f"{file}: {machine_trouble(error) or error}") from None
 
 
+@contextmanager
+def one_daemon(instance: dg.DagsterInstance) -> Iterator[None]:
+    """Held by `coepg ui`, whose daemon works as long. Raises NotUsable while another holds it: two daemons start runs twice."""
+    lock = FileLock(Path(instance.root_directory) / ".ui.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise NotUsable(
+            f"{instance.root_directory}: another `coepg ui` runs on this Dagster instance: open its address, or end it first"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 @dataclass(frozen=True)
 class Loop:
     """One experiment with one seed: its asset keys and its records."""

@@ -18,8 +18,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 import typer
+from coepg_dagster.assets.ledger import one_daemon
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -28,6 +30,8 @@ from typer.testing import CliRunner
 from coepg_dagster import yaml_files
 from coepg_dagster.cli import app
 from coepg_dagster.cli.common import print_table
+from coepg_dagster.project import Project
+from tests.deployment import free_port
 from tests.project import REPOSITORY, make_project, tell
 
 FILE, FOLDER, NOTHING, LONG = "a-file", "a-folder", "nothing", "x" * 5000
@@ -235,6 +239,13 @@ def test_a_mistyped_argument_ends_with_a_message(arguments: list[str], message: 
     assert code == (2 if err.startswith("Usage: ") else 1) and not out, f"{code}: {out}{err}"
     assert message in err and "Traceback" not in err
     assert list(project.glob("store/*")) == []
+
+
+def test_a_second_ui_of_a_project(project: Path) -> None:
+    """Its daemon would start runs that the daemon of the first starts too."""
+    with dg.DagsterInstance.from_config(str(Project(project).prepare_dagster_home())) as instance, one_daemon(instance):
+        code, _, err = tell(project, "ui", "--port", str(free_port()))
+    assert code == 1 and "another `coepg ui` runs" in err and "or end it first" in err
 
 
 def test_a_port_that_is_taken(project: Path) -> None:

@@ -353,7 +353,7 @@ def ui(
     os.environ.setdefault("DAGSTER_GRPC_TIMEOUT_SECONDS", "300")
     if machine:
         os.environ[MACHINE] = machine.name
-    from coepg_dagster.assets.ledger import assert_sound, end_dead_runs, open_instance
+    from coepg_dagster.assets.ledger import assert_sound, end_dead_runs, one_daemon, open_instance
 
     instance = open_instance(project)
     assert_sound(instance)
@@ -363,47 +363,48 @@ def ui(
     from coepg_dagster.processes import GRACE_SECONDS, end_group, ended, group_ended, started_here
 
     assert_not_lost(instance, project.store)
-    end_dead_runs(instance, project.store)
-    if lacks := what_it_lacks(instance):
-        say(lacks, "yellow")
-    try:
-        listening = socket.create_server((host, port))
-    except OSError as error:
-        refuse(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port or --host")
-    os.chdir(project.root)
-    say("loading the code locations …")
-    # in a group of its own with the runs that it starts: whatever ends this process ends them all
-    daemon = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "coepg_dagster.processes"),
-            *(str(Path(sys.executable).parent / "dagster-daemon"), "run", "-w", "workspace.yaml"),
-        ],
-        env=os.environ | started_here(),
-        start_new_session=True,
-    )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
-    try:
-        with ui_server(project, instance, hosts, public_url) as server:
-
-            def end_with_daemon() -> None:
-                code = daemon.wait()
-                if not server.should_exit:
-                    say(f"Dagster's daemon {ended(code)}: run `coepg ui` again", "red")
-                server.should_exit = True
-
-            Thread(target=end_with_daemon, daemon=True).start()
-            say(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
-            server.run(sockets=[listening])
-    finally:
+    with one_daemon(instance):
+        end_dead_runs(instance, project.store)
+        if lacks := what_it_lacks(instance):
+            say(lacks, "yellow")
         try:
-            with suppress(ProcessLookupError):
-                os.killpg(daemon.pid, signal.SIGINT)
-            if not group_ended(daemon.pid, 3):
-                say("ending the runs that go on; Ctrl-C kills them")
-                group_ended(daemon.pid, 3 * GRACE_SECONDS)
+            listening = socket.create_server((host, port))
+        except OSError as error:
+            refuse(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port or --host")
+        os.chdir(project.root)
+        say("loading the code locations …")
+        # in a group of its own with the runs that it starts: whatever ends this process ends them all
+        daemon = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "coepg_dagster.processes"),
+                *(str(Path(sys.executable).parent / "dagster-daemon"), "run", "-w", "workspace.yaml"),
+            ],
+            env=os.environ | started_here(),
+            start_new_session=True,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a service manager's way to say Ctrl-C
+        try:
+            with ui_server(project, instance, hosts, public_url) as server:
+
+                def end_with_daemon() -> None:
+                    code = daemon.wait()
+                    if not server.should_exit:
+                        say(f"Dagster's daemon {ended(code)}: run `coepg ui` again", "red")
+                    server.should_exit = True
+
+                Thread(target=end_with_daemon, daemon=True).start()
+                say(f"Dagster and the pages are at {public_url or f'http://{host}:{port}'}; Ctrl-C ends both")
+                server.run(sockets=[listening])
         finally:
-            end_group(daemon, 0)
-            instance.wipe_daemon_heartbeats()  # `coepg evolve` need not wait to see that it is gone
+            try:
+                with suppress(ProcessLookupError):
+                    os.killpg(daemon.pid, signal.SIGINT)
+                if not group_ended(daemon.pid, 3):
+                    say("ending the runs that go on; Ctrl-C kills them")
+                    group_ended(daemon.pid, 3 * GRACE_SECONDS)
+            finally:
+                end_group(daemon, 0)
+                instance.wipe_daemon_heartbeats()  # `coepg evolve` need not wait to see that it is gone
 
 
 def _hosts(host: str, port: int, public_url: str | None, without_login: bool) -> list[str]:
