@@ -121,6 +121,20 @@ def test_what_the_event_log_knows_stays(project: Project) -> None:
     assert changed == {"benchmark_steps"}
 
 
+def test_what_was_made_by_a_deleted_run_or_wiped_comes_back(project: Project) -> None:
+    """Both are buttons of the web UI, and take it out of the event log."""
+    before = versions(project)
+    with open_instance(project) as instance:
+        loop = InProcess(project, instance).loop
+        record = loop.record(instance, Ref("planner_sft", 0))
+        assert record is not None
+        instance.delete_run(record.run_id)
+        instance.wipe_assets([loop.key("dataset")])
+    assert versions(project).items() < before.items()
+    assert tell(project.root, "recover")[0] == 0
+    assert versions(project) == before
+
+
 def test_a_project_of_a_version_without_records_gets_them(project: Project) -> None:
     shutil.rmtree(project.store / RECORDS)
     before = versions(project)
