@@ -605,6 +605,9 @@ def end_dead_runs(instance: dg.DagsterInstance, store: Path) -> list[str]:
             instance.report_run_failed(run, "its process is gone: it was killed, or the machine was")
             ended.append(run.run_id)
     _free_slots(instance)
+    if (store / _LIMITS).exists():
+        with contextlib.suppress(Timeout), FileLock(store / REPRODUCING, timeout=0):  # else it needs them still
+            restore_limits(instance, store)
     locks = {path.name for path in (store / _EVOLVING).glob("*")}
     for run_id in locks - {run.run_id for run in unfinished}:  # killed before its run began, or after it had ended
         _let_go(store / _EVOLVING / run_id)
@@ -620,6 +623,29 @@ def _free_slots(instance: dg.DagsterInstance) -> None:
             run = instance.get_run_by_id(run_id)
             if run is None or run.is_finished:
                 events.free_concurrency_slots_for_run(run_id)
+
+
+REPRODUCING: Final = f"{CLAIMS}/reproduce.lock"
+"""File in the store that `coepg reproduce` locks."""
+_LIMITS: Final = f"{CLAIMS}/limits.json"
+
+
+def keep_limits(store: Path, limits: Mapping[str, int | None]) -> None:
+    """Keeps the limits of pools, None for the default one, before `coepg reproduce` raises them."""
+    with whole(store / _LIMITS) as draft:
+        draft.write_text(json.dumps(limits))
+
+
+def restore_limits(instance: dg.DagsterInstance, store: Path) -> None:
+    """Gives pools the limits again that were kept, if any were."""
+    if not (store / _LIMITS).exists():
+        return
+    for pool, limit in json.loads((store / _LIMITS).read_bytes()).items():
+        if limit is None:
+            instance.event_log_storage.delete_concurrency_limit(pool)
+        else:
+            instance.event_log_storage.set_concurrency_slots(pool, limit)
+    (store / _LIMITS).unlink()
 
 
 def _let_go(file: Path) -> bool:

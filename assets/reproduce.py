@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import Where, make_inputs
-from coepg_dagster.assets.ledger import Loop, archive
+from coepg_dagster.assets.ledger import REPRODUCING, Loop, archive, keep_limits, restore_limits
 from coepg_dagster.resources.launcher import job_environment
 from coepg_dagster.resources.warm import WarmProcess
 from filelock import FileLock, Timeout
@@ -59,7 +59,6 @@ from coepg_dagster.reports.results_page import write_page
 from coepg_dagster.reports.study import DOMAIN, READ, STEP_SR, Run, Study, made_from, missing_runs, success_by_episode
 from coepg_dagster.results import TRAIN, Row, headline, rows_of
 from coepg_dagster.running import BASE_PLANNER, JUDGE, ORACLE_PLAN
-from coepg_dagster.store import CLAIMS
 from coepg_dagster.yaml_files import read as read_yaml
 
 ONE_ANSWER: Final = frozenset({JUDGE, BASE_PLANNER, ORACLE_PLAN})
@@ -210,7 +209,7 @@ class Reproduction:
         started, pace = time.monotonic(), Pace()
         pace.text(0, of, time.time())
         try:
-            with pool_slots(self.instance, {loop.experiment.pool for loop in study.loops}, self.jobs):
+            with pool_slots(self.project, self.instance, {loop.experiment.pool for loop in study.loops}, self.jobs):
                 while waiting or self.running:
                     self._start(waiting, failed)
                     for task, code in self._ended():
@@ -335,29 +334,29 @@ class Reproduction:
 
 
 @contextmanager
-def pool_slots(instance: dg.DagsterInstance, pools: set[str], slots: int) -> Iterator[None]:
-    """While open, at least `slots` steps of each pool may run at once, over all processes; restores the limits afterwards."""
+def pool_slots(project: Project, instance: dg.DagsterInstance, pools: set[str], slots: int) -> Iterator[None]:
+    """While open, at least `slots` steps of each pool may run at once, over all processes; restores the limits afterwards.
+
+    Where this process is killed, the next command that makes something restores them (`end_dead_runs`).
+    """
+    restore_limits(instance, project.store)
     storage = instance.event_log_storage
     before = {pool.name: pool.limit for pool in storage.get_pool_limits() if not pool.from_default}
+    keep_limits(project.store, {pool: before.get(pool) for pool in pools})
     for pool in pools:
         storage.set_concurrency_slots(pool, max(slots, before.get(pool, 1)))
     try:
         yield
     finally:
-        for pool in pools:
-            if pool in before:
-                storage.set_concurrency_slots(pool, before[pool])
-            else:
-                storage.delete_concurrency_limit(pool)
+        restore_limits(instance, project.store)
 
 
 @contextmanager
 def one_at_a_time(project: Project) -> Iterator[None]:
     """Locks the project: two reproductions would start the same iterations. Raises ExperimentError if one is running."""
-    folder = project.store / CLAIMS
-    folder.mkdir(parents=True, exist_ok=True)
+    (project.store / REPRODUCING).parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / "reproduce.lock", timeout=0):
+        with FileLock(project.store / REPRODUCING, timeout=0):
             yield
     except Timeout:
         raise ExperimentError(

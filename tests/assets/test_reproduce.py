@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from coepg_dagster.assets.evolve import evolve_through, place_of, placed_machine
+from coepg_dagster.assets.ledger import end_dead_runs
 from coepg_dagster.assets.reproduce import (
     Reproduction,
     find_study,
@@ -85,9 +86,22 @@ def test_iterations_share_the_gpus(study: InProcess, monkeypatch: pytest.MonkeyP
 def test_pools_have_their_slots_back_afterwards(study: InProcess) -> None:
     storage = study.instance.event_log_storage
     storage.set_concurrency_slots("gpu", 1)
-    with pool_slots(study.instance, {"gpu", "cpu"}, 7):
+    with one_at_a_time(study.project), pool_slots(study.project, study.instance, {"gpu", "cpu"}, 7):
+        end_dead_runs(study.instance, study.project.store)  # as each of its `coepg evolve` does
         assert {pool.name: pool.limit for pool in storage.get_pool_limits()} == {"gpu": 7, "cpu": 7}
     assert {pool.name: pool.limit for pool in storage.get_pool_limits()} == {"gpu": 1}
+
+
+def test_they_have_them_back_where_it_was_killed(study: InProcess) -> None:
+    storage, store = study.instance.event_log_storage, study.project.store
+    storage.set_concurrency_slots("gpu", 2)
+    killed = [pool_slots(study.project, study.instance, {"gpu", "cpu"}, 7) for _ in range(2)]  # they never end
+    for one in killed:  # the second starts where the first left the limits raised
+        with one_at_a_time(study.project):
+            one.__enter__()
+        assert {pool.name: pool.limit for pool in storage.get_pool_limits()} == {"gpu": 7, "cpu": 7}
+    end_dead_runs(study.instance, store)
+    assert {pool.name: pool.limit for pool in storage.get_pool_limits()} == {"gpu": 2}
 
 
 def test_two_at_once_are_refused(study: InProcess) -> None:
