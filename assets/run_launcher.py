@@ -46,17 +46,21 @@ class RunLauncher(dg.DefaultRunLauncher):
         super().launch_run(context)
 
     def terminate(self, run_id: str) -> bool:
-        """Interrupts a run; returns whether somebody was there to be interrupted."""
+        """Interrupts a run, or keeps it from starting; returns whether somebody was there to be interrupted, or will not be."""
+        run = self._instance.get_run_by_id(run_id)
         try:
-            return bool(super().terminate(run_id))  # type: ignore[no-untyped-call]
+            interrupted = bool(super().terminate(run_id))  # type: ignore[no-untyped-call]
         except DagsterUserCodeUnreachableError:
-            run = self._instance.get_run_by_id(run_id)
             pid = None if run is None else _pid(self._instance, run)
             worker = None if pid is None else _worker(pid)
-            if worker is None:
-                return False
-            worker.send_signal(signal.SIGINT)  # as its code server would have done
+            interrupted = worker is not None
+            if worker is not None:
+                worker.send_signal(signal.SIGINT)  # as its code server would have done
+        if run is not None and run.status is dg.DagsterRunStatus.STARTING:
+            # its process leaves what it finds cancelled alone; else Dagster would count it as lost, and make the run again
+            self._instance.report_run_canceled(run)
             return True
+        return interrupted
 
     @property
     def supports_check_run_worker_health(self) -> bool:

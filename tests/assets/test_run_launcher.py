@@ -66,6 +66,19 @@ def test_a_run_without_a_code_server_is_interrupted_and_its_end_is_seen(
     assert not launcher.terminate(run.run_id)  # nobody is left
 
 
+@pytest.mark.parametrize("server", [True, False], ids=["its code server is known", "nobody started it yet"])
+def test_a_run_that_is_cancelled_while_it_starts_is_over(light: InProcess, tmp_path: Path, server: bool) -> None:
+    """Its process, once it is there, makes nothing; of a run that only was to be cancelled Dagster starts another."""
+    job = light.defs.resolve_implicit_global_asset_job_def()
+    tags = {GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(tmp_path / "gone")})} if server else {}
+    run = light.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTING, tags=tags)
+    launcher = RunLauncher()
+    launcher.register_instance(light.instance)
+    assert launcher.terminate(run.run_id)
+    cancelled = light.instance.get_run_by_id(run.run_id)
+    assert cancelled is not None and cancelled.status is dg.DagsterRunStatus.CANCELED
+
+
 def test_no_other_process_is_interrupted(
     light: InProcess, tmp_path: Path, worker: multiprocessing.process.BaseProcess
 ) -> None:
