@@ -34,7 +34,7 @@ from coepg_dagster.assets.ledger import (
     end_dead_runs,
     living_run,
 )
-from coepg_dagster.assets.recovery import assert_not_lost, keep_records_of
+from coepg_dagster.assets.recovery import RECORDS, assert_not_lost, keep_records_of
 from coepg_dagster.resources.training import Processes, default_resources, resource_config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -92,12 +92,13 @@ def evolve_through(
 ) -> int:
     """Makes what is missing or stale in the iterations up to `through`, and the report; returns the number of runs."""
     assert_sound(instance)
-    assert_not_lost(instance, Project(loop.root).store, loop)
-    for run_id in end_dead_runs(instance, Project(loop.root).store):
+    store = Project(loop.root).store
+    for run_id in end_dead_runs(instance, store):
         print_line(console, f"run {run_id[:8]} was killed; what it had finished is used")
     records = loop.records(instance)
+    assert_not_lost(instance, store / RECORDS / loop.name, records)
     evaluate_again(instance, loop, records, loop.stale(records))
-    keep_records_of(Project(loop.root).store, loop, records.values())
+    keep_records_of(store, loop, records.values())
     runs, last = 0, None
     while (todo := next_todo(instance, loop, through, wanted.first, data=wanted.data)) is not None:
         if todo == last:

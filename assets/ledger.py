@@ -11,7 +11,7 @@ import os
 import socket
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -45,7 +45,7 @@ from coepg_dagster.provenance import (
     staleness,
     to_make,
 )
-from coepg_dagster.refusal import machine_trouble
+from coepg_dagster.refusal import Refusal, machine_trouble
 from coepg_dagster.store import CLAIMS, Store, changes
 
 EXPERIMENT_TAG, ITERATION_TAG = "coepg/experiment", "coepg/iteration"
@@ -122,19 +122,21 @@ def assert_sound(instance: dg.DagsterInstance) -> None:
 
 
 @contextmanager
-def one_daemon(instance: dg.DagsterInstance) -> Iterator[None]:
-    """Held by `coepg ui`, whose daemon works as long. Raises NotUsable while another holds it: two daemons start runs twice."""
-    lock = FileLock(Path(instance.root_directory) / ".ui.lock")
+def alone(lock: Path, otherwise: Refusal) -> Iterator[None]:
+    """Holds a lock file while open; raises `otherwise` if another process holds it."""
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(lock).acquire(timeout=0)
     except Timeout:
-        raise NotUsable(
-            f"{instance.root_directory}: another `coepg ui` runs on this Dagster instance: open its address, or end it first"
-        ) from None
-    try:
+        raise otherwise from None
+    with held:
         yield
-    finally:
-        lock.release()
+
+
+def one_daemon(instance: dg.DagsterInstance) -> AbstractContextManager[None]:
+    """Held by `coepg ui`, whose daemon works as long. Raises NotUsable while another holds it: two daemons start runs twice."""
+    said = "another `coepg ui` runs on this Dagster instance: open its address, or end it first"
+    folder = Path(instance.root_directory)
+    return alone(folder / ".ui.lock", NotUsable(f"{folder}: {said}"))
 
 
 @dataclass(frozen=True)

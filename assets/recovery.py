@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,13 +49,11 @@ def _file(store: Path, key: dg.AssetKey, record: Record) -> Path:
     return store.joinpath(RECORDS, *key.path, f"{partition}.jsonl")
 
 
-def assert_not_lost(instance: dg.DagsterInstance, store: Path, loop: Loop | None = None) -> None:
-    """Raises NotUsable where the event log knows nothing of `loop` (None: of anything), and the store has records of it.
+def assert_not_lost(instance: dg.DagsterInstance, folder: Path, known: Collection[object]) -> None:
+    """Raises NotUsable where the event log has `known` nothing of what `folder` of RECORDS has records of.
 
     All would be made again.
     """
-    folder = store / RECORDS / (loop.name if loop is not None else "")
-    known = instance.all_asset_keys() if loop is None else loop.records(instance)
     if not known and (files := sum(1 for _ in folder.rglob("*.jsonl"))):
         raise NotUsable(
             f"the event log in {instance.root_directory} knows nothing of what was made here, and {folder} has records of "

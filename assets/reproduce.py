@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from coepg_dagster.assets.evolve import Where, make_inputs
-from coepg_dagster.assets.ledger import REPRODUCING, Loop, archive, keep_limits, restore_limits
+from coepg_dagster.assets.ledger import REPRODUCING, Loop, alone, archive, keep_limits, restore_limits
 from coepg_dagster.resources.launcher import job_environment
 from coepg_dagster.resources.warm import WarmProcess
-from filelock import FileLock, Timeout
 from rich.console import Console
 
 from coepg_dagster.artifacts import (
@@ -351,17 +350,11 @@ def pool_slots(project: Project, instance: dg.DagsterInstance, pools: set[str], 
         restore_limits(instance, project.store)
 
 
-@contextmanager
-def one_at_a_time(project: Project) -> Iterator[None]:
+def one_at_a_time(project: Project) -> AbstractContextManager[None]:
     """Locks the project: two reproductions would start the same iterations. Raises ExperimentError if one is running."""
     (project.store / REPRODUCING).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(project.store / REPRODUCING, timeout=0):
-            yield
-    except Timeout:
-        raise ExperimentError(
-            f"{project.root}: another `coepg reproduce` is running here; wait for it, or end it"
-        ) from None
+    said = f"{project.root}: another `coepg reproduce` is running here; wait for it, or end it"
+    return alone(project.store / REPRODUCING, ExperimentError(said))
 
 
 def collect(project: Project, instance: dg.DagsterInstance, study: StudyLoops, out: Path) -> Path:

@@ -358,11 +358,11 @@ def ui(
     instance = open_instance(project)
     assert_sound(instance)
     from coepg_dagster.assets.pages import ui_server
-    from coepg_dagster.assets.recovery import assert_not_lost
+    from coepg_dagster.assets.recovery import RECORDS, assert_not_lost
     from coepg_dagster.assets.run_launcher import what_it_lacks
     from coepg_dagster.processes import GRACE_SECONDS, end_group, ended, group_ended, started_here
 
-    assert_not_lost(instance, project.store)
+    assert_not_lost(instance, project.store / RECORDS, instance.all_asset_keys())
     with one_daemon(instance):
         end_dead_runs(instance, project.store)
         if lacks := what_it_lacks(instance):

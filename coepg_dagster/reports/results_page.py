@@ -211,23 +211,19 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
     """Draws the figures into files; returns (title, file) of each."""
     root = study.root
     sizes = {size: name for size, name in (("small", root), ("large", f"{root}_large")) if study.find(name)}
-    shares = {100.0: root, 50.0: f"{root}_labels_50", 25.0: f"{root}_labels_25"}
-    there = {share: name for share, name in shares.items() if study.find(name)}
-    scored = [{k for k, _ in cells.series(name, FULL, AVERAGE, STEP_SR)} for name in there.values()]
-    by_all = max(set.intersection(*scored), default=last)
-    drawn: list[tuple[str, str, Figure]] = [
-        ("figure-6", "Figure 6: purity, coverage and diversity of D_k", paper.figure_6(cells, root)),
-        (
-            "figure-7",
-            "Figure 7: each test split over the iterations",
-            paper.figure_7(cells, sizes, study.metric, f"{HEADLINES[study.metric]}, %"),
-        ),
-    ]
+    drawn: list[tuple[str, str, Figure]] = []
     if study.metric == STEP_SR:
-        by_share = paper.figure_4(cells, there, by_all)
-        drawn[:0] = [
+        shares = {100.0: root, 50.0: f"{root}_labels_50", 25.0: f"{root}_labels_25"}
+        there = {share: name for share, name in shares.items() if study.find(name)}
+        scored = [{k for k, _ in cells.series(name, FULL, AVERAGE, STEP_SR)} for name in there.values()]
+        by_all = max(set.intersection(*scored), default=last)
+        drawn += [
             ("figure-2", "Figure 2: with and without GRPO over iterations", paper.figure_2(cells, sizes)),
-            ("figure-4", f"Figure 4: Step SR at k = {by_all} against labelled steps", by_share),
+            (
+                "figure-4",
+                f"Figure 4: Step SR at k = {by_all} against labelled steps",
+                paper.figure_4(cells, there, by_all),
+            ),
         ]
     curves = {
         words: [run.curves[last] for run in study.find(root, variant).values() if last in run.curves]
@@ -238,7 +234,12 @@ def _figures(study: Study, cells: Cells, last: int, out: Path) -> list[tuple[str
             f"Figure 5: success of GRPO's rollouts on training steps at k = {last}, judged by ϕ_{last} for both rewards (not "
             "Step SR on a test split: see the analysis plan); bands are smallest to largest of the seeds"
         )
-        drawn.insert(-2, ("figure-5", title, paper.figure_5(curves)))
+        drawn.append(("figure-5", title, paper.figure_5(curves)))
+    over_k = paper.figure_7(cells, sizes, study.metric, f"{HEADLINES[study.metric]}, %")
+    drawn += [
+        ("figure-6", "Figure 6: purity, coverage and diversity of D_k", paper.figure_6(cells, root)),
+        ("figure-7", "Figure 7: each test split over the iterations", over_k),
+    ]
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for file, _, picture in drawn:
         save(picture, out / FIGURES / f"{file}.png")
