@@ -37,7 +37,7 @@ def end_at(when: str, number: signal.Signals) -> None:
 
     def here(place: str) -> None:
         if place == when:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     save, write, made = Checkpoints.on_save, running.write_table, itertools.count(1)
 
