@@ -66,6 +66,7 @@ GATE_PASSED: Final = "passed"
 GATE_UNPARSED: Final = "unparsed"
 GATE_WRONG_TYPE: Final = "wrong_type"
 GATE_WRONG_VALUE: Final = "wrong_value"
+GATE_NO_ANSWER: Final = "no_answer"  # a candidate that the server of its planner did not give
 GATE_CUT: Final = "invalid_special_token"  # a rollout that was cut before a vision token
 
 VERDICT_SCHEMA: Final = pa.schema(

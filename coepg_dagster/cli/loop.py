@@ -191,9 +191,7 @@ def plan(
         _refuse_all(experiment, why)
     imported = records.get(Ref("benchmark_steps"))
     dry = dryrun.DryRun(experiment, project.root, imported.figures["steps"] if imported else None)
-    report = dryrun.report(
-        dry, hardware, rates_of(hardware.card or dryrun.CPU, project.root / "benchmarks" / "baselines")
-    )
+    report = dryrun.report(dry, hardware, rates_of(hardware.card, project.root / "benchmarks" / "baselines"))
     fits = "does not fit" if report.refused else "can run and fits" if hardware.card else "can run"
     echo("\n".join([f"{on_machine}: {fits}", *would_run]))
     echo(f"takes: {report.summary}")

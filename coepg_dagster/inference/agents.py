@@ -99,16 +99,26 @@ class Planner:
 
     def plan(self, tasks: Sequence[PlannerInput], sampling: Sampling) -> list[list[Plan]]:
         """`sampling.samples` plans for each task, in order. Raises Ended where the engine fails on one."""
-        requests = [Request(self._screens.image(task.step_id), task.messages(self.style)) for task in tasks]
         result: list[list[Plan]] = []
-        for task, answers in zip(tasks, self._engine.generate(requests, sampling), strict=True):
+        for task, answers in zip(tasks, self.answers(tasks, sampling), strict=True):
             plans = []
             for answer in answers:
                 if isinstance(answer, Failure):
                     raise Ended(f"step {task.step_id}: the planner gave no answer: {answer.reason}")
-                plans.append(Plan(answer.text, parse_planner(answer.text)))
+                plans.append(answer)
             result.append(plans)
         return result
+
+    def answers(self, tasks: Sequence[PlannerInput], sampling: Sampling) -> list[list[Plan | Failure]]:
+        """As `plan`, with the failures of the engine among the plans."""
+        requests = [Request(self._screens.image(task.step_id), task.messages(self.style)) for task in tasks]
+        return [
+            [
+                answer if isinstance(answer, Failure) else Plan(answer.text, parse_planner(answer.text))
+                for answer in answers
+            ]
+            for answers in self._engine.generate(requests, sampling)
+        ]
 
 
 class Grounder:

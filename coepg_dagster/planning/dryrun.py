@@ -2,7 +2,7 @@
 
 Sizes come from a checkpoint's config.json: in a local folder, in a small table of known hub models, in the hub's cache, or
 from the hub; `broken` checks that its files are complete. Numbers of steps come from the imported benchmark, else from a
-table of known benchmarks. The report names its assumptions (`ASSUMED`).
+table of known benchmarks. The report names its assumptions (`assumptions`).
 """
 
 from __future__ import annotations
@@ -63,12 +63,8 @@ KEPT: Final = 0.5
 """Share of candidates that pass the gate and are verified."""
 COVERED: Final = 0.9
 """Share of training steps that D_k covers (the paper's 6,862 of 7,775 are 0.88)."""
-ASSUMED: Final = (
-    f"assumed: {KEPT:.0%} of candidates pass the gate and the verifiers, D_k covers {COVERED:.0%} of the steps; a prompt "
-    "has 350 text tokens, a plan 80, a point 12"
-)
-CPU: Final = Card("CPU", 0.0, 0.1e12, 20e9)
-"""Roughly two cores."""
+TOKENS: Final = {"web": (350, 80, 12), "mobile": (350, 80, 12), "compact": (90, 20, 12)}
+"""Typical text tokens of a planner's prompt, of its answer, and of a grounder's answer; `compact`: means of the sandbox."""
 CORES: Final = 2
 ONE_MODEL_SFT, ONE_MODEL_GRPO = "end_to_end, SFT", "end_to_end, GRPO"
 """The two stages in which `end_to_end` is trained."""
@@ -212,10 +208,21 @@ def broken(models: Models, root: Path) -> list[str]:
 
 def examples_of(experiment: Experiment) -> tuple[Example, Example]:
     """A typical sequence of the planner, and one of a grounder."""
-    prompt = 90 if experiment.models.prompts == "compact" else 350
-    image = SCREENS[experiment.models.prompts]
-    plan = min(80, experiment.regeneration.max_plan_tokens)
-    return Example(image, prompt, plan), Example(image, prompt // 2, min(12, experiment.regeneration.max_point_tokens))
+    prompt, plan, point = TOKENS[experiment.models.prompts]
+    image, limits = SCREENS[experiment.models.prompts], experiment.regeneration
+    return (
+        Example(image, prompt, min(plan, limits.max_plan_tokens)),
+        Example(image, prompt // 2, min(point, limits.max_point_tokens)),
+    )
+
+
+def assumptions(experiment: Experiment) -> str:
+    """What the estimates take for granted, in a line."""
+    plan, point = examples_of(experiment)
+    return (
+        f"assumed: {KEPT:.0%} of candidates pass the gate and the verifiers, D_k covers {COVERED:.0%} of the steps; a prompt "
+        f"has {plan.prompt} text tokens, a plan {plan.answer}, a point {point.answer}"
+    )
 
 
 def stored_bytes(experiment: Experiment) -> int:
@@ -610,7 +617,7 @@ UNKNOWN: Final = "unknown"
 def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
     """The dry run on `hardware`, with the three settings that would help the largest stage that does not fit."""
     experiment = dry.experiment
-    lines = [f"on {hardware.text()}; rates {rates.basis}", ASSUMED]
+    lines = [f"on {hardware.text()}; rates {rates.basis}", assumptions(experiment)]
     for name, sized in dry.models.items():
         model = sized.architecture
         lines.append(f"model {name}: {model.parameters / 1e6:,.1f} million parameters ({sized.source})")

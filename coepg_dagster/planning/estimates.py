@@ -52,18 +52,6 @@ CARDS: Final[dict[str, Card]] = {
 }
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Rates of a card, and their basis."""
-
-    train: float  # FLOP/s of compiled layers' forward and backward passes, kernel launches not counted
-    prefill: float  # FLOP/s of prompts in generation
-    bandwidth: float  # bytes/s
-    layer: float  # least seconds of one layer for one token, however few rows (kernel launches)
-    image: float  # CPU seconds for one screenshot, in generation
-    basis: str
-
-
 TRAIN_SHARE: Final = 0.54
 """Share of the data sheet's rate, measured on the H200 of sft_mfu. With the next three constants, it predicts every training
 pass that was timed on an H200 (SFT and GRPO of a 3B, compiled or not, 2 to 8 rows, log-probabilities alone) within 10 %."""
@@ -78,6 +66,22 @@ PREFILL_SHARE: Final = 0.35
 DECODE_LAYER_SECONDS: Final = 0.9e-3
 """Measured: 0.87 to 0.93 ms in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
 IMAGE_SECONDS: Final = 0.04
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a card, or of a CPU, and their basis."""
+
+    train: float  # FLOP/s of compiled layers' forward and backward passes, kernel launches not counted
+    prefill: float  # FLOP/s of prompts in generation
+    bandwidth: float  # bytes/s
+    layer: float  # least seconds of one layer for one token, however few rows (kernel launches)
+    image: float  # CPU seconds for one screenshot, in generation
+    basis: str
+    eager: float = EAGER  # rate of eager layers as a share of `train`
+    eager_layer: float = EAGER_LAYER_SECONDS  # these three: seconds of the host for each layer in a training pass
+    compiled_layer: float = COMPILED_LAYER_SECONDS
+    adapted_layer: float = ADAPTED_LAYER_SECONDS
 
 
 def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) -> float:
@@ -117,12 +121,32 @@ def pass_seconds(
     `adapted`: whether the layers have adapters of LoRA.
     """
     if compiled:
-        return operations / rates.train + layers * COMPILED_LAYER_SECONDS
-    return operations / (EAGER * rates.train) + layers * (ADAPTED_LAYER_SECONDS if adapted else EAGER_LAYER_SECONDS)
+        return operations / rates.train + layers * rates.compiled_layer
+    return operations / (rates.eager * rates.train) + layers * (rates.adapted_layer if adapted else rates.eager_layer)
 
 
-def rates_of(card: Card, baselines: Path) -> Rates:
-    """The rates of a card: the training rate is that of sft_mfu.json in `baselines`, scaled to the card, else TRAIN_SHARE."""
+CPU: Final = Rates(
+    train=0.06e12,
+    prefill=0.15e12,
+    bandwidth=20e9,
+    layer=0.3e-3,
+    image=0.001,
+    basis="measured: an iteration of the sandbox on two cores (one_iteration_cpu); slow or busy ones take up to four times as long",
+    eager=1.0,
+    eager_layer=0.3e-3,
+    compiled_layer=0.3e-3,
+    adapted_layer=0.4e-3,
+)
+"""Two cores of a CPU."""
+
+
+def rates_of(card: Card | None, baselines: Path) -> Rates:
+    """The rates of a card, of a CPU without one.
+
+    The training rate of a card is that of sft_mfu.json in `baselines`, scaled to the card, else TRAIN_SHARE.
+    """
+    if card is None:
+        return CPU
     arithmetic = Rates(
         TRAIN_SHARE * card.rate,
         PREFILL_SHARE * card.rate,
@@ -422,7 +446,7 @@ def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int
     """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
     moved = 2.0 * model.language + batch * example.tokens(model) * model.key_value_bytes
-    token = max(model.layers * EAGER_LAYER_SECONDS, moved / rates.bandwidth)
+    token = max(model.layers * rates.eager_layer, moved / rates.bandwidth)
     batches = -(-rollouts // batch)
     return rollouts / samples * (prompt / rates.prefill + rates.image) + batches * example.answer * token
 
@@ -436,7 +460,7 @@ def policy_seconds(
     """
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
     prefill = pass_seconds(prompts * prompt, model.layers + model.vision.layers, rates)
-    token = _token_seconds(model, example, prompts * samples, EAGER_LAYER_SECONDS, rates)
+    token = _token_seconds(model, example, prompts * samples, rates.eager_layer, rates)
     return steps * (prefill + example.answer * token)
 
 

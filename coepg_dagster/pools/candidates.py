@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -12,11 +12,12 @@ import pyarrow as pa
 from coepg_dagster.experiment.models import Member
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.experiment.strict import ExperimentError
-from coepg_dagster.inference.agents import Planner, planner_inputs
-from coepg_dagster.inference.engine import Sampling
+from coepg_dagster.inference.agents import Plan, Planner, PlannerInput, is_outage, planner_inputs
+from coepg_dagster.inference.engine import Failure, Sampling
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import action_hint
 from coepg_dagster.rewards.gate import gate_of
-from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_PASSED, short_hash
+from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_NO_ANSWER, GATE_PASSED, short_hash
 
 
 def write_candidates(
@@ -26,36 +27,62 @@ def write_candidates(
     config: Regeneration,
     seed: int,
 ) -> pa.Table:
-    """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked)."""
+    """`config.plans_per_planner` plans of pool member `name` for each step (CANDIDATE_SCHEMA, duplicates unmarked).
+
+    A few steps may stay without an answer, so that one request that a server cannot answer does not stop the loop for ever:
+    their rows have the gate GATE_NO_ANSWER and no text. Raises Ended if more than chance have none.
+    """
     sampling = Sampling(config.max_plan_tokens, config.temperature, config.top_p, config.plans_per_planner, seed)
     labels = steps.select(["step_id", "action_type", "value"]).to_pylist()
     tasks = planner_inputs(steps)
     if config.hindsight_hint:
         hints = [action_hint(label["action_type"], label["value"]) for label in labels]
         tasks = [replace(task, hint=hint) for task, hint in zip(tasks, hints, strict=True)]
-    plans = planner.plan(tasks, sampling)
+    answers = planner.answers(tasks, sampling)
+    _refuse_outage(name, tasks, answers)
     rows = []
-    for label, task, samples in zip(labels, tasks, plans, strict=True):
+    for label, task, samples in zip(labels, tasks, answers, strict=True):
         prompt_hash = short_hash(json.dumps(task.messages(planner.style)).encode())
         for sample, plan in enumerate(samples):
-            answer = plan.answer
+            if isinstance(plan, Failure):
+                text, answer, gate = "", None, GATE_NO_ANSWER
+            else:
+                text, answer = plan.text, plan.answer
+                gate = gate_of(answer, label["action_type"], label["value"], config.value_mode)
             rows.append(
                 {
                     "candidate_id": f"{label['step_id']}#{name}#{sample}",
                     "step_id": label["step_id"],
                     "planner": name,
                     "sample": sample,
-                    "text": plan.text,
+                    "text": text,
                     "plan": answer and answer.plan,
                     "action_type": answer and answer.action_type,
                     "value": answer and answer.value,
-                    "gate": gate_of(answer, label["action_type"], label["value"], config.value_mode),
+                    "gate": gate,
                     "duplicate_of": None,
                     "prompt_hash": prompt_hash,
                     "sampling_seed": seed,
                 }
             )
     return pa.Table.from_pylist(rows, CANDIDATE_SCHEMA)
+
+
+def _refuse_outage(name: str, tasks: Sequence[PlannerInput], answers: Sequence[Sequence[Plan | Failure]]) -> None:
+    """Prints which steps planner `name` left without an answer. Raises Ended if they are more than chance."""
+    failed = {
+        task.step_id: answer.reason
+        for task, samples in zip(tasks, answers, strict=True)
+        for answer in samples
+        if isinstance(answer, Failure)
+    }
+    for step_id, reason in failed.items():
+        print(f"planner {name}: no plan for step {step_id}: {reason}", flush=True)
+    if is_outage(len(failed), len(tasks)):
+        raise Ended(
+            f"planner {name}: {len(failed)} of {len(tasks)} steps got no answer: {next(iter(failed.values()))}. "
+            "Check its server and run again: what was finished is kept"
+        )
 
 
 def plan_tokens(plan: str) -> frozenset[str]:

@@ -23,7 +23,14 @@ from coepg_dagster.pools.quality import unreadable_by_verifier
 from coepg_dagster.pools.selection import DUPLICATE, KEPT, NOT_VERIFIED, OVER_CAP, VETOED
 from coepg_dagster.provenance import NotUsable
 from coepg_dagster.reports.html import TEMPLATES, ScreenFiles, render, script, shown_steps
-from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_UNPARSED, GATE_WRONG_TYPE, GATE_WRONG_VALUE, rows_in_batches
+from coepg_dagster.steps import (
+    CANDIDATE_SCHEMA,
+    GATE_NO_ANSWER,
+    GATE_UNPARSED,
+    GATE_WRONG_TYPE,
+    GATE_WRONG_VALUE,
+    rows_in_batches,
+)
 
 CHUNK: Final = 200
 """Candidates in one data script."""
@@ -304,6 +311,7 @@ def _why(reason: tuple[str, str | None], row: dict[str, Any], step: dict[str, An
         VETOED: "an auditor vetoed it before this version was made",
         OVER_CAP: f"{verdict}, but the step has {config.max_plans_per_step} plans that rank higher",
         CARRIED: f"in D_{row['madeIn']} already; no new plan of the step took its place",
+        GATE_NO_ANSWER: "the server of its planner gave no answer",
         GATE_UNPARSED: "the answer is no plan",
         GATE_WRONG_TYPE: f"its action type is {row['action']}, the label's {step['action']}",
         GATE_WRONG_VALUE: f"its value is {row['value']!r}, the label's {step['value']!r}",

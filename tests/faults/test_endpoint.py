@@ -1,4 +1,4 @@
-"""A verifier behind an endpoint that is down, slow, answers garbage or for another request, or changes its weights.
+"""A verifier or a planner behind an endpoint that is down, slow, answers garbage or for another request, or changes its weights.
 
 The step ends with the reason, and the same step again gives the verdicts of a run without the fault.
 """
@@ -17,7 +17,7 @@ import pytest
 from coepg_dagster.assets.shared import as_recorded, identity
 
 from coepg_dagster import running
-from coepg_dagster.artifacts import VERDICTS, write_steps
+from coepg_dagster.artifacts import CANDIDATES, VERDICTS, write_steps
 from coepg_dagster.experiment.models import Member, Models
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference.engine import EngineChanged, EngineRefused
@@ -204,6 +204,50 @@ def test_one_late_answer_is_a_failure_that_is_counted(endpoint: Endpoint, tmp_pa
     figures = running.run(job, report)
     assert figures["failed_far"] == 1
     assert pq.read_table(job.out / VERDICTS)["failure"].null_count == figures["rows"] - 1
+
+
+def test_one_late_plan_costs_its_rows(
+    trained: Callable[[str, int], Path], models: Models, steps: pa.Table, tmp_path: Path
+) -> None:
+    write_steps(steps, tmp_path / "steps.arrow", ["train"])
+    planner = str(trained("planner", 0))
+    server = OpenAIServer(TransformersEngine(planner, dtype="float32", device="cpu", batch_size=1)).start()
+    far = Member(model="tiny", engine="openai", base_url=server.url, processor=planner, in_flight=1, timeout_seconds=3)
+
+    def made(name: str, failing: int) -> list[dict[str, Any]]:
+        for folder in ("out", "scratch"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        job = CandidatesJob(
+            models=models,
+            steps=tmp_path / "steps.arrow",
+            device="cpu",
+            batch_size=8,
+            seed=3,
+            train_split="train",
+            config=Regeneration(plans_per_planner=2, max_plan_tokens=24),
+            processes=1,
+            out=tmp_path / name / "out",
+            scratch=tmp_path / name / "scratch",
+            members={"far": far},
+            max_steps=None,
+        )
+
+        def report(done: int, of: int, figures: Any) -> None:
+            server.faults += [after(4)] * (failing if done == 1 else 0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running, "CHUNK", steps.num_rows // 2)
+            figures = running.run(job, report)
+        assert figures.get("gate_no_answer", 0) == 2 * failing
+        return list(pq.read_table(job.out / CANDIDATES).to_pylist())
+
+    try:
+        for undisturbed, row in zip(made("undisturbed", 0), made("late", 1), strict=True):
+            assert row == undisturbed or (row["gate"], row["plan"], row["text"]) == ("no_answer", None, "")
+        with pytest.raises(Refusal, match=r"planner far: 3 of \d steps got no answer: .*what was finished is kept"):
+            made("outage", 3)
+    finally:
+        server.stop()
 
 
 def test_a_step_asks_the_model_that_was_recorded(endpoint: Endpoint, tmp_path: Path) -> None:

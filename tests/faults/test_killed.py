@@ -57,8 +57,9 @@ def test_evolve_that_is_killed_again_and_again_ends_with_the_same_artifacts(
             process.wait(rng.uniform(0, 2))
         except subprocess.TimeoutExpired:
             kill(process.pid)
-            at_work += 1
-            assert process.wait(60) == -signal.SIGKILL
+            code = process.wait(60)
+            assert code in (-signal.SIGKILL, 0)  # 0: it was at its end already
+            at_work += code != 0
     last = evolving(killed, through=through)
     assert last.wait(600) == 0, output_of(killed)
     assert at_work, "it was never killed at work"

@@ -23,7 +23,7 @@ from coepg_dagster.experiment.schema import Evaluation, Experiment, GroundingBoa
 from coepg_dagster.experiment.training import Environment, Grpo, Lora, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.jobs import Placement
-from coepg_dagster.planning.dryrun import CPU, DryRun, Hardware, report, size_of
+from coepg_dagster.planning.dryrun import DryRun, Hardware, report, size_of
 from coepg_dagster.planning.estimates import (
     ADAPTED_LAYER_SECONDS,
     CARDS,
@@ -359,7 +359,7 @@ def test_endpoints_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_not_known_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
     monkeypatch.setattr("coepg_dagster.planning.dryrun.STEPS", {})
-    unknown = report(DryRun(experiment, ROOT), Hardware(None), rates_of(CPU, Path("nowhere")))
+    unknown = report(DryRun(experiment, ROOT), Hardware(None), rates_of(None, Path("nowhere")))
     rows = [line.split() for line in unknown.lines if line.split()[-1] == "unknown"]
     assert [row[0] for row in rows] == [
         "planner_sft",
@@ -376,14 +376,14 @@ def test_what_is_not_known_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_cpu_no_gpu_is_mentioned() -> None:
     experiment = load_experiment(ROOT / "experiments" / "sandbox.yaml")
     dry = DryRun(experiment, ROOT)
-    on_cpu = report(dry, Hardware(None), rates_of(CPU, Path("nowhere")))
+    on_cpu = report(dry, Hardware(None), rates_of(None, Path("nowhere")))
     assert not on_cpu.refused and "GPU" not in "\n".join(on_cpu.lines)
     assert any(line.startswith("asset") and line.endswith("hours") for line in on_cpu.lines)
 
 
 def test_what_takes_years_is_in_days() -> None:
     experiment = load_experiment(ROOT / "experiments" / "web_3b.yaml")
-    on_cpu = report(DryRun(experiment, ROOT), Hardware(None), rates_of(CPU, Path("nowhere")))
+    on_cpu = report(DryRun(experiment, ROOT), Hardware(None), rates_of(None, Path("nowhere")))
     assert re.match(r"an iteration [\d,]+ days, .* seeds [\d,]+ days, ", on_cpu.summary), on_cpu.summary
 
 
@@ -394,7 +394,7 @@ def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None
         settings = {"prompts": "dataset", "prompts_per_step": 8, "group_size": 8, "max_steps": 16} | changed
         grpo = sandbox.grpo.model_copy(update=settings)
         dry = DryRun(sandbox.model_copy(update={"grpo": grpo}), ROOT)
-        return report(dry, Hardware(None), rates_of(CPU, Path("nowhere"))).lines
+        return report(dry, Hardware(None), rates_of(None, Path("nowhere"))).lines
 
     small = lines()
     assert any("GRPO: 16 steps see 128 of 2,160 prompts in 1,024 rollouts" in line for line in small)
@@ -407,7 +407,7 @@ def test_a_plan_says_what_grpo_will_see_and_warns_where_that_is_little() -> None
 
 def test_probes_before_and_after_training_take_time() -> None:
     sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
-    rates = rates_of(CPU, Path("nowhere"))
+    rates = rates_of(None, Path("nowhere"))
 
     def seconds(probe_steps: int) -> dict[str, float]:
         parts = {
@@ -424,7 +424,7 @@ def test_probes_before_and_after_training_take_time() -> None:
 
 def test_live_pages_take_time() -> None:
     sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
-    rates = rates_of(CPU, Path("nowhere"))
+    rates = rates_of(None, Path("nowhere"))
 
     def planned(environment: Environment | None) -> tuple[float, list[str]]:
         grpo = sandbox.grpo.model_copy(update={"environment": environment})
@@ -488,7 +488,7 @@ def test_other_pairs_of_an_evaluation_cost_time_and_a_judge_memory_too() -> None
     sandbox = load_experiment(ROOT / "experiments" / "sandbox.yaml")
 
     def stage(**parts: Any) -> StageEstimate:
-        stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates_of(CPU, Path("nowhere")))
+        stages = DryRun(sandbox.model_copy(update=parts), ROOT).stages(Hardware(None), rates_of(None, Path("nowhere")))
         return next(one for one in stages if one.asset == "evaluation")
 
     def also(**of: Any) -> Evaluation:
@@ -515,7 +515,7 @@ def test_boards_take_time_memory_of_their_screens_and_disk_for_their_import(tmp_
         return DryRun(sandbox.model_copy(update={"evaluation": Evaluation(boards=chosen)}), ROOT)
 
     def evaluation(dry: DryRun) -> StageEstimate:
-        stages = dry.stages(Hardware(None), rates_of(CPU, Path("nowhere")))
+        stages = dry.stages(Hardware(None), rates_of(None, Path("nowhere")))
         return next(one for one in stages if one.asset == "evaluation")
 
     none, one, whole = dry(), dry(max_steps=1), dry(max_steps=9)
@@ -525,7 +525,7 @@ def test_boards_take_time_memory_of_their_screens_and_disk_for_their_import(tmp_
     assert one.boards["b"].images == whole.boards["b"].images == 2 * image.stat().st_size
     assert none.boards == {} and evaluation(none).tokens < evaluation(one).tokens < evaluation(whole).tokens
     assert evaluation(none).gpu_seconds < evaluation(one).gpu_seconds < evaluation(whole).gpu_seconds
-    printed = report(whole, Hardware(None), rates_of(CPU, Path("nowhere")))
+    printed = report(whole, Hardware(None), rates_of(None, Path("nowhere")))
     assert any(line.startswith("board b: ϕ_k alone on 3 items") for line in printed.lines)
 
 
@@ -540,7 +540,9 @@ def test_sft_takes_its_number_of_steps_also_beyond_its_epochs() -> None:
 
     def steps(**changed: Any) -> int:
         sft = sandbox.sft.model_copy(update={"max_steps": None} | changed)
-        stages = DryRun(sandbox.model_copy(update={"sft": sft}), ROOT).stages(Hardware(None), rates_of(CPU, Path("no")))
+        stages = DryRun(sandbox.model_copy(update={"sft": sft}), ROOT).stages(
+            Hardware(None), rates_of(None, Path("no"))
+        )
         return next(one.steps for one in stages if one.asset == "planner_sft")
 
     assert steps(epochs=2.0) == pytest.approx(2 * steps(epochs=1.0), abs=1)

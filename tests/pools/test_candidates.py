@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from coepg_dagster.experiment.models import Models
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.inference.agents import Planner, planner_inputs
+from coepg_dagster.inference.engine import Failure
 from coepg_dagster.inference.screens import Screens
 from coepg_dagster.pools.candidates import jaccard, mark_duplicates, plan_tokens, pool_members, write_candidates
+from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import action_hint, planner_answer
+from coepg_dagster.steps import GATE_NO_ANSWER, GATE_PASSED
 from tests.conftest import png, step, step_table
 from tests.inference.scripted import Scripted, generation
 from tests.pools.tables import candidate, candidates
@@ -53,6 +56,30 @@ def test_duplicates_are_of_one_step_and_passed_the_gate() -> None:
         0.9,
     )
     assert table["duplicate_of"].to_pylist() == [None, None, None, "s#p#1", None]
+
+
+@pytest.mark.parametrize(
+    "failure", [Failure("no answer within 120 s", passing=True), Failure("status 400: the prompt is too long")]
+)
+@pytest.mark.parametrize(("unanswered", "of"), [(1, 4), (2, 4), (3, 4), (4, 4), (3, 300), (4, 300)])
+def test_steps_without_an_answer_cost_their_own_rows_until_they_are_more_than_chance(
+    failure: Failure, unanswered: int, of: int
+) -> None:
+    table = step_table(*(step(f"s{i}", screenshot=png(), goal=f"goal {i}") for i in range(of)))
+    silent = {f"Task: goal {i}\nDone: none" for i in range(unanswered)}
+    answer = generation(planner_answer("click OK", "CLICK", ""))
+    engine = Scripted(lambda text: failure if text in silent else answer)
+    planner = Planner(engine, Screens(table, engine.resize), "compact")
+    if unanswered > max(2, of // 100):
+        with pytest.raises(Ended, match=f"planner far: {unanswered} of {of} steps got no answer: {failure.reason}"):
+            write_candidates(planner, "far", table, Regeneration(), 0)
+        return
+    rows = write_candidates(planner, "far", table, Regeneration(plans_per_planner=2), 0).to_pylist()
+    assert len(rows) == 2 * of
+    for row in rows:
+        failed = int(row["step_id"][1:]) < unanswered
+        assert row["gate"] == (GATE_NO_ANSWER if failed else GATE_PASSED)
+        assert (row["plan"], row["text"]) == ((None, "") if failed else ("click OK", answer.text))
 
 
 PLANS = st.lists(st.text("abc ", min_size=1, max_size=6).filter(str.strip), min_size=1, max_size=8)
