@@ -682,7 +682,11 @@ def _summary(dry: DryRun, hardware: Hardware, stages: list[StageEstimate]) -> st
 
     def text(n: int, once: float) -> str:
         gpu = f" ({n * gpu_hours:,.1f} GPU-hours)" if hardware.card else ""
-        time = f"{n * hours:.1f} hours" if n * hours < 1000 else f"{n * hours / 24:,.0f} days"
+        needed = n * hours
+        if needed < 1:
+            time = f"{60 * needed:.0f} minutes"
+        else:
+            time = f"{needed:.1f} hours" if needed < 1000 else f"{needed / 24:,.0f} days"
         return f"{time}{gpu}, {n * disk + once:,.1f} GiB"
 
     return f"an iteration {text(1, 0)}; {whole} {text(times, imports)}"

@@ -84,6 +84,22 @@ class Rates:
     adapted_layer: float = ADAPTED_LAYER_SECONDS
 
 
+CPU: Final = Rates(
+    train=0.06e12,
+    prefill=0.15e12,
+    bandwidth=20e9,
+    layer=0.3e-3,
+    image=0.001,
+    basis="measured in an iteration of the sandbox on two cores; slow or busy ones take up to four times as long",
+    eager=1.0,
+    eager_layer=0.3e-3,
+    compiled_layer=0.3e-3,
+    adapted_layer=0.4e-3,
+)
+"""Two quick cores of a CPU, fitted to an iteration of the sandbox. One of `sandbox_middle`, with twice the parameters, takes 1.2
+times as long as estimated."""
+
+
 def layer_passes(model: Architecture, *, recompute: float, freeze_vision: bool) -> float:
     """Layer passes of a training pass: forward, again for the share that is recomputed, backward (counted twice).
 
@@ -123,21 +139,6 @@ def pass_seconds(
     if compiled:
         return operations / rates.train + layers * rates.compiled_layer
     return operations / (rates.eager * rates.train) + layers * (rates.adapted_layer if adapted else rates.eager_layer)
-
-
-CPU: Final = Rates(
-    train=0.06e12,
-    prefill=0.15e12,
-    bandwidth=20e9,
-    layer=0.3e-3,
-    image=0.001,
-    basis="measured: an iteration of the sandbox on two cores (one_iteration_cpu); slow or busy ones take up to four times as long",
-    eager=1.0,
-    eager_layer=0.3e-3,
-    compiled_layer=0.3e-3,
-    adapted_layer=0.4e-3,
-)
-"""Two cores of a CPU."""
 
 
 def rates_of(card: Card | None, baselines: Path) -> Rates:

@@ -588,3 +588,19 @@ def test_weights_take_the_disk_of_their_numbers() -> None:
     full = web.model_copy(update={"models": web.models.model_copy(update={"dtype": "float32"})})
     half, whole = (sum(s.disk for s in DryRun(of, ROOT).stages(Hardware(H100), RATES)) for of in (web, full))
     assert whole == 2 * half > 0
+
+
+def test_the_time_on_a_cpu_is_about_that_which_was_measured() -> None:
+    measured = {  # seconds, in iteration 1 of `make demo` on two cores
+        "planner_sft": 114,
+        "grounder": 78,
+        "planner": 238,
+        "candidate_plans": 30,
+        "verdicts": 17,
+        "evaluation": 14,
+    }
+    dry = DryRun(load_experiment(ROOT / "experiments" / "sandbox.yaml"), ROOT)
+    estimated = {s.asset: s.gpu_seconds for s in dry.stages(Hardware(None), rates_of(None, Path("nowhere")))}
+    assert sum(estimated.values()) == pytest.approx(sum(measured.values()), rel=0.25)
+    for asset, seconds in measured.items():
+        assert seconds / 2.5 < estimated[asset] < 2.5 * seconds
