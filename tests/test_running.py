@@ -31,17 +31,17 @@ COMMON: dict[str, Any] = {"device": "cpu", "batch_size": 8, "seed": 3}
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many tasks and plans really reached the models, in chunks of two."""
     counts = {"plan": 0, "ground": 0}
-    plan, ground = Planner.plan, Grounder.ground
+    answers, ground = Planner.answers, Grounder.ground
 
     def planned(self: Planner, tasks: Any, *args: Any) -> Any:
         counts["plan"] += len(tasks)
-        return plan(self, tasks, *args)
+        return answers(self, tasks, *args)
 
     def grounded(self: Grounder, plans: Any, *args: Any) -> Any:
         counts["ground"] += len(plans)
         return ground(self, plans, *args)
 
-    monkeypatch.setattr(Planner, "plan", planned)
+    monkeypatch.setattr(Planner, "answers", planned)
     monkeypatch.setattr(Grounder, "ground", grounded)
     monkeypatch.setattr(running, "CHUNK", 2)
     yield counts
