@@ -7,8 +7,9 @@ table of known benchmarks. The report names its assumptions (`assumptions`).
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -153,10 +154,10 @@ class FoundGpus:
 
 
 def find_gpus() -> FoundGpus | None:
-    """This machine's GPUs, from nvidia-smi; None without GPUs."""
+    """This machine's GPUs that CUDA_VISIBLE_DEVICES leaves, from nvidia-smi; None without GPUs."""
     try:
         out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=20,
@@ -164,8 +165,21 @@ def find_gpus() -> FoundGpus | None:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = [line.rpartition(",") for line in out.splitlines() if line.rpartition(",")[2].strip().isdecimal()]
-    return FoundGpus(lines[0][0].strip(), float(lines[0][2]) * 2**20, len(lines)) if lines else None
+    found = [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
+    gpus = [gpu for gpu in found if len(gpu) == 4 and gpu[3].isdecimal()]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and "MIG-" not in chosen:  # a slice of a card is no line of nvidia-smi's
+        gpus = list(_chosen(gpus, chosen))
+    return FoundGpus(gpus[0][2], float(gpus[0][3]) * 2**20, len(gpus)) if gpus else None
+
+
+def _chosen(gpus: Sequence[list[str]], chosen: str) -> Iterator[list[str]]:
+    """Those of `gpus` (number, id, …) that CUDA_VISIBLE_DEVICES names; as for CUDA, the first unknown name ends the list."""
+    for name in chosen.split(","):
+        one = next((gpu for gpu in gpus if name.strip() == gpu[0] or gpu[1].startswith(name.strip() or " ")), None)
+        if one is None:
+            return
+        yield one
 
 
 def size_of(model: str, root: Path) -> Sized:

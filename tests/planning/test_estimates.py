@@ -23,7 +23,7 @@ from coepg_dagster.experiment.schema import Evaluation, Experiment, GroundingBoa
 from coepg_dagster.experiment.training import Environment, Grpo, Lora, Sft
 from coepg_dagster.inference.architecture import KNOWN, Architecture, UnknownModel, flops
 from coepg_dagster.jobs import Placement
-from coepg_dagster.planning.dryrun import DryRun, Hardware, report, size_of
+from coepg_dagster.planning.dryrun import DryRun, Hardware, find_gpus, report, size_of
 from coepg_dagster.planning.estimates import (
     ADAPTED_LAYER_SECONDS,
     CARDS,
@@ -314,6 +314,42 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
     assert "known: " in CliRunner().invoke(app, ["plan", "sandbox", "--gpu", "Voodoo"]).stderr
 
 
+def nvidia_smi(says: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = folder / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\necho '{says}'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "number"),
+    [
+        (None, 3),
+        ("0,1,2", 3),
+        ("1, 0", 2),
+        ("GPU-ab", 1),
+        ("0,9,1", 1),  # CUDA ends at the first name that it does not know
+        ("", 0),
+        ("-1", 0),
+        ("MIG-5", 3),
+    ],
+)
+def test_only_the_gpus_that_processes_will_see_are_counted(
+    chosen: str | None, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = ("GPU-aa", "GPU-ab", "GPU-ba")
+    lines = (f"{i}, {ids[i]}, {'NVIDIA H200' if i else 'NVIDIA L40S'}, {143771 if i else 46068}" for i in range(3))
+    nvidia_smi("\n".join(lines), tmp_path, monkeypatch)
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    found = find_gpus()
+    assert (found.number if found else 0) == number
+    if found and chosen in ("1, 0", "GPU-ab"):
+        assert found.card == CARDS["H200-141GB"]
+
+
 @pytest.mark.parametrize(
     ("found", "plan"),
     [
@@ -328,10 +364,8 @@ def test_plan_ends_with_a_code_where_a_stage_cannot_fit(monkeypatch: pytest.Monk
 def test_the_cards_of_this_machine_are_known_or_it_is_said(
     found: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text(f"#!/bin/sh\necho '{found}'\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    nvidia_smi(found if "," not in found else f"0, GPU-1, {found}", tmp_path, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(ROOT)
     vllm = load_experiment(ROOT / "experiments" / "web_3b.yaml")
     vllm = vllm.model_copy(update={"grpo": vllm.grpo.model_copy(update={"rollouts": "vllm"})})
