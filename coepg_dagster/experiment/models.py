@@ -142,7 +142,8 @@ class Models(Strict):
             raise ValueError(
                 f"{', '.join(taken)}: the trained members have such names; give the open model another name"
             )
-        return pool
+        # by name: of plans that say the same the first counts, and the order in a file is in no version
+        return dict(sorted(pool.items()))
 
     @model_validator(mode="after")
     def _judge_rewards_nobody(self) -> Self:
