@@ -648,14 +648,15 @@ def report(dry: DryRun, hardware: Hardware, rates: Rates) -> Report:
             f"{board.images / GIB:.1f} GiB once"
         )
     stages = dry.stages(hardware, rates)
-    memory, time = ("GiB per GPU", "GPU-hours") if hardware.card else ("GiB", "hours")
+    memory, time = ("GiB per GPU", "GPU-hours") if hardware.card else ("GiB", "minutes")
     head = ("asset", memory, "weights", "grad.", "optim.", "activ.", "KV", "vLLM", "host GiB", "disk GiB")
     rows: list[tuple[str, ...]] = [(*head, "steps", "M tokens", time)]
     for stage in stages:
         need = stage.memory
         parts = (need.total, need.weights, need.gradients, need.optimizer, need.activations, need.cache, need.vllm)
         sizes = [f"{part / GIB:.1f}" for part in (*parts, stage.host, stage.disk)]
-        work = (str(stage.steps), f"{stage.tokens / 1e6:.1f}", f"{stage.gpu_seconds / 3600:.2f}")
+        duration = f"{stage.gpu_seconds / 3600:.2f}" if hardware.card else f"{stage.gpu_seconds / 60:.1f}"
+        work = (str(stage.steps), f"{stage.tokens / 1e6:.1f}", duration)
         rows.append((stage.asset, *sizes, *(work if dry.knows(stage.asset) else (UNKNOWN,) * 3)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:

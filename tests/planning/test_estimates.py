@@ -412,7 +412,7 @@ def test_on_a_cpu_no_gpu_is_mentioned() -> None:
     dry = DryRun(experiment, ROOT)
     on_cpu = report(dry, Hardware(None), rates_of(None, Path("nowhere")))
     assert not on_cpu.refused and "GPU" not in "\n".join(on_cpu.lines)
-    assert any(line.startswith("asset") and line.endswith("hours") for line in on_cpu.lines)
+    assert any(line.startswith("asset") and line.endswith("minutes") for line in on_cpu.lines)
 
 
 def test_what_takes_years_is_in_days() -> None:
