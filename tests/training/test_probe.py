@@ -237,7 +237,7 @@ def test_who_judges_plans_and_who_writes_them_are_checkpoints() -> None:
     def models(pool: dict[str, Any]) -> Models:
         return Models(base_planner="p", base_grounder="g", planners=pool, verifiers=pool)
 
-    near = models({"far": far, "near": "n", "last": "l"})
+    near = models({"second": "l", "far": far, "near": "n"})
     assert judge_of(near) == writer_of(near) == ("near", "n")
     assert judge_of(models({"far": far})) == ("base_grounder", "g")
     assert writer_of(models({"far": far})) == ("base_planner", "p")
