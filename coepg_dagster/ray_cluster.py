@@ -194,9 +194,8 @@ def _spread(ray: Any, work: Chunked[Any], root: Path, most: int, resources: dict
             done += chunk is not None
             hand_out(actor)
         report(done, len(chunks), {})
-    ends = [
-        actor.end.remote() for actor, member in holds.items() if member is not None
-    ]  # the others may never have run
+    # actors that hold no member may never have run
+    ends = [actor.end.remote() for actor, member in holds.items() if member is not None]
     for end in ends:
         with suppress(ray.exceptions.RayActorError):  # it was lost when everything was made
             ray.get(end)

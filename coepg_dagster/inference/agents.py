@@ -193,10 +193,15 @@ def refuse_outage(name: str, groundings: Sequence[Grounding]) -> None:
 
     A few are counted as failures, so that one request that a server cannot answer does not stop the loop for ever.
     """
-    failed = [grounding.failure for grounding in groundings if grounding.passing]
-    if is_outage(len(failed), len(groundings)):
+    failed = [grounding.failure or "" for grounding in groundings if grounding.passing]
+    assert_answered(name, failed, len(groundings), "plans")
+
+
+def assert_answered(name: str, reasons: Sequence[str], of: int, what: str) -> None:
+    """Raises Ended in an outage of a model's server, of `what`, such as "plans"; `reasons`: why each unanswered query is."""
+    if is_outage(len(reasons), of):
         raise Ended(
-            f"{name}: {len(failed)} of {len(groundings)} plans got no answer: {failed[0]}. "
+            f"{name}: {len(reasons)} of {of} {what} got no answer: {reasons[0]}. "
             "Check its server and run again: what was finished is kept"
         )
 

@@ -175,8 +175,8 @@ def find_gpus() -> FoundGpus | None:
 
 def _chosen(gpus: Sequence[list[str]], chosen: str) -> Iterator[list[str]]:
     """Those of `gpus` (number, id, …) that CUDA_VISIBLE_DEVICES names; as for CUDA, the first unknown name ends the list."""
-    for name in chosen.split(","):
-        one = next((gpu for gpu in gpus if name.strip() == gpu[0] or gpu[1].startswith(name.strip() or " ")), None)
+    for name in map(str.strip, chosen.split(",")):
+        one = next((gpu for gpu in gpus if name == gpu[0] or (name and gpu[1].startswith(name))), None)
         if one is None:
             return
         yield one

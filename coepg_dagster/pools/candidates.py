@@ -12,9 +12,8 @@ import pyarrow as pa
 from coepg_dagster.experiment.models import Member
 from coepg_dagster.experiment.schema import Regeneration
 from coepg_dagster.experiment.strict import ExperimentError
-from coepg_dagster.inference.agents import Plan, Planner, PlannerInput, is_outage, planner_inputs
+from coepg_dagster.inference.agents import Plan, Planner, PlannerInput, assert_answered, planner_inputs
 from coepg_dagster.inference.engine import Failure, Sampling
-from coepg_dagster.progress import Ended
 from coepg_dagster.prompts import action_hint
 from coepg_dagster.rewards.gate import gate_of
 from coepg_dagster.steps import CANDIDATE_SCHEMA, GATE_NO_ANSWER, GATE_PASSED, short_hash
@@ -78,11 +77,7 @@ def _refuse_outage(name: str, tasks: Sequence[PlannerInput], answers: Sequence[S
     }
     for step_id, reason in failed.items():
         print(f"planner {name}: no plan for step {step_id}: {reason}", flush=True)
-    if is_outage(len(failed), len(tasks)):
-        raise Ended(
-            f"planner {name}: {len(failed)} of {len(tasks)} steps got no answer: {next(iter(failed.values()))}. "
-            "Check its server and run again: what was finished is kept"
-        )
+    assert_answered(f"planner {name}", list(failed.values()), len(tasks), "steps")
 
 
 def plan_tokens(plan: str) -> frozenset[str]:
