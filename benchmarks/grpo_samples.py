@@ -17,9 +17,10 @@ update with a KL term, full fine-tuning with float32 weights, bf16 passes and re
   the trainer that measures the steps of every way.
 
 Weights are random, so on all sides the completions are replaced by the same made plans, all different, before graders see
-them. The graders are one checkpoint loaded N times; nothing is shared between them. The first step is not counted: in plain TRL
-and MS-SWIFT its graders see one group alone, to save time. Each run is a process with a time limit, and writes every step when
-it ends; without a whole measured step it is recorded as failed.
+them. The graders are one checkpoint loaded N times; nothing is shared between them. Each run is a process with a time limit, and
+writes every step when it ends. The first step is not counted: in plain TRL and MS-SWIFT its graders see one plan alone, to save
+time. Ours takes a run for each N; the other ways take one for all, N after N, since their graders share nothing with the
+trainer. An N without a whole measured step is recorded as failed.
 """
 
 from __future__ import annotations
@@ -87,16 +88,21 @@ def config_of(options: argparse.Namespace) -> Grpo:
         prompts_per_step=2 if small else 8,
         group_size=4 if small else 8,
         micro_batch_size=8 if small else 16,
-        max_steps=options.steps + 1,
+        max_steps=len(schedule(options)),
         learning_rate=1e-6,
         max_plan_tokens=8 if small else 80,
         probe_steps=0,
     )
 
 
+def schedule(options: argparse.Namespace) -> list[int]:
+    """The number of graders in each step: one step to warm up, then `--steps` for each of `--graders`."""
+    return [options.graders[0], *(n for n in options.graders for _ in range(options.steps))]
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains one way with so many graders in this process, MS-SWIFT in a child of it; returns what was written."""
-    [way], [graders], config = options.way, options.graders, config_of(options)
+    """Trains one way in this process, MS-SWIFT in a child of it; returns what was written."""
+    [way], graders, config = options.way, schedule(options), config_of(options)
     torch.manual_seed(0)
     device, dtype = sized.placed(options.size)
     steps, dataset = rows_of(options.size, config.prompts_per_step * (config.max_steps or 1))
@@ -107,12 +113,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     else:
         clock = Steps(options.run, about)
         if way == OURS:
+            [number] = options.graders
             _ours(
-                checkpoint, names_of(graders), config, steps, dataset, clock, device, str(dtype).removeprefix("torch.")
+                checkpoint, names_of(number), config, steps, dataset, clock, device, str(dtype).removeprefix("torch.")
             )
         else:
             kind = plain.BatchedReward if way == BATCHED else plain.PlainReward
-            reward = made_reward(kind, checkpoint, graders, options.size, steps, clock, config.group_size)
+            reward = made_reward(kind, checkpoint, graders, options.size, steps, clock)
             grpo_vs_trl.train_plain(checkpoint, steps, reward, config, clock, device=device)
     found: dict[str, Any] = json.loads(options.run.read_text())
     return found
@@ -131,7 +138,6 @@ def _swift(
         "graders": about["graders"],
         "size": options.size,
         "rows": steps.num_rows,
-        "group": config.group_size,
     }
     environment = {ms_swift.RUN: json.dumps(asked)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     # beside the run's file: it goes with that, also when this process is killed
@@ -173,55 +179,68 @@ def _ours(
         grpo.train_grpo(job, lambda done, of, figures: None)
 
 
-def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Rollouts per second and seconds of a step: medians over all steps but the first. Raises RuntimeError without such."""
-    measured = found["steps"][1:]
+def measured_steps(found: Mapping[str, Any], graders: int) -> list[dict[str, float]]:
+    """The steps of a run with so many graders, without the first of all."""
+    return [step for step, n in list(zip(found["steps"], found["graders"], strict=False))[1:] if n == graders]
+
+
+def summary(found: Mapping[str, Any], graders: int) -> dict[str, Any] | None:
+    """Rollouts per second and seconds of a step with so many graders: medians; None if no step with them was measured."""
+    measured = measured_steps(found, graders)
     if not measured:
-        raise RuntimeError("no step after the first was done")
+        return None
     seconds = baseline.median([step["seconds"] for step in measured])
     return {
         "rollouts_per_second": round(found["config"]["prompts_per_step"] * found["config"]["group_size"] / seconds, 4),
         "seconds": round(seconds, 3),
         "rewards": round(baseline.median([step["rewards"] for step in measured]), 3),
         "measured_steps": len(measured),
-        "memory_gb": round(found["memory_gb"], 1),
+        "memory_gb": round(max(step["memory_gb"] for step in measured), 1),
         "commit": baseline.commit(),
     }
 
 
-def measure(options: argparse.Namespace, checkpoint: Path, way: str, graders: int, say: baseline.Log) -> dict[str, Any]:
-    """A run in a separate process. Raises RuntimeError with the end of its output if no measured step was done."""
+def measure(
+    options: argparse.Namespace, checkpoint: Path, way: str, graders: Sequence[int], say: baseline.Log
+) -> dict[str, Any]:
+    """A run in a separate process. Raises RuntimeError with the end of its output if no step was done."""
     environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     # five graders nearly fill the card: memory must not be lost between blocks
     environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     with tempfile.TemporaryDirectory(prefix="grpo-samples-") as folder:
         file, log = Path(folder) / "found.json", Path(folder) / "log"
-        asked = ["--size", options.size, "--steps", str(options.steps), "--way", way, "--graders", str(graders)]
+        asked = ["--size", options.size, "--steps", str(options.steps), "--way", way, "--graders", *map(str, graders)]
         asked += ["--run", str(file), "--checkpoint", str(checkpoint)]
         asked += ["--python", str(options.python)] if way == SWIFT else []
         code = limited.run(["benchmarks.grpo_samples", *asked], log, options.limit, **environment)
         lines = log.read_text(errors="replace").splitlines()
+        numbers = " ".join(map(str, graders))
         for line in lines:
             if line.startswith("step "):
-                say(f"{way}, {graders} graders: {line}")
+                say(f"{way}, {numbers} graders: {line}")
         end = f"its time limit of {options.limit:.0f} s" if code is None else f"code {code}"
         if code != 0:
-            say("\n".join([f"{way}, {graders} graders: ended by {end}", *(f"    {line}" for line in lines[-60:])]))
+            say("\n".join([f"{way}, {numbers} graders: ended by {end}", *(f"    {line}" for line in lines[-60:])]))
         if not file.exists():
             raise RuntimeError("\n".join([f"ended by {end} before a step was done", *lines[-30:]]))
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
 
-def record(found: Mapping[str, Any] | None, failed: Mapping[str, str], folder: Path, device: str) -> None:
-    """Adds a run to the baseline; its value is our rate with the most graders that plain TRL was measured with too."""
+def record(way: str, graders: int, found: Mapping[str, Any] | None, reason: str, folder: Path, device: str) -> None:
+    """Adds the measured steps of a run with so many graders to the baseline, or the reason why there are none.
+
+    The baseline's value is our rate with the most graders that plain TRL was measured with too.
+    """
+    name = f"{way}, {graders} graders"
+    figures = summary(found, graders) if found else None
     with baseline.alone(folder):
         before = baseline.earlier(NAME, folder, device)
         table: dict[str, dict[str, Any]] = before.get("table", {})
         repetitions: dict[str, list[Any]] = before.get("repetitions", {})
-        if found:
-            table.setdefault(str(found["graders"]), {})[found["way"]] = summary(found)
-            repetitions[f"{found['way']}, {found['graders']} graders"] = found["steps"]
+        if found and figures:
+            table.setdefault(str(graders), {})[way] = figures
+            repetitions[name] = measured_steps(found, graders)
         both = [int(n) for n, ways in table.items() if {OURS, PLAIN} <= ways.keys()]
         most = max(both or [int(n) for n, ways in table.items() if OURS in ways], default=0)
         value = table[str(most)][OURS]["rollouts_per_second"] if most else None
@@ -235,14 +254,15 @@ def record(found: Mapping[str, Any] | None, failed: Mapping[str, str], folder: P
             unit=f"rollouts/s of whole optimizer steps, {most} graders",
             against=against,
             ratio=round(value / against, 3) if value and against else None,
-            reason=None if value else "; ".join(failed.values()) or "ours was not measured",
+            reason=None if value else reason or "ours was not measured",
             repetitions=repetitions,
             folder=folder,
             device=device,
             against_what="TRL's GRPOTrainer with one call of transformers' generate per completion and grader",
             table={n: table[n] for n in sorted(table, key=int)},
             config=config,
-            failed={run: why for run, why in before.get("failed", {}).items() if run not in repetitions} | failed,
+            failed={run: why for run, why in before.get("failed", {}).items() if run != name}
+            | ({} if figures else {name: reason}),
             **({"versions_of_swift": theirs} if theirs else {}),
         )
 
@@ -296,17 +316,25 @@ def main(given: Sequence[str] | None = None) -> None:
     say(baseline.command_line())
     where, _ = sized.placed(options.size)
     with sized.shared_checkpoint(options.size, where) as checkpoint:  # seconds to write: once for all runs
-        for graders in options.graders:
-            for way in ways_of(options):
-                found, failed = None, dict[str, str]()
-                try:
-                    found = measure(options, checkpoint, way, graders, say)
-                    say(f"{way}, {graders} graders: {json.dumps(summary(found))}")
-                except RuntimeError as error:
-                    found, failed = None, {f"{way}, {graders} graders": str(error)[-3000:]}
-                    say(f"{way}, {graders} graders failed: {error}")
-                record(found, failed, options.folder, device)
+        for way in ways_of(options):
+            for numbers in [[n] for n in options.graders] if way == OURS else [options.graders]:
+                run_and_record(options, checkpoint, way, numbers, device, say)
     return None
+
+
+def run_and_record(
+    options: argparse.Namespace, checkpoint: Path, way: str, numbers: Sequence[int], device: str, say: baseline.Log
+) -> None:
+    """One run of `way` with each of `numbers` of graders; an N without a measured step is recorded as failed."""
+    found, reason = None, "no step after the first was done"
+    try:
+        found = measure(options, checkpoint, way, numbers, say)
+    except RuntimeError as error:
+        reason = str(error)[-3000:]
+    for graders in numbers:
+        figures = summary(found, graders) if found else None
+        say(f"{way}, {graders} graders: {json.dumps(figures) if figures else f'failed: {reason}'}")
+        record(way, graders, found, reason, options.folder, device)
 
 
 if __name__ == "__main__":

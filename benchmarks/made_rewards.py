@@ -22,7 +22,7 @@ POINT_TOKENS: Final = 12
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each optimizer step, and of its rewards; written to a file after each step."""
+    """Seconds of each optimizer step and of its rewards, and the most memory until then (GB), in a file after each step."""
 
     def __init__(self, file: Path, about: Mapping[str, Any]) -> None:
         self._file, self._about = file, about
@@ -42,12 +42,12 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         now = self._now()
-        self.steps.append({"seconds": now - self._ended, "rewards": self._rewards})
-        self._ended = now
         memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-        print(f"step {len(self.steps)}: {json.dumps(self.steps[-1])}, {memory:.1f} GB", flush=True)
+        self.steps.append({"seconds": now - self._ended, "rewards": self._rewards, "memory_gb": memory})
+        self._ended = now
+        print(f"step {len(self.steps)}: {json.dumps(self.steps[-1])}", flush=True)
         with whole(self._file) as draft:
-            draft.write_text(json.dumps({**self._about, "steps": self.steps, "memory_gb": memory}))
+            draft.write_text(json.dumps({**self._about, "steps": self.steps}))
 
     @staticmethod
     def _now() -> float:
@@ -57,21 +57,25 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
 
 class Made:
-    """A reward function for TRL that puts made plans in place of completions; in the first step it rewards one group alone."""
+    """A reward function for TRL that puts made plans in place of completions; `rewards` has one for each step.
+
+    In the first step plain rewards grade one plan alone.
+    """
 
     __name__ = "made"
 
-    def __init__(self, reward: plain.PlainReward, clock: Steps, group: int) -> None:
-        self._reward, self._clock, self._group = reward, clock, group
+    def __init__(self, rewards: Sequence[plain.PlainReward], clock: Steps) -> None:
+        self._rewards, self._clock = rewards, clock
 
     def __call__(self, completions: Sequence[Any], step_id: Sequence[str], **_: Any) -> list[float]:
         return self.score([plain.text_of(completion) for completion in completions], step_id)
 
     def score(self, texts: Sequence[str], step_ids: Sequence[str]) -> list[float]:
-        made = sized.made_answers(texts, step_ids)
-        if not self._clock.steps and type(self._reward) is plain.PlainReward:
-            made = made[: self._group]
-        rewards = self._clock.rewarded(lambda: self._reward.score(made, step_ids[: len(made)]))
+        made, done = sized.made_answers(texts, step_ids), len(self._clock.steps)
+        reward = self._rewards[done]
+        if not done and type(reward) is plain.PlainReward:
+            made = made[:1]
+        rewards = self._clock.rewarded(lambda: reward.score(made, step_ids[: len(made)]))
         return rewards + [0.0] * (len(texts) - len(made))
 
 
@@ -87,14 +91,16 @@ def names_of(graders: int) -> list[str]:
 def made_reward(
     kind: type[plain.PlainReward],
     checkpoint: str,
-    graders: int,
+    graders: Sequence[int],
     size: sized.Size,
     steps: pa.Table,
     clock: Steps,
-    group: int,
 ) -> Made:
-    """The reward of so many graders, each loaded from the same checkpoint."""
+    """The reward of so many graders in each optimizer step, each loaded from the same checkpoint."""
     device, dtype = sized.placed(size)
-    names = names_of(graders)
-    grounders = {name: plain.PlainGrounder(checkpoint, POINT_TOKENS, device, dtype) for name in names}
-    return Made(kind(grounders, dict.fromkeys(names, 1.0), steps), clock, group)
+    grounders = {name: plain.PlainGrounder(checkpoint, POINT_TOKENS, device, dtype) for name in names_of(max(graders))}
+    rewards = {
+        n: kind({name: grounders[name] for name in names_of(n)}, dict.fromkeys(names_of(n), 1.0), steps)
+        for n in graders
+    }
+    return Made([rewards[n] for n in graders], clock)

@@ -273,7 +273,7 @@ def measured_by_others(device: str) -> dict[str, dict[str, Any]]:
         del stage["figures"]
         if name == runs["fastest"]:
             del stage["measured"]["seconds"]  # the rate is made from them
-        stages[f"sft, {name}"] = stage | {"from": f"sft_mfu, {runs['commit']}"}
+        stages[f"sft, {name}"] = stage | {"from": f"sft_mfu, {figures['commit']}"}
     return stages
 
 

@@ -4,8 +4,9 @@ The count of operations is coepg_dagster.inference.architecture.flops: 6 · para
 (forward only where it is frozen), the output layer for the scored tokens only; recomputed activations are not counted.
 The rate is that of 8192³ bf16 matrix products of random data, measured in the same process just before.
 
-Without `--only` it runs each configuration of DEFAULT in a separate process, records those that fail, and writes the fastest as
-the baseline. `--quick` runs the tiny model for a few steps, on a CPU or a GPU.
+Without `--only` it runs each configuration of DEFAULT in a separate process. The baseline has all that were measured on such a
+device, each with its commit, and those that failed; its value is that of the fastest. `--quick` runs the tiny model for a few
+steps, on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any, Final
 import torch
 
 from benchmarks import limited
-from benchmarks.baseline import FOLDER, Log, command_line, write, write_none
+from benchmarks.baseline import FOLDER, Log, command_line, commit, device_name, earlier, write, write_none
 
 NAME: Final = "sft_mfu"
 CONFIGURATIONS: Final[dict[str, list[str]]] = {
+    "frozen-compiled-12": ["--freeze-vision", "--micro", "12", "--recompute", "0", "--kernels", "compiled"],
+    "frozen-compiled-8": ["--freeze-vision", "--micro", "8", "--recompute", "0", "--kernels", "compiled"],
     "frozen-compiled-4": ["--freeze-vision", "--micro", "4", "--recompute", "0", "--kernels", "compiled"],
     "frozen-compiled-6": ["--freeze-vision", "--micro", "6", "--recompute", "0", "--kernels", "compiled"],
     "frozen-compiled-3": ["--freeze-vision", "--micro", "3", "--recompute", "0", "--kernels", "compiled"],
@@ -116,7 +119,8 @@ def main() -> None:
     if not cuda:
         write_none(NAME, "TFLOP/s", "no GPU here; `--quick` proves the code path on a CPU")
         raise SystemExit("no GPU here: use --quick")
-    say = Log(NAME)
+    say = Log(NAME, keep=True)
+    say(command_line())
     runs: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     for name in options.only or DEFAULT:
@@ -142,8 +146,10 @@ def main() -> None:
 
 def record(say: Log, runs: dict[str, dict[str, Any]], failed: dict[str, str]) -> None:
     """Writes the baseline, after each configuration: a run that is cut short leaves a partial result."""
-    name = max(runs, key=lambda key: runs[key]["mfu"])
-    fastest = runs[name]
+    before = earlier(NAME, FOLDER, device_name())
+    measured = before.get("configurations", {}) | {key: figures | {"commit": commit()} for key, figures in runs.items()}
+    name = max(measured, key=lambda key: measured[key]["mfu"])
+    fastest = measured[name]
     write(
         NAME,
         command=command_line(),
@@ -151,15 +157,15 @@ def record(say: Log, runs: dict[str, dict[str, Any]], failed: dict[str, str]) ->
         unit="TFLOP/s of the model",
         against=round(fastest["matmul_tflops"], 2),
         ratio=round(fastest["mfu"], 4),
-        repetitions={key: figures["step_seconds"] for key, figures in runs.items()},
+        repetitions={key: figures["step_seconds"] for key, figures in measured.items()},
         log=say.path,
         what="Operations of training (see flops) per second, against those of 8192³ bf16 matrix products on the same "
         "card; recomputed activations are not counted.",
         flops="6 · parameters · tokens + 6 · tokens² · width · layers (causal) + vision tower (2 · or 6 · parameters · "
         "patches + attention) + 6 · vocabulary · width · scored tokens",
         fastest=name,
-        configurations=runs,
-        failed=failed,
+        configurations=measured,
+        failed={key: why for key, why in (before.get("failed", {}) | failed).items() if key not in runs},
     )
 
 

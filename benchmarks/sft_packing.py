@@ -129,7 +129,7 @@ def main() -> None:
 
     sizes = {"rows": [4, 9, 18], "groups": [8, 18, 36]}
     if options.compiled:  # the activations of all layers are kept
-        sizes = {"rows": [4, 6], "groups": [9, 18]}
+        sizes = {"rows": [4, 6, 12], "groups": [9, 18, 36]}
     if small:
         sizes = {"rows": [36], "groups": [36]}
     runs = {

@@ -39,9 +39,7 @@ class MadePlans(ORM):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         steps, _ = rows_of(ASKED["size"], ASKED["rows"])
-        self._made = made_reward(
-            plain.PlainReward, ASKED["checkpoint"], ASKED["graders"], ASKED["size"], steps, CLOCK, ASKED["group"]
-        )
+        self._made = made_reward(plain.PlainReward, ASKED["checkpoint"], ASKED["graders"], ASKED["size"], steps, CLOCK)
 
     def __call__(self, completions: Sequence[str], step_id: Sequence[str], **_: Any) -> list[float]:
         return self._made.score(completions, step_id)

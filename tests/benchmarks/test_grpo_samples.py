@@ -36,12 +36,15 @@ def test_each_run_adds_to_the_table_and_the_figure_shows_it(tmp_path: Path, monk
     config = {"prompts_per_step": 8, "group_size": 8}
     for graders, ways in ((1, grpo_samples.WAYS), (3, grpo_samples.WAYS[:3])):
         for way, seconds in zip(ways, (10.0, 20.0, 40.0 * graders, 50.0), strict=False):
-            steps = [{"seconds": 99.0, "rewards": 9.0}, {"seconds": seconds, "rewards": seconds / 2}]
-            found = {"way": way, "graders": graders, "config": config, "steps": steps, "memory_gb": 100.0}
+            steps = [
+                {"seconds": 99.0, "rewards": 9.0, "memory_gb": 90.0},
+                {"seconds": seconds, "rewards": seconds / 2, "memory_gb": 100.0},
+            ]
+            found = {"way": way, "graders": [graders, graders], "config": config, "steps": steps}
             if way == grpo_samples.SWIFT:
                 found["versions"] = {"ms-swift": "4.6.0"}
-            grpo_samples.record(found, {}, tmp_path, "a card")
-    grpo_samples.record(None, {"plain TRL, 5 graders": "took too long"}, tmp_path, "a card")
+            grpo_samples.record(way, graders, found, "", tmp_path, "a card")
+    grpo_samples.record("plain TRL", 5, None, "took too long", tmp_path, "a card")
     facts = json.loads((tmp_path / "grpo_samples.json").read_text())
     assert (facts["value"], facts["against"], facts["ratio"]) == (6.4, 0.5333, pytest.approx(12, rel=1e-3))
     assert facts["table"]["1"]["batched TRL"]["rollouts_per_second"] == 3.2
@@ -53,9 +56,25 @@ def test_each_run_adds_to_the_table_and_the_figure_shows_it(tmp_path: Path, monk
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+def test_steps_of_one_run_count_for_the_number_of_graders_they_had(tmp_path: Path) -> None:
+    steps = [{"seconds": n, "rewards": n / 4, "memory_gb": n} for n in (9.0, 10.0, 20.0, 40.0)]
+    config = {"prompts_per_step": 8, "group_size": 8}
+    found = {"way": "plain TRL", "graders": [1, 1, 1, 3, 3, 5], "config": config, "steps": steps}
+    for graders in (1, 3, 5):
+        grpo_samples.record("plain TRL", graders, found, "ended by its limit", tmp_path, "a card")
+    for graders, of in {1: (15.0, 2), 3: (40.0, 1)}.items():
+        figures = grpo_samples.summary(found, graders)
+        assert figures and (figures["seconds"], figures["measured_steps"]) == of
+    assert grpo_samples.summary(found, 5) is None
+    facts = json.loads((tmp_path / "grpo_samples.json").read_text())
+    assert facts["value"] is None and facts["failed"] == {"plain TRL, 5 graders": "ended by its limit"}
+
+
 def test_a_run_without_a_measured_step_is_none() -> None:
-    with pytest.raises(RuntimeError, match="no step after the first"):
-        grpo_samples.summary({"steps": [{"seconds": 9.0, "rewards": 1.0}]})
+    assert (
+        grpo_samples.summary({"graders": [1, 1], "steps": [{"seconds": 9.0, "rewards": 1.0, "memory_gb": 1}]}, 1)
+        is None
+    )
 
 
 def test_ms_swift_is_measured_only_where_it_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +103,10 @@ def test_ms_swift_is_asked_for_the_same_prompts_and_batch(tmp_path: Path) -> Non
 def test_a_run_of_ms_swift_writes_the_seconds_of_its_steps(tmp_path: Path) -> None:
     if not (python := os.environ.get(PYTHON)):
         pytest.skip(f"{PYTHON} names no Python of an environment with ms-swift")
-    asked = ["--size", "tiny", "--way", "MS-SWIFT", "--graders", "1", "--steps", "1", "--python", python]
+    asked = ["--size", "tiny", "--way", "MS-SWIFT", "--graders", "1", "2", "--steps", "1", "--python", python]
     found = grpo_samples.run(grpo_samples.arguments([*asked, "--run", str(tmp_path / "found.json")]))
-    assert (found["way"], found["graders"], len(found["steps"])) == ("MS-SWIFT", 1, 2)
-    assert grpo_samples.summary(found)["rewards"] > 0
+    assert (found["way"], found["graders"], len(found["steps"])) == ("MS-SWIFT", [1, 1, 2], 3)
+    for graders in (1, 2):
+        figures = grpo_samples.summary(found, graders)
+        assert figures and figures["rewards"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
