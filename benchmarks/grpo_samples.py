@@ -227,10 +227,12 @@ def measure(
         return found
 
 
-def record(way: str, graders: int, found: Mapping[str, Any] | None, reason: str, folder: Path, device: str) -> None:
+def record(
+    way: str, graders: int, found: Mapping[str, Any] | None, reason: str, folder: Path, device: str
+) -> dict[str, Any] | None:
     """Adds the measured steps of a run with so many graders to the baseline, or the reason why there are none.
 
-    The baseline's value is our rate with the most graders that plain TRL was measured with too.
+    Returns their `summary`. The baseline's value is our rate with the most graders that plain TRL was measured with too.
     """
     name = f"{way}, {graders} graders"
     figures = summary(found, graders) if found else None
@@ -265,6 +267,7 @@ def record(way: str, graders: int, found: Mapping[str, Any] | None, reason: str,
             | ({} if figures else {name: reason}),
             **({"versions_of_swift": theirs} if theirs else {}),
         )
+    return figures
 
 
 def draw(folder: Path) -> None:
@@ -332,9 +335,8 @@ def run_and_record(
     except RuntimeError as error:
         reason = str(error)[-3000:]
     for graders in numbers:
-        figures = summary(found, graders) if found else None
+        figures = record(way, graders, found, reason, options.folder, device)
         say(f"{way}, {graders} graders: {json.dumps(figures) if figures else f'failed: {reason}'}")
-        record(way, graders, found, reason, options.folder, device)
 
 
 if __name__ == "__main__":

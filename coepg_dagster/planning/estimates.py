@@ -63,7 +63,8 @@ ADAPTED_LAYER_SECONDS: Final = 2.2e-3
 """Host seconds per layer, however few rows, in a training process on machines with an H200. ADAPTED is an eager layer with LoRA,
 from one run of grpo_breakdown while other work used most of the host's cores."""
 VLLM_LAYER_SECONDS: Final = 0.5e-3
-"""Of a decoding step in vLLM with CUDA graphs, its default, from grpo_breakdown on an H200."""
+"""Of a decoding step in vLLM with CUDA graphs, its default, fitted to grpo_breakdown on an H200: the estimate of that step is
+1.07 times the measured time, of one without CUDA graphs 0.90 times."""
 PREFILL_SHARE: Final = 0.35
 DECODE_LAYER_SECONDS: Final = 0.9e-3
 """Measured: 0.87 to 0.93 ms in pools of plans and of points on an H200 (plan_estimates, pool_scaling)."""
@@ -442,10 +443,7 @@ def generation_seconds(
 
 
 def vllm_seconds(model: Architecture, example: Example, batch: int, samples: int, rollouts: int, rates: Rates) -> float:
-    """GPU-seconds of `rollouts` by vLLM, `batch` at a time; the rollouts of a prompt share its prefill.
-
-    So the estimate of a step of grpo_breakdown is 1.07 times the measured time, of one without CUDA graphs 0.90 times.
-    """
+    """GPU-seconds of `rollouts` by vLLM, `batch` at a time; the rollouts of a prompt share its prefill."""
     prompt = flops(model, image=example.image, text=example.prompt, scored=1, train=False).total
     moved = 2.0 * model.language + batch * example.tokens(model) * model.key_value_bytes
     token = max(model.layers * VLLM_LAYER_SECONDS, moved / rates.bandwidth)
